@@ -1,0 +1,411 @@
+"""Every body that crosses the control plane, once: what clients send and what the server answers.
+
+Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in
+browsers would round (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64.
+Sizes are bytes, durations seconds: the server's clock never leaves the server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Key = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=127)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=128)]
+MAX_KEYS = 4096
+Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """A request body: a field the server does not know is an error, not a silent no."""
+
+
+class Answer(msgspec.Struct):
+    """A response body: clients ignore fields they do not know."""
+
+
+# --------------------------------------------------------------------------- identity
+
+
+class Group(Body, frozen=True, kw_only=True):
+    """One KV group of the model: what a hit must hold of it, and how large one writer's part is."""
+
+    kind: Literal["full", "window", "state"] = "full"
+    window_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+
+
+class Manifest(Body, frozen=True, kw_only=True):
+    """Everything that changes the stored bytes. Equal manifests share a namespace; others never meet."""
+
+    model: Name
+    revision: str = ""
+    adapter: str = ""
+    kv_dtype: Name
+    scale_mode: str = ""
+    layers: Annotated[int, msgspec.Meta(ge=1)]
+    kv_heads: Annotated[int, msgspec.Meta(ge=1)]
+    head_size: Annotated[int, msgspec.Meta(ge=1)]
+    token_order: str = "NHD"
+    """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    """Skips are in whole blocks; chunk_tokens is a multiple of it."""
+    tensor_parallel: Readers = 1
+    writers: Readers = 1
+    """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=16)]
+    hash_function: str = "blake2b-256"
+    hash_seed: str = ""
+    cache_salt: str = ""
+
+
+# --------------------------------------------------------------------------- sessions
+
+
+class Member(Body, kw_only=True):
+    """One process of an engine instance, and the byte of the pool's lock file that proves it lives."""
+
+    id: Name
+    """Chosen by the client, random: presenting it again re-attaches the same member."""
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=128)] = []
+    scheduler: bool = False
+    lock_offset: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+
+
+class AttachSession(Body, kw_only=True):
+    instance: Name
+    """Client-chosen nonce of the engine instance: its members present the same one."""
+    manifest: Manifest
+    member: Member
+    label: str = ""
+    """Free text for people: shown by the status page and the CLI."""
+
+
+class Segment(Answer, kw_only=True):
+    id: int
+    name: str
+    """POSIX shared-memory name, e.g. /kvdock-…-0001."""
+    bytes: int
+    data_offset: int
+    prefaulted_bytes: int
+    used_bytes: int
+
+
+class SessionAttached(Answer, kw_only=True):
+    session: str
+    member: str
+    namespace: Key
+    pool_id: Hex64
+    incarnation: int
+    segments: list[Segment]
+    part_bytes: list[int]
+    chunk_tokens: int
+    heartbeat_s: float
+
+
+class GrantRanks(Body, kw_only=True):
+    grant: Hex64
+    ranks: list[Rank] = []
+    """Empty: the asker's own word on a grant it asked for."""
+
+
+class Heartbeat(Body, kw_only=True):
+    member: Name
+    done: list[GrantRanks] = []
+    """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
+    keep: list[Hex64] = []
+
+
+class HeartbeatAnswer(Answer, kw_only=True):
+    heartbeat_s: float
+    questions: list[GrantRanks]
+    segments: int
+    """How many segments the pool has had: a member that knows fewer asks GET /v1/segments."""
+
+
+class MemberView(Answer, kw_only=True):
+    id: str
+    ranks: list[int]
+    scheduler: bool
+    state: Literal["live", "suspect", "dead", "gone"]
+    heartbeat_age_s: float
+
+
+class SessionView(Answer, kw_only=True):
+    session: str
+    instance: str
+    label: str
+    model: str
+    namespace: Key
+    members: list[MemberView]
+    leases: int
+    reservations: int
+    held_bytes: int
+    age_s: float
+
+
+class Sessions(Answer, kw_only=True):
+    sessions: list[SessionView]
+
+
+# --------------------------------------------------------------------------- lookups and leases
+
+
+class Part(Answer, array_like=True):
+    """Where one writer's part of one group lies, and what it must hash to: `[group, writer, …]`."""
+
+    group: int
+    writer: int
+    segment: int
+    offset: int
+    length: int
+    checksum: Hex64
+
+
+class Lookup(Body, kw_only=True):
+    """Give `keys`, or `tokens` to be hashed by the server. Without a session the answer is a length only."""
+
+    session: str | None = None
+    member: str = ""
+    namespace: Key | None = None
+    """Only without a session."""
+    request: Name = "-"
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
+    keys: Keys | None = None
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]], msgspec.Meta(max_length=1 << 20)] | None = None
+    readers: Readers = 1
+    skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class LookupAnswer(Answer, kw_only=True):
+    hit_tokens: int
+    """Length of the longest prefix that can be served, from token 0, skipped tokens included."""
+    lease: Hex64 | None
+    first_chunk: int
+    """Index of the first chunk in `chunks`: those wholly before the skip are neither locked nor returned."""
+    chunks: list[list[Part]]
+    limited_by: Literal["held_bytes"] | None = None
+
+
+class ReleaseLease(Body, kw_only=True):
+    session: str
+    ranks: list[Rank]
+    """The reader ranks that say done. Repeating it is harmless."""
+
+
+class CancelLease(Body, kw_only=True):
+    """By the member that asked, when no rank was or will be handed the plan."""
+
+    session: str
+    member: Name
+
+
+class ReleaseAnswer(Answer, kw_only=True):
+    remaining: list[int]
+
+
+# --------------------------------------------------------------------------- reservations
+
+
+class Reserve(Body, kw_only=True):
+    session: str
+    member: Name
+    store: Name
+    """Client-chosen id: repeating the call with the same body gives the same answer."""
+    parent: Key | None = None
+    """Key before keys[0]; None when keys[0] starts the sequence."""
+    keys: Keys | None = None
+    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]], msgspec.Meta(max_length=1 << 20)] | None = None
+    groups: list[int] | None = None
+    """Indices of the groups whose bytes this store has, for every chunk; None: all."""
+    temporary: bool = False
+    """Vanishes with its last reader unless a second request hits it."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
+
+
+class WritePart(Answer, array_like=True):
+    group: int
+    writer: int
+    segment: int
+    offset: int
+    length: int
+
+
+class GrantedChunk(Answer, kw_only=True):
+    index: int
+    """Into the keys of the call."""
+    parts: list[WritePart]
+
+
+class ReserveAnswer(Answer, kw_only=True):
+    reservation: Hex64 | None
+    """None when nothing was granted."""
+    deadline_s: float
+    chunks: list[GrantedChunk]
+    present: list[int]
+    busy: list[int]
+    """Being written by someone else now."""
+    limited_by: Literal["held_bytes", "no_space"] | None = None
+
+
+class PartDone(Body, array_like=True):
+    """`[index, group, checksum]`: a part of the caller's rank is complete."""
+
+    index: int
+    group: int
+    checksum: Hex64
+
+
+class Commit(Body, kw_only=True):
+    session: str
+    rank: Rank
+    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * 16)]
+
+
+class CommitAnswer(Answer, kw_only=True):
+    ready: int
+    """Chunks of this reservation that are published by now."""
+    remaining: list[int]
+
+
+class Abort(Body, kw_only=True):
+    session: str
+    ranks: list[Rank] | None = None
+    """The ranks that say done; None: all, by the member that asked (nothing was handed out)."""
+    member: str = ""
+
+
+class ReportMismatch(Body, kw_only=True):
+    """A loaded part did not hash to what the lease promised: the chunk is taken out of use."""
+
+    session: str
+    lease: Hex64
+    chunks: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    """Indices of the chunks, counted from token 0 as in the lookup's keys."""
+
+
+class MismatchAnswer(Answer, kw_only=True):
+    quarantined: int
+
+
+# --------------------------------------------------------------------------- what people read
+
+
+class Health(Answer, kw_only=True):
+    status: Literal["ok", "not ready"]
+    reasons: list[str] = []
+
+
+class Segments(Answer, kw_only=True):
+    pool_id: Hex64
+    lock_file: str
+    segments: list[Segment]
+
+
+class LeaseView(Answer, kw_only=True):
+    grant: Hex64
+    kind: Literal["lease", "reservation"]
+    session: str
+    request: str
+    epoch: int
+    readers: int
+    remaining: list[int]
+    chunks: int
+    bytes: int
+    age_s: float
+    closed: bool
+
+
+class Leases(Answer, kw_only=True):
+    leases: list[LeaseView]
+
+
+class RequestView(Answer, kw_only=True):
+    """One recent call, for people: what was asked, what was found."""
+
+    at: float
+    """Unix seconds, for display only."""
+    kind: Literal["lookup", "store"]
+    session: str
+    label: str
+    request: str
+    tokens: int
+    hit_tokens: int
+    chunks: int
+    bytes: int
+    took_us: int
+
+
+class Requests(Answer, kw_only=True):
+    requests: list[RequestView]
+
+
+class Series(Answer, kw_only=True):
+    name: str
+    title: str
+    unit: Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
+    chart: str
+    """Series with one chart name are drawn together: the page knows no series by name."""
+    values: list[float | None]
+
+
+class Stats(Answer, kw_only=True):
+    """Bounded history: one value per series and interval, oldest first, ending `age_s` ago."""
+
+    interval_s: float
+    age_s: float
+    series: list[Series]
+
+
+class PoolView(Answer, kw_only=True):
+    limit_bytes: int
+    allocated_bytes: int
+    prefaulted_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    ready_bytes: int
+    quarantined_bytes: int
+    held_bytes: int
+    segments: int
+
+
+class ChunkCounts(Answer, kw_only=True):
+    reserved: int
+    ready: int
+    quarantined: int
+
+
+class Status(Answer, kw_only=True):
+    status: Literal["ok", "not ready"]
+    reasons: list[str]
+    version: str
+    pool_id: Hex64
+    incarnation: int
+    uptime_s: float
+    now: float
+    """Unix seconds at the server, for display only."""
+    pool: PoolView
+    chunks: ChunkCounts
+    sessions: int
+    leases: int
+    reservations: int
+    counters: dict[str, int]
+    """Totals since start: lookups, lookup_tokens, hit_tokens, stored_chunks, stored_bytes, loaded_bytes, evicted_chunks, mismatches, …"""
+
+
+class Problem(Answer, kw_only=True):
+    """RFC 9457 problem details: the one shape of every error."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str = ""
+    found: Any = None
+    wanted: Any = None

@@ -1,0 +1,79 @@
+"""What an engine asks of a KV connector: a few verbs, paired begin and finish.
+
+An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted
+from the start of the request; block ids are the engine's own, in order, block i holding tokens
+[i * block_tokens, (i + 1) * block_tokens).
+
+    lookup ─► begin_load ─► poll: LoadDone ─► (compute) ─► begin_store ─► poll: StoreDone ─► finished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """A load ended. Tokens [0, valid_tokens) of the request may be used; what lies behind is recomputed.
+
+    `valid_tokens` counts the tokens the engine already had; it is below what was asked for when a
+    chunk failed its checksum or the server was lost.
+    """
+
+    request_id: str
+    valid_tokens: int
+
+
+@dataclass(frozen=True)
+class StoreDone:
+    """A store no longer reads `block_ids` (the list that `begin_store` returned), stored or not."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    loads: tuple[LoadDone, ...] = ()
+    stores: tuple[StoreDone, ...] = ()
+
+
+class Connector(Protocol):
+    """Never raises for a lost or unhappy server: that is a miss."""
+
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+        """Tokens of the prefix [0, n) that can be had, n >= local_tokens; None: not known yet, ask again.
+
+        `local_tokens` is what the engine's own prefix cache holds, a multiple of the block size.
+        n == local_tokens means there is nothing to load. Asking again is free and changes nothing.
+        """
+
+    def begin_load(
+        self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
+    ) -> None:
+        """Fill tokens [local_tokens, hit_tokens) of the request's blocks; blocks before are never written.
+
+        `block_ids` covers [0, hit_tokens). The engine neither reads nor frees the blocks of
+        [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
+        """
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+    ) -> tuple[int, ...]:
+        """Offer the KV of [0, computed_tokens): call it after each step that computed tokens.
+
+        Returns the blocks that are being read from now on: the engine must not free or rewrite them
+        until a StoreDone names them. () when there is nothing new to store.
+        """
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        """What ended since the last call; waits up to `timeout_s` for something to end."""
+
+    def finished(self, request_id: str) -> None:
+        """The request finished, was aborted or was preempted: forget its lookup. A preempted request may
+        come back under the same id. A load or store in flight still reports."""
+
+    def close(self) -> None:
+        """Waits for copies in flight, then leaves the server."""

@@ -1,0 +1,230 @@
+"""Types of kvdock's native core. Every call that can take more than a few microseconds drops the GIL."""
+
+from collections.abc import Buffer, Sequence
+from typing import Final
+
+
+# ------------------------------------------------------------------ table (csrc/table*.cpp, csrc/bind_table.cpp)
+
+class TableError(Exception):
+    """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
+
+    code: str
+    found: object
+    wanted: object
+
+class Lookup:
+    hit_tokens: int
+    first_chunk: int
+    lease: int
+    """Grant id; 0 when nothing was locked."""
+    limited: bool
+    """A byte cap shortened the hit."""
+    chunks: list[list[tuple[int, int, int, int, int, int]]]
+    """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
+
+class Reservation:
+    grant: int
+    """0 when nothing was granted."""
+    chunks: list[tuple[int, list[tuple[int, int, int, int, int]]]]
+    """(index into keys, [(group, writer, segment, offset, length)])."""
+    present: list[int]
+    busy: list[int]
+    limited: str
+    """'', 'held_bytes' or 'no_space'."""
+
+class GrantView:
+    grant: int
+    kind: str
+    session: int
+    request: bytes
+    epoch: int
+    readers: int
+    remaining: list[int]
+    chunks: int
+    bytes: int
+    opened_ms: int
+    closed: bool
+
+class MemberView:
+    member: int
+    session: int
+    nonce: bytes
+    ranks: list[int]
+    scheduler: bool
+    state: str
+    """live, suspect, dead or gone."""
+    heartbeat_ms: int
+
+class SessionView:
+    session: int
+    nonce: bytes
+    namespace: int
+    leases: int
+    reservations: int
+    held_bytes: int
+    opened_ms: int
+
+class Table:
+    """Chunks, grants and members of one pool: docs/lifetime_protocol.md, in one flat region.
+
+    All times are the server clock in milliseconds, passed in. Keys are 32 bytes each, concatenated.
+    Ids of requests, stores, sessions and members are 16-byte digests made by the caller.
+    Raises TableError; nothing is half done when it does.
+    """
+
+    def __init__(
+        self,
+        region: Mapping,
+        *,
+        pool_id: int,
+        incarnation: int,
+        limit_bytes: int,
+        ask_ms: int = 60_000,
+        settle_ms: int = 3_000,
+        suspect_ms: int = 6_000,
+        session_cap: float = 0.25,
+        total_cap: float = 0.75,
+    ) -> None: ...
+    @staticmethod
+    def region_bytes(max_records: int, max_grants: int) -> int:
+        """Bytes a region for that many records (of up to 4 parts) and live grants needs."""
+
+    # -- pool
+    def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
+    def free_bytes(self) -> int: ...
+    def evict(self, target_free_bytes: int, max_chunks: int) -> int:
+        """Evict unpinned chunks, least recently used leaf first, until so much is free; returns how many went."""
+
+    # -- identity
+    def add_namespace(
+        self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
+        groups: Sequence[tuple[str, int, int]],
+    ) -> int:
+        """groups: (kind 'full'|'window'|'state', window_tokens, part_bytes). Idempotent by digest."""
+
+    def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
+        """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
+    def add_member(self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int) -> int:
+        """Idempotent by (session, nonce). rank_taken when another member has one of the ranks."""
+    def find_member(self, session: int, nonce: bytes) -> int:
+        """unknown_session, unknown_member."""
+
+    # -- life and death
+    def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
+        """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
+    def keep(self, member: int, grant: int, now_ms: int) -> None: ...
+    def done(self, member: int, grant: int, ranks: Sequence[int], now_ms: int) -> None:
+        """D1: a member's promise. ranks []: the asker's own word."""
+    def member_dead(self, member: int, now_ms: int) -> None:
+        """Its lock was seen free: reservations it has not finished close. GONE follows in tick()."""
+    def leave(self, member: int, now_ms: int) -> None:
+        """The member's word on everything it holds. The last one out closes the session."""
+    def tick(self, now_ms: int) -> None:
+        """Deadlines, missed heartbeats, settling."""
+
+    # -- grants
+    def lookup(
+        self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
+        readers: int, skip_tokens: int, now_ms: int,
+    ) -> Lookup: ...
+    def peek(self, namespace: int, keys: bytes) -> int:
+        """Hit length in tokens; locks nothing, stamps nothing."""
+    def release(self, session: int, grant: int, ranks: Sequence[int], now_ms: int) -> list[int]:
+        """Returns the ranks that remain. Repeating is harmless; foreign_grant for another session's."""
+    def cancel(self, session: int, member: int, grant: int, now_ms: int) -> None:
+        """D3: by the asker, of a lease or reservation whose plan was never handed out."""
+    def reserve(
+        self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
+        groups: int, temporary: bool, deadline_ms: int, now_ms: int,
+    ) -> Reservation:
+        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now."""
+    def commit(
+        self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
+    ) -> tuple[int, list[int]]:
+        """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
+    def abort(self, session: int, grant: int, ranks: Sequence[int], now_ms: int) -> list[int]:
+        """Those ranks say done; the reservation closes, unpublished chunks go."""
+    def mismatch(self, session: int, grant: int, chunks: Sequence[int], now_ms: int) -> int:
+        """Chunks (counted from token 0) of a lease failed their checksum: they are taken out of use."""
+    def delete(self, namespace: int, keys: bytes) -> int:
+        """Takes READY chunks of these keys (b'' = all of the namespace) out of use; returns how many."""
+
+    # -- views
+    def sessions(self) -> list[SessionView]: ...
+    def members(self) -> list[MemberView]: ...
+    def grants(self, session: int = 0) -> list[GrantView]: ...
+    def session_namespace(self, session: int) -> int: ...
+    def stats(self) -> dict[str, int]: ...
+    def state_of(self, namespace: int, key: bytes) -> str:
+        """'absent', 'reserved' or 'ready'."""
+    def check_integrity(self) -> None:
+        """Walks everything, rebuilds what is derived and compares; raises TableError('corrupt', …)."""
+
+# ------------------------------------------------------------------ bytes (csrc/{mapping,liveness,checksum,copy}.cpp, csrc/bind_bytes.cpp)
+
+class Mapping:
+    """A shared mapping of an open file or shared-memory object; MADV_DONTFORK; keeps no descriptor."""
+
+    def __init__(self, fd: int, bytes: int, *, writable: bool = True) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def populate(self, offset: int, bytes: int) -> None:
+        """MADV_POPULATE_WRITE without the GIL. OSError when memory runs out; never SIGBUS."""
+    def advise_huge(self) -> bool: ...
+    def close(self) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class MemberLock:
+    """An open-file-description lock on one byte, kept by a mapping: it ends with the address space."""
+
+    def __init__(self, path: str, offset: int) -> None:
+        """BlockingIOError when someone else holds the byte."""
+    @property
+    def offset(self) -> int: ...
+    def close(self) -> None: ...
+
+def lock_holder_alive(fd: int, offset: int) -> bool:
+    """F_OFD_GETLK: True while someone holds the byte. fd: the server's own descriptor of the lock file."""
+
+SEGMENT_VERSION: Final[int]
+SEGMENT_HEADER_BYTES: Final[int]
+SLOT_ALIGN: Final[int]
+
+def segment_header_write(mapping: Mapping, pool_id: int, segment: int, data_offset: int) -> None:
+    """Writes the header, version last (release)."""
+
+def segment_header_read(mapping: Mapping) -> tuple[str, dict[str, int]]:
+    """('ok' | 'not_ready' | 'wrong_version' | 'corrupt', fields found)."""
+
+def set_checksum_keys(nh: bytes, level2: bytes) -> None:
+    """nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones."""
+
+def checksum(data: Buffer) -> int: ...
+
+class PagedLayout:
+    """Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride)."""
+
+    def __init__(
+        self, planes: Sequence[tuple[int, int, int, int, int]], *, num_blocks: int, block_tokens: int
+    ) -> None: ...
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all planes."""
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+
+def gather(
+    layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, *, threads: int
+) -> list[int]:
+    """Paged → slots. slots: uint64 addresses [n]; block_ids: int64, flat; starts: int64 [n+1].
+    Returns each part's checksum. Refuses ids outside 0..num_blocks-1 before any byte moves."""
+
+def scatter(
+    layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, threads: int
+) -> list[int]:
+    """Slots → paged, the first skips[i] blocks of part i read and hashed but never written."""

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvdock {
+
+void bind_bytes(pybind11::module_& m);
+void bind_table(pybind11::module_& m);
+
+}  // namespace kvdock

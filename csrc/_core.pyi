@@ -1,8 +1,9 @@
 """Types of kvdock's native core. Every call that can take more than a few microseconds drops the GIL."""
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from typing_extensions import Buffer
 
 # ------------------------------------------------------------------ table (csrc/table*.cpp, csrc/bind_table.cpp)
 
@@ -80,6 +81,8 @@ class Table:
         pool_id: int,
         incarnation: int,
         limit_bytes: int,
+        max_records: int,
+        max_grants: int,
         ask_ms: int = 60_000,
         settle_ms: int = 3_000,
         suspect_ms: int = 6_000,
@@ -93,6 +96,8 @@ class Table:
     # -- pool
     def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
     def free_bytes(self) -> int: ...
+    def segment_used_bytes(self, segment: int) -> int:
+        """Bytes in slots that have an owner. `segment`: one that add_segment named."""
     def evict(self, target_free_bytes: int, max_chunks: int) -> int:
         """Evict unpinned chunks, least recently used leaf first, until so much is free; returns how many went."""
 
@@ -163,6 +168,18 @@ class Table:
 
 # ------------------------------------------------------------------ bytes (csrc/{mapping,liveness,checksum,copy}.cpp, csrc/bind_bytes.cpp)
 
+class LayoutError(ValueError):
+    """Strides that no copy can follow; `found` and `wanted` name the values."""
+
+    found: object
+    wanted: object
+
+class CopyError(ValueError):
+    """Block ids, lengths, skips or addresses outside a layout; nothing was copied."""
+
+    found: object
+    wanted: object
+
 class Mapping:
     """A shared mapping of an open file or shared-memory object; MADV_DONTFORK; keeps no descriptor."""
 
@@ -202,7 +219,14 @@ def segment_header_read(mapping: Mapping) -> tuple[str, dict[str, int]]:
 def set_checksum_keys(nh: bytes, level2: bytes) -> None:
     """nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones."""
 
-def checksum(data: Buffer) -> int: ...
+def checksum(data: Buffer) -> int:
+    """Of contiguous bytes of any length. CopyError when the keys are too short for it."""
+
+def cpu_paths() -> list[str]:
+    """Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere."""
+
+def use_cpu_path(name: str) -> None:
+    """For tests and measurements: all later copies use that loop; '' goes back to the fastest."""
 
 class PagedLayout:
     """Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride)."""
@@ -228,3 +252,6 @@ def scatter(
     layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, threads: int
 ) -> list[int]:
     """Slots → paged, the first skips[i] blocks of part i read and hashed but never written."""
+
+def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> None:
+    """The benchmark's yardstick: libc memcpy of equal pieces. to, from_: uint64 addresses [n], unchecked."""

@@ -1,0 +1,48 @@
+// A shared mapping of an open file or shared-memory object.
+//
+// Ownership: the mapping keeps no descriptor; it ends with close() or the object. Buffers handed to
+//   Python and native users hold a pin; close() refuses while there is one.
+// Thread safety: populate() may run in many threads; close() must not race with other calls.
+// Process safety: MADV_DONTFORK. A forked child has no such pages, so it cannot touch memory that its
+//   parent's grants protect.
+// Invariant: the object is at least `bytes` long when mapped, so access within bounds never faults
+//   for want of a file behind it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+
+namespace kvdock {
+
+class Mapping {
+ public:
+  // Throws std::system_error, or std::invalid_argument when the object is shorter than `bytes`.
+  Mapping(int fd, size_t bytes, bool writable);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  char* data() const { return data_; }  // nullptr once closed
+  size_t bytes() const { return bytes_; }
+  bool writable() const { return writable_; }
+
+  // Makes every page of [offset, offset + bytes) present and writable, or throws std::system_error.
+  // A kernel without MADV_POPULATE_WRITE does nothing here: the caller has fallocated the object, so
+  // later access costs minor faults but cannot fail.
+  void populate(size_t offset, size_t bytes);
+  // Whether the kernel took the advice; tmpfs may be mounted without huge pages.
+  bool advise_huge();
+
+  void pin() { ++pins_; }
+  void unpin() { --pins_; }
+  bool pinned() const { return pins_ > 0; }
+  void close();  // REQUIRES: !pinned()
+
+ private:
+  char* data_;
+  size_t bytes_;
+  bool writable_;
+  std::atomic<int> pins_{0};
+};
+
+}  // namespace kvdock

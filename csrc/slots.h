@@ -1,0 +1,94 @@
+// Slot allocator: cuts the pool's segments into slabs, and slabs into slots of one size.
+//
+// Ownership: the slab entries live in the table's region (primary); everything else here is derived from
+//   them and from the records, and is dropped and rebuilt with them.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: extents and slabs of a segment are disjoint and cover it; a slab has count slots, `used` of
+//   which have an owner; an empty slab does not exist; slots are multiples of kSlotAlign.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "table_layout.h"
+
+namespace kvdock {
+
+struct Slot {
+  uint32_t slab;
+  uint16_t segment;
+  uint64_t offset;
+};
+
+inline uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }
+
+class SlotAllocator {
+ public:
+  SlotAllocator(Slab* slabs, uint32_t max_slabs) : slabs_(slabs), max_slabs_(max_slabs) {}
+
+  void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
+
+  // A slot of at least `bytes`, owned by `record`; nullopt when only eviction could make room.
+  std::optional<Slot> take(uint64_t bytes, uint32_t record);
+  void give(uint32_t slab, uint64_t offset);
+
+  void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
+  void pin(uint32_t slab) { ++live_[slab].pinned; }
+  void unpin(uint32_t slab) { --live_[slab].pinned; }
+
+  struct Window {
+    uint64_t newest;  // use tick of the most recently used record in it
+    std::vector<uint32_t> records;
+  };
+  // The unpinned run of neighbouring slabs whose newest use is oldest and that, once emptied, holds a slot of `bytes`.
+  std::optional<Window> oldest_window(uint64_t bytes) const;
+
+  bool has_other_sizes(uint64_t bytes) const;
+  uint64_t total_bytes() const { return total_bytes_; }
+  uint64_t used_bytes() const { return used_bytes_; }
+  uint64_t used_bytes(uint32_t segment) const;
+
+  struct Owner {
+    uint64_t slot_bytes;
+    uint32_t segment;
+    uint64_t offset;
+    uint32_t record;
+  };
+  std::vector<Owner> owners() const;  // every used slot
+  void check() const;                 // throws std::logic_error naming the first thing that does not hold
+  uint32_t pinned_slots(uint32_t slab) const { return live_.at(slab).pinned; }
+
+ private:
+  struct Live {
+    std::vector<uint32_t> owner;  // per slot: record or kNone
+    std::vector<uint32_t> free;   // stack of slot numbers
+    uint32_t pinned = 0;
+    uint64_t newest = 0;
+  };
+  struct Segment {
+    uint64_t data_bytes = 0;
+    std::map<uint64_t, uint64_t> free;   // offset → bytes
+    std::map<uint64_t, uint32_t> slabs;  // offset → slab
+  };
+
+  std::optional<uint32_t> open_slab(uint64_t slot_bytes);
+  void close_slab(uint32_t slab);
+  void free_extent(Segment& s, uint64_t offset, uint64_t bytes);
+  void scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const;
+
+  Slab* slabs_;
+  uint32_t max_slabs_;
+  uint32_t next_slab_ = 0;
+  std::vector<uint32_t> spare_slabs_;
+  std::map<uint32_t, Segment> segments_;
+  std::vector<Live> live_;  // by slab; no owners: closed
+  std::map<uint64_t, std::set<uint32_t>> with_room_;  // slot bytes → slabs with a free slot
+  std::map<uint64_t, uint32_t> slabs_of_size_;
+  uint64_t total_bytes_ = 0;
+  uint64_t used_bytes_ = 0;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,382 @@
+// Construction and the life of a record: FREE → RESERVED → READY → QUARANTINED → FREE.
+#include "table.h"
+
+#include <algorithm>
+
+#include "table_internal.h"
+
+namespace kvdock {
+
+namespace {
+struct Capacity {
+  uint32_t grants, line_blocks, pages;
+
+  Capacity(uint64_t max_records, uint64_t max_grants)
+      : grants(static_cast<uint32_t>(max_grants)),
+        line_blocks(static_cast<uint32_t>(max_grants * 4 + 1024)),
+        // Pages for records of up to 4 parts, and a few more, since each record size starts its own page.
+        pages(static_cast<uint32_t>(max_records / (kPageBytes / (sizeof(Record) + 4 * sizeof(Part))) + 8)) {}
+};
+}  // namespace
+
+uint64_t Table::region_bytes(uint64_t max_records, uint64_t max_grants) {
+  Capacity c(max_records, max_grants);
+  return RegionMap(c.grants, c.line_blocks, c.pages).end;
+}
+
+Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
+    : options_(options), base_(region), header_(reinterpret_cast<TableHeader*>(region)), slots_(nullptr, 0),
+      policy_(std::make_unique<LruPolicy>()) {
+  if (options.max_records == 0 || options.max_grants == 0)
+    throw Refusal("bad_argument", "a table needs room for records and grants", 0, "1 or more");
+  uint64_t need = region_bytes(options.max_records, options.max_grants);
+  if (bytes < need) throw Refusal("bad_argument", "the region is too small for the table", int64_t(bytes), int64_t(need));
+  Capacity capacity(options.max_records, options.max_grants);
+  header_->max_grants = capacity.grants;
+  header_->max_line_blocks = capacity.line_blocks;
+  header_->max_pages = capacity.pages;
+  header_->pool_id = options.pool_id;
+  header_->region_bytes = bytes;
+  header_->incarnation = options.incarnation;
+  header_->limit_bytes = options.limit_bytes;
+  header_->geometry = table_geometry();
+  header_->magic = kTableMagic;
+  RegionMap at(header_->max_grants, header_->max_line_blocks, header_->max_pages);
+  spaces_ = reinterpret_cast<Namespace*>(base_ + at.namespaces);
+  segments_ = reinterpret_cast<SegmentEntry*>(base_ + at.segments);
+  sessions_ = reinterpret_cast<Session*>(base_ + at.sessions);
+  members_ = reinterpret_cast<Member*>(base_ + at.members);
+  grants_ = reinterpret_cast<Grant*>(base_ + at.grants);
+  blocks_ = reinterpret_cast<LineBlock*>(base_ + at.line_blocks);
+  page_sizes_ = reinterpret_cast<uint32_t*>(base_ + at.page_sizes);
+  pages_ = base_ + at.pages;
+  slots_ = SlotAllocator(reinterpret_cast<Slab*>(base_ + at.slabs), kMaxSlabs);
+  auto fill = [](std::vector<uint32_t>& v, uint32_t n) {
+    v.resize(n);
+    for (uint32_t i = 0; i < n; ++i) v[i] = n - 1 - i;
+  };
+  fill(free_sessions_, kMaxSessions);
+  fill(free_members_, kMaxMembers);
+  fill(free_grants_, header_->max_grants);
+  fill(free_blocks_, header_->max_line_blocks);
+  grant_request_.resize(header_->max_grants);
+  std::atomic_ref<uint32_t>(header_->version).store(kTableVersion, std::memory_order_release);
+}
+
+void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
+  std::lock_guard lock(mutex_);
+  if (segment >= kMaxSegments) throw Refusal("bad_argument", "segment id out of range", segment, kMaxSegments - 1);
+  SegmentEntry& s = segments_[segment];
+  if (s.word) throw Refusal("bad_argument", "segment was added before", segment);
+  if (data_offset % kSlotAlign || data_bytes % kSlotAlign)
+    throw Refusal("bad_argument", "segment data is not aligned to slots", int64_t(data_offset | data_bytes), int64_t(kSlotAlign));
+  s.data_offset = data_offset;
+  s.data_bytes = data_bytes;
+  publish(s.word, 1);
+  slots_.add_segment(segment, data_offset, data_bytes);
+}
+
+uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
+                              const std::vector<Group>& groups) {
+  std::lock_guard lock(mutex_);
+  for (uint32_t i = 0; i < space_count_; ++i)
+    if (spaces_[i].digest == digest) return i;
+  if (block_tokens == 0 || chunk_tokens == 0 || chunk_tokens % block_tokens)
+    throw Refusal("bad_argument", "chunk_tokens is not a multiple of block_tokens", chunk_tokens, block_tokens);
+  if (writers < 1 || writers > kMaxRanks) throw Refusal("bad_argument", "writers out of range", writers, "1..128");
+  if (groups.empty() || groups.size() > kMaxGroups)
+    throw Refusal("bad_argument", "number of groups out of range", int64_t(groups.size()), "1..16");
+  if (space_count_ == kMaxNamespaces) throw Refusal("table_full", "no namespace left", kMaxNamespaces);
+  Namespace& ns = spaces_[space_count_];
+  std::vector<uint64_t> shape;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].part_bytes == 0) throw Refusal("bad_argument", "part_bytes is 0", 0, "1 or more");
+    if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
+      throw Refusal("bad_argument", "a window group has no window", 0, "1 or more tokens");
+    ns.groups[g] = groups[g];
+    shape.push_back(round_slot(groups[g].part_bytes));
+  }
+  ns.chunk_tokens = chunk_tokens;
+  ns.block_tokens = block_tokens;
+  ns.writers = writers;
+  ns.group_count = static_cast<uint32_t>(groups.size());
+  ns.digest = digest;
+  ns.crc = body_crc(ns);
+  publish(ns.word, 1);
+  std::sort(shape.begin(), shape.end());
+  shape.erase(std::unique(shape.begin(), shape.end()), shape.end());
+  auto known = std::find(shapes_.begin(), shapes_.end(), shape);
+  space_shape_.push_back(static_cast<uint32_t>(known - shapes_.begin()));
+  if (known == shapes_.end()) shapes_.push_back(shape);
+  return space_count_++;
+}
+
+// ---- records
+
+uint64_t Table::record_bytes(const Record& r) const {
+  uint64_t bytes = 0;
+  for (uint32_t p = 0; p < r.part_count; ++p) bytes += round_slot(r.parts[p].length);
+  return bytes;
+}
+
+std::optional<uint32_t> Table::new_record_id(uint32_t parts) {
+  auto size = static_cast<uint32_t>((sizeof(Record) + parts * sizeof(Part) + 15) / 16 * 16);
+  auto& free = free_records_[size];
+  if (free.empty()) {
+    if (next_page_ == header_->max_pages) return std::nullopt;
+    uint32_t page = next_page_++;
+    page_sizes_[page] = size;
+    for (uint32_t i = std::min(kPageBytes / size, kPageRecords); i-- > 0;) free.push_back(page * kPageRecords + i);
+    info_.resize(uint64_t{next_page_} * kPageRecords);
+  }
+  uint32_t id = free.back();
+  free.pop_back();
+  return id;
+}
+
+void Table::count_state(const Record& r, int sign) {
+  auto s = static_cast<size_t>(r.state());
+  bytes_in_[s] += sign * record_bytes(r);
+  records_in_[s] += sign;
+}
+
+// Every transition of a record passes here: one 64-bit store.
+void Table::set_state(uint32_t id, RecordState state) {
+  Record& r = record(id);
+  if (r.state() != RecordState::kFree) count_state(r, -1);
+  publish(r.word, state == RecordState::kFree ? 0 : (r.generation() << 3 | static_cast<uint64_t>(state)));
+  if (state != RecordState::kFree) count_state(r, 1);
+}
+
+void Table::free_record(uint32_t id) {
+  Record& r = record(id);
+  uint32_t size = page_sizes_[id / kPageRecords];
+  set_state(id, RecordState::kFree);
+  for (uint32_t p = 0; p < r.part_count; ++p) slots_.give(r.parts[p].slab, r.parts[p].offset);
+  info_[id] = RecordInfo{};
+  free_records_[size].push_back(id);
+}
+
+// Leaves the key index: from now on nobody finds the record.
+void Table::unlink(uint32_t id) {
+  Record& r = record(id);
+  KeyEntry* e = index_.find(r.space, r.key);
+  if (e->ready == id) e->ready = kNone;
+  if (e->reserved == id) e->reserved = kNone;
+  index_.drop_if_unused(*e);
+  if (r.parent.is_root()) return;
+  KeyEntry* parent = index_.find(r.space, r.parent);
+  uint32_t bare = --parent->children == 0 ? parent->ready : kNone;
+  index_.drop_if_unused(*parent);
+  if (bare != kNone) offer(bare);
+}
+
+void Table::quarantine(uint32_t id) {
+  unlink(id);
+  set_state(id, RecordState::kQuarantined);
+  settle(id);
+}
+
+void Table::publish_record(uint32_t id) {
+  Record& r = record(id);
+  KeyEntry& e = *index_.find(r.space, r.key);
+  uint32_t old = e.ready;
+  set_state(id, RecordState::kReady);
+  e.reserved = kNone;
+  e.ready = id;
+  ++counters_.stored_chunks;
+  counters_.stored_bytes += record_bytes(r);
+  if (old == kNone) return;
+  // The old record is no longer found by key; its child's place under the parent is the new one's.
+  set_state(old, RecordState::kQuarantined);
+  const Record& o = record(old);
+  if (!o.parent.is_root()) --index_.find(o.space, o.parent)->children;
+  settle(old);
+}
+
+// What a record without pins becomes.
+void Table::settle(uint32_t id) {
+  if (info_[id].pins) return;
+  Record& r = record(id);
+  if (r.state() == RecordState::kQuarantined) return free_record(id);
+  if (r.state() != RecordState::kReady) return;
+  if (r.temporary && r.temp_seen != 0 && r.temp_seen != kTempKept) return quarantine(id);
+  offer(id);
+}
+
+bool Table::evictable(const Record& r, uint32_t id) {
+  return r.state() == RecordState::kReady && info_[id].pins == 0 && index_.find(r.space, r.key)->children == 0;
+}
+
+void Table::offer(uint32_t id) {
+  Record& r = record(id);
+  if (evictable(r, id)) policy_->offer(space_shape_[r.space], {id, r.generation(), r.last_used});
+}
+
+void Table::stamp(Record& r, uint64_t tick) {
+  r.last_used = tick;
+  for (uint32_t p = 0; p < r.part_count; ++p) slots_.touch(r.parts[p].slab, tick);
+}
+
+// ---- pins: bytes a session holds are counted once however many of its grants name them (section 8)
+
+void Table::add_pin(uint32_t id, uint32_t session) {
+  RecordInfo& in = info_[id];
+  const Record& r = record(id);
+  if (in.pins++ == 0) {
+    held_bytes_ += record_bytes(r);
+    for (uint32_t p = 0; p < r.part_count; ++p) slots_.pin(r.parts[p].slab);
+    in.sole = session;
+    session_state_[session].held_bytes += record_bytes(r);
+    return;
+  }
+  if (in.sole == session) return;
+  if (in.sole != kMany) {
+    shared_pins_[uint64_t{in.sole} << 32 | id] = in.pins - 1;
+    in.sole = kMany;
+  }
+  if (++shared_pins_[uint64_t{session} << 32 | id] == 1) session_state_[session].held_bytes += record_bytes(r);
+}
+
+void Table::drop_pin(uint32_t id, uint32_t session) {
+  RecordInfo& in = info_[id];
+  const Record& r = record(id);
+  --in.pins;
+  if (in.sole == kMany) {
+    auto it = shared_pins_.find(uint64_t{session} << 32 | id);
+    if (--it->second == 0) {
+      shared_pins_.erase(it);
+      session_state_[session].held_bytes -= record_bytes(r);
+    }
+  } else if (in.pins == 0) {
+    session_state_[session].held_bytes -= record_bytes(r);
+  }
+  if (in.pins) return;
+  in.sole = kNone;
+  held_bytes_ -= record_bytes(r);
+  for (uint32_t p = 0; p < r.part_count; ++p) slots_.unpin(r.parts[p].slab);
+  settle(id);
+}
+
+// ---- eviction
+
+std::optional<Candidate> Table::oldest(uint32_t shape) {
+  return policy_->choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
+    Record& r = record(c.record);
+    if (r.generation() != c.generation || !evictable(r, c.record)) return std::nullopt;
+    return r.last_used;
+  });
+}
+
+// Frees something on the way to a slot of `bytes`; false when nothing may go.
+bool Table::make_room(uint64_t bytes) {
+  std::optional<Candidate> own;
+  for (uint32_t shape : policy_->shapes()) {
+    if (!std::binary_search(shapes_[shape].begin(), shapes_[shape].end(), round_slot(bytes))) continue;
+    if (auto c = oldest(shape); c && (!own || older(*c, *own))) own = c;
+  }
+  std::optional<SlotAllocator::Window> window;
+  if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes);
+  if (own && (!window || own->last_used <= window->newest)) {
+    quarantine(own->record);
+    ++counters_.evicted_chunks;
+    return true;
+  }
+  if (window && !window->records.empty()) {
+    for (uint32_t id : window->records) {
+      if (record(id).state() != RecordState::kReady) continue;  // went with an earlier one
+      quarantine(id);
+      ++counters_.evicted_chunks;
+    }
+    return true;
+  }
+  return evict_lying_chain();
+}
+
+// No leaf is left. Records above a pinned or RESERVED one wait for it; any other READY record without pins is
+// part of a chain that names itself as ancestor, and the oldest of those goes.
+bool Table::evict_lying_chain() {
+  std::vector<bool> above(info_.size(), false);
+  std::optional<uint32_t> victim;
+  auto walk_up = [&](uint32_t space, Key key) {
+    while (!key.is_root()) {
+      KeyEntry* e = index_.find(space, key);
+      uint32_t up = e ? (e->ready != kNone ? e->ready : e->reserved) : kNone;
+      if (up == kNone || above[up]) return;
+      if (e->reserved != kNone) above[e->reserved] = true;
+      above[up] = true;
+      key = record(up).parent;
+    }
+  };
+  auto each = [&](auto&& f) {
+    index_.for_each([&](const KeyEntry& e) {
+      for (uint32_t id : {e.ready, e.reserved})
+        if (id != kNone) f(id);
+    });
+  };
+  each([&](uint32_t id) {
+    if (info_[id].pins) walk_up(record(id).space, record(id).parent);
+  });
+  walk_up(storing_.first, storing_.second);
+  each([&](uint32_t id) {
+    if (record(id).state() == RecordState::kReady && !info_[id].pins && !above[id] &&
+        (!victim || record(id).last_used < record(*victim).last_used))
+      victim = id;
+  });
+  if (!victim) return false;
+  quarantine(*victim);
+  ++counters_.evicted_chunks;
+  return true;
+}
+
+uint64_t Table::segment_used_bytes(uint32_t segment) {
+  std::lock_guard lock(mutex_);
+  return slots_.used_bytes(segment);
+}
+
+uint64_t Table::free_bytes() {
+  std::lock_guard lock(mutex_);
+  return slots_.total_bytes() - slots_.used_bytes();
+}
+
+uint32_t Table::evict(uint64_t target, uint32_t max_chunks) {
+  std::lock_guard lock(mutex_);
+  uint32_t gone = 0;
+  while (gone < max_chunks && slots_.total_bytes() - slots_.used_bytes() < target) {
+    std::optional<Candidate> best;
+    for (uint32_t shape : policy_->shapes())
+      if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
+    if (!best) break;
+    quarantine(best->record);
+    ++counters_.evicted_chunks;
+    ++gone;
+  }
+  return gone;
+}
+
+uint32_t Table::remove(uint32_t space, const std::vector<Key>* keys) {
+  std::lock_guard lock(mutex_);
+  if (space >= space_count_) throw Refusal("unknown_namespace", "no such namespace", space);
+  std::vector<uint32_t> doomed;
+  if (keys) {
+    for (const Key& k : *keys)
+      if (KeyEntry* e = index_.find(space, k); e && e->ready != kNone) doomed.push_back(e->ready);
+  } else {
+    index_.for_each([&](const KeyEntry& e) {
+      if (e.space == space && e.ready != kNone) doomed.push_back(e.ready);
+    });
+  }
+  std::sort(doomed.begin(), doomed.end());
+  doomed.erase(std::unique(doomed.begin(), doomed.end()), doomed.end());
+  for (uint32_t id : doomed) quarantine(id);
+  return static_cast<uint32_t>(doomed.size());
+}
+
+const char* Table::state_of(uint32_t space, const Key& key) {
+  std::lock_guard lock(mutex_);
+  KeyEntry* e = index_.find(space, key);
+  if (e && e->ready != kNone) return "ready";
+  return e && e->reserved != kNone ? "reserved" : "absent";
+}
+
+}  // namespace kvdock

@@ -1,0 +1,293 @@
+// The chunk table: which chunks exist, who may read or write them, and when their memory is used again.
+// It implements docs/lifetime_protocol.md; section numbers below are its.
+//
+// Ownership: a Table owns the region it is given for as long as it lives. Primary facts lie in the region
+//   (table_layout.h); members named *_ at the end of the class are derived and can be rebuilt.
+// Thread safety: every public call takes the one mutex; none blocks on anything else.
+// Invariants: I1–I8 of the protocol; check_integrity() walks them all.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "eviction.h"
+#include "key_index.h"
+#include "slots.h"
+#include "table_layout.h"
+
+namespace kvdock {
+
+using Value = std::variant<std::monostate, int64_t, std::string>;
+
+struct Refusal : std::exception {
+  std::string code, message;
+  Value found, wanted;
+  Refusal(std::string c, std::string m, Value f = {}, Value w = {})
+      : code(std::move(c)), message(std::move(m)), found(std::move(f)), wanted(std::move(w)) {}
+  const char* what() const noexcept override { return message.c_str(); }
+};
+
+struct TableOptions {
+  uint64_t pool_id, incarnation, limit_bytes;
+  uint64_t max_records, max_grants;
+  uint64_t ask_ms, settle_ms, suspect_ms;
+  double session_cap, total_cap;
+};
+
+struct PartAt {
+  uint32_t group, writer, segment;
+  uint64_t offset, length, checksum;
+};
+struct LookupResult {
+  uint64_t hit_tokens = 0, lease = 0;
+  uint32_t first_chunk = 0;
+  bool limited = false;
+  std::vector<std::vector<PartAt>> chunks;
+};
+struct ReserveResult {
+  uint64_t grant = 0;
+  std::vector<std::pair<uint32_t, std::vector<PartAt>>> chunks;
+  std::vector<uint32_t> present, busy;
+  std::string limited;
+};
+struct PartCommit {
+  uint32_t index, group;
+  uint64_t checksum;
+};
+struct Question {
+  uint64_t grant;
+  std::vector<uint32_t> ranks;  // empty: the asker's word is wanted
+};
+struct GrantInfo {
+  uint64_t grant;
+  GrantKind kind;
+  uint64_t session;
+  Id16 request;
+  uint32_t epoch, readers;
+  std::vector<uint32_t> remaining;
+  uint64_t chunks, bytes, opened_ms;
+  bool closed;
+};
+struct SessionInfo {
+  uint64_t session;
+  Id16 nonce;
+  uint32_t space, leases, reservations;
+  uint64_t held_bytes, opened_ms;
+};
+struct MemberInfo {
+  uint64_t member, session;
+  Id16 nonce;
+  std::vector<uint32_t> ranks;
+  bool scheduler;
+  MemberState state;
+  uint64_t heartbeat_ms;
+};
+struct ReserveCall {
+  Id16 store;
+  Key parent;
+  std::vector<Key> keys;
+  uint32_t groups;
+  bool temporary;
+  uint64_t deadline_ms;
+};
+struct LookupCall {
+  Id16 request;
+  uint32_t epoch;
+  std::vector<Key> keys;
+  uint32_t readers;
+  uint64_t skip_tokens;
+};
+
+class Table {
+ public:
+  Table(uint8_t* region, uint64_t region_bytes, const TableOptions& options);
+  static uint64_t region_bytes(uint64_t max_records, uint64_t max_grants);
+
+  void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
+  uint64_t free_bytes();
+  uint64_t segment_used_bytes(uint32_t segment);
+  uint32_t evict(uint64_t target_free_bytes, uint32_t max_chunks);
+
+  uint32_t add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
+                         const std::vector<Group>& groups);
+  uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
+  uint64_t add_member(uint64_t session, const Id16& nonce, const std::vector<uint32_t>& ranks, bool scheduler,
+                      uint64_t now);
+  uint64_t find_member(uint64_t session, const Id16& nonce);
+
+  std::vector<Question> heartbeat(uint64_t member, uint64_t now);
+  void keep(uint64_t member, uint64_t grant, uint64_t now);
+  void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
+  void member_dead(uint64_t member, uint64_t now);
+  void leave(uint64_t member, uint64_t now);
+  void tick(uint64_t now);
+
+  LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
+  uint64_t peek(uint32_t space, const std::vector<Key>& keys);
+  std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
+  void cancel(uint64_t session, uint64_t member, uint64_t grant, uint64_t now);
+  ReserveResult reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now);
+  std::pair<uint32_t, std::vector<uint32_t>> commit(uint64_t session, uint64_t grant, uint32_t rank,
+                                                    const std::vector<PartCommit>& parts, uint64_t now);
+  std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
+  uint32_t mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks, uint64_t now);
+  uint32_t remove(uint32_t space, const std::vector<Key>* keys);
+
+  std::vector<SessionInfo> sessions();
+  std::vector<MemberInfo> members();
+  std::vector<GrantInfo> grants(uint64_t session);
+  uint32_t session_namespace(uint64_t session);
+  std::map<std::string, uint64_t> stats();
+  const char* state_of(uint32_t space, const Key& key);
+  void check_integrity();
+
+ private:
+  struct RecordInfo {
+    uint32_t pins = 0;  // lines of grants with a holder that has not said done
+    uint32_t sole = kNone;  // the one session pinning it, kMany, or kNone
+  };
+  static constexpr uint32_t kMany = kNone - 1;
+  struct RequestKey {
+    uint64_t session = 0;
+    GrantKind kind{};
+    Id16 id{};
+    bool operator==(const RequestKey& o) const { return session == o.session && kind == o.kind && id == o.id; }
+  };
+  struct RequestHash {
+    size_t operator()(const RequestKey& k) const {
+      uint64_t h;
+      std::memcpy(&h, k.id.bytes, 8);
+      return fold(h ^ static_cast<uint64_t>(k.kind), k.session);
+    }
+  };
+  struct Counters {
+    uint64_t lookups = 0, lookup_tokens = 0, hit_tokens = 0, reservations = 0, stored_chunks = 0, stored_bytes = 0,
+             aborted_chunks = 0, evicted_chunks = 0, mismatches = 0;
+  };
+  struct SessionState {
+    std::set<uint32_t> grants;  // cells with live holders
+    std::set<uint32_t> members;
+    uint64_t held_bytes = 0;
+  };
+
+  // -- records (table.cpp)
+  Record& record(uint32_t id) { return *reinterpret_cast<Record*>(pages_ + record_at(id)); }
+  uint64_t record_at(uint32_t id) const {
+    return uint64_t{id / kPageRecords} * kPageBytes + uint64_t{id % kPageRecords} * page_sizes_[id / kPageRecords];
+  }
+  uint64_t record_bytes(const Record& r) const;
+  std::optional<uint32_t> new_record_id(uint32_t parts);
+  void free_record(uint32_t id);
+  void count_state(const Record& r, int sign);
+  void set_state(uint32_t id, RecordState state);
+  void quarantine(uint32_t id);
+  void publish_record(uint32_t id);
+  void unlink(uint32_t id);
+  void settle(uint32_t id);
+  void offer(uint32_t id);
+  bool evictable(const Record& r, uint32_t id);
+  void stamp(Record& r, uint64_t tick);
+  void add_pin(uint32_t id, uint32_t session);
+  void drop_pin(uint32_t id, uint32_t session);
+  bool make_room(uint64_t bytes);
+  std::optional<Candidate> oldest(uint32_t shape);
+  bool evict_lying_chain();
+
+  // -- grants (table_grants.cpp)
+  Grant& new_grant(GrantKind kind, uint32_t session, uint32_t asker, const Id16& request, uint32_t readers,
+                   uint64_t now);
+  Grant* find_grant(uint64_t session, uint64_t id, GrantKind kind, uint32_t* cell);
+  std::optional<uint32_t> grant_cell(uint64_t id, bool* forgotten);
+  Grant* request_grant(uint32_t session, GrantKind kind, const Id16& request, uint32_t* cell);
+  void seal_grant(uint32_t cell);
+  void require_lines(uint32_t count);
+  void add_line(uint32_t cell, const Line& line);
+  void for_each_line(const Grant& g, const std::function<void(const Line&)>& f);
+  void discharge(uint32_t cell, uint32_t rank);
+  void close_reservation(uint32_t cell);
+  void finish_if_done(uint32_t cell);
+  bool reclaim_tombstone();
+  std::vector<uint32_t> remaining(const Grant& g) const;
+  std::vector<PartAt> parts_of(const Record& r, uint32_t groups) const;
+  void check_ranks(const Grant& g, const std::vector<uint32_t>& ranks) const;
+
+  // -- lookups (table_lookup.cpp)
+  struct Scan;
+  Scan scan(uint32_t space, const std::vector<Key>& keys);
+  uint32_t best_hit(const Namespace& ns, const Scan& s, uint32_t limit) const;
+  uint32_t within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
+  Grant* current_lease(uint32_t session, const LookupCall& call, uint32_t* cell);
+
+  // -- stores (table_store.cpp)
+  void check_chain(uint32_t space, const ReserveCall& call, uint32_t groups);
+  bool reserve_one(uint32_t space, const Key& key, const Key& parent, uint32_t groups, bool temporary, uint64_t tick,
+                   uint32_t* out);
+  bool take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<Part>* out);
+  void stamp_path(uint32_t space, Key key, uint64_t tick);
+  void repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t now, ReserveResult* out);
+
+  // -- life (table_life.cpp)
+  Session& session_at(uint64_t id, uint32_t* cell);
+  Member& member_at(uint64_t id, uint32_t* cell);
+  Member& asker_at(uint64_t session, uint64_t member, uint32_t* session_cell, uint32_t* member_cell);
+  uint64_t session_id(uint32_t cell) const { return (sessions_[cell].word >> 1) << 20 | cell; }
+  uint64_t member_id(uint32_t cell) const { return (members_[cell].word >> 3) << 20 | cell; }
+  void set_member_state(uint32_t cell, MemberState state);
+  uint32_t bound_member(const Grant& g, uint32_t rank) const;
+  void gone(uint32_t cell);
+  void close_session(uint32_t cell);
+
+  // -- checks (table_check.cpp)
+  void check_records();
+  void check_grants();
+  void check_index();
+
+  std::mutex mutex_;
+  TableOptions options_;
+
+  // The region.
+  uint8_t* base_;
+  TableHeader* header_;
+  Namespace* spaces_;
+  SegmentEntry* segments_;
+  Session* sessions_;
+  Member* members_;
+  Grant* grants_;
+  LineBlock* blocks_;
+  uint32_t* page_sizes_;
+  uint8_t* pages_;
+
+  // Derived.
+  SlotAllocator slots_;
+  KeyIndex index_;
+  std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<RecordInfo> info_;
+  std::map<uint32_t, std::vector<uint32_t>> free_records_;  // record size → ids
+  uint32_t next_page_ = 0;
+  uint32_t space_count_ = 0;
+  std::vector<uint32_t> space_shape_;
+  std::vector<std::vector<uint64_t>> shapes_;  // distinct slot sizes of a namespace's parts, ascending
+  std::vector<uint32_t> free_sessions_, free_members_, free_grants_, free_blocks_;
+  std::deque<uint32_t> tombstones_;  // discharged grants, oldest first: they still answer repeats
+  std::pair<uint32_t, Key> storing_{};  // namespace and parent of the chunk that room is being made for
+  std::map<uint32_t, SessionState> session_state_;
+  std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
+  std::vector<RequestKey> grant_request_;  // by grant cell
+  std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
+  uint64_t held_bytes_ = 0;
+  std::array<uint64_t, 4> bytes_in_{}, records_in_{};  // by state
+  Counters counters_;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,190 @@
+"""Copies between an engine's paged KV and slots, as an engine sees them.
+
+    Copier.gather(parts)    paged KV → slots, returns each part's checksum
+    Copier.scatter(parts)   slots → paged KV, says whether each part hashed to what was promised
+
+Both return at once with a CopyHandle. Handles of one copier end in the order of submission. What a part
+names (its slot, its blocks) belongs to the copy until its handle is done.
+
+Invariants: arguments are checked before any byte moves, all parts of a call or none; a block that is
+skipped is hashed but never written; a result says ok only when the bytes that were moved hashed to the
+expected value.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from kvdock import _core
+from kvdock.datapath.checksum import ensure_keys
+from kvdock.datapath.errors import CopierClosed, copy_error
+from kvdock.datapath.layout import PagedLayout
+
+
+@runtime_checkable
+class IntegerArray(Protocol):
+    """A one-dimensional numpy array or torch tensor of integers."""
+
+    def tolist(self) -> list[int]: ...
+    def __len__(self) -> int: ...
+
+
+BlockIds: TypeAlias = Sequence[int] | IntegerArray
+
+
+@dataclass(frozen=True)
+class PartCopy:
+    """One part: `block_ids[i]` is the engine's block that holds the part's i-th block of tokens."""
+
+    slot: int
+    """Address of the slot in this process, a multiple of 16."""
+    block_ids: BlockIds
+    skip_blocks: int = 0
+    """Scatter only: so many leading blocks are hashed but never written."""
+    checksum: int | None = None
+    """Expected; required for scatter. A gather compares when it is given."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    checksum: int
+    """Of the bytes that were moved."""
+    ok: bool
+
+
+class CopyHandle(Protocol):
+    """A copy under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """True once the copy has ended, False on timeout; None waits for ever."""
+
+    def result(self) -> list[PartResult]:
+        """Waits, then one result a part in order; raises the copy's own error."""
+
+
+class Copier(Protocol):
+    """Moves parts; one for each engine process and layout."""
+
+    def gather(self, parts: Sequence[PartCopy]) -> CopyHandle: ...
+
+    def scatter(self, parts: Sequence[PartCopy]) -> CopyHandle: ...
+
+    def close(self) -> None:
+        """Waits for what was submitted; later submissions raise CopierClosed."""
+
+
+class _CpuHandle:
+    """Result or error is set once, by the copier's thread, before `_ended`."""
+
+    def __init__(self, expected: Sequence[int | None], work: Callable[[], list[int]]) -> None:
+        self._expected = expected
+        self._work: Callable[[], list[int]] | None = work
+        self._ended = threading.Event()
+        self._results: list[PartResult] = []
+        # Until the work has succeeded, the answer is an error: nothing can end as an empty success.
+        self._error: Exception | None = RuntimeError("the copy ended without a result")
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> list[PartResult]:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._results
+
+    def run(self) -> None:
+        work, self._work = self._work, None
+        assert work is not None, "a copy runs once"
+        try:
+            self._results = [
+                PartResult(found, expected is None or found == expected)
+                for found, expected in zip(work(), self._expected, strict=True)
+            ]
+            self._error = None
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+class CpuCopier:
+    """Copies with the CPU: one background thread submits, the native core splits over `threads` threads."""
+
+    def __init__(self, layout: PagedLayout, *, threads: int) -> None:
+        if threads < 1:
+            raise copy_error("threads", found=threads, wanted="at least 1")
+        self._layout = layout
+        self._threads = threads
+        self._queue: queue.SimpleQueue[_CpuHandle | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # closing and submitting exclude each other
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvdock-copier", daemon=True)
+        self._thread.start()
+
+    def gather(self, parts: Sequence[PartCopy]) -> CopyHandle:
+        """CopyError for a part with skip_blocks: a gather has nothing to skip."""
+        for index, part in enumerate(parts):
+            if part.skip_blocks:
+                raise copy_error(f"part {index}: skip_blocks of a gather", found=part.skip_blocks, wanted=0)
+        slots, ids, starts, _ = self._pack(parts)
+        core = self._layout.core
+        return self._submit(parts, lambda: _core.gather(core, slots, ids, starts, threads=self._threads))
+
+    def scatter(self, parts: Sequence[PartCopy]) -> CopyHandle:
+        """CopyError for a part without its expected checksum."""
+        for index, part in enumerate(parts):
+            if part.checksum is None:
+                raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
+        slots, ids, starts, skips = self._pack(parts)
+        core = self._layout.core
+        return self._submit(parts, lambda: _core.scatter(core, slots, ids, starts, skips, threads=self._threads))
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:
+        handle = _CpuHandle([part.checksum for part in parts], work)
+        with self._lock:
+            if self._closed:
+                raise CopierClosed("copier", found="closed", wanted="open")
+            self._queue.put(handle)
+        return handle
+
+    def _pack(self, parts: Sequence[PartCopy]) -> tuple[array[int], array[int], array[int], array[int]]:
+        """(slots, block ids, starts, skips) as the native core takes them: uint64, then int64."""
+        slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
+        for index, part in enumerate(parts):
+            blocks = part.block_ids.tolist() if isinstance(part.block_ids, IntegerArray) else part.block_ids
+            try:
+                slots.append(part.slot)
+                ids.extend(blocks)
+                skips.append(part.skip_blocks)
+            except (OverflowError, TypeError) as error:
+                raise copy_error(f"part {index}", found=str(error), wanted="64-bit integers") from error
+            starts.append(len(ids))
+        longest = max((starts[i + 1] - starts[i] for i in range(len(parts))), default=0)
+        ensure_keys(self._layout.part_bytes(longest))
+        return slots, ids, starts, skips
+
+    def _run(self) -> None:
+        while True:
+            handle = self._queue.get()
+            if handle is None:
+                return
+            handle.run()
+            del handle  # its arrays and results belong to the caller now, not to an idle thread

@@ -1,0 +1,199 @@
+"""Any engine's paged KV as strides. A named format is a constructor of that description, nothing more.
+
+A plane is one K or V (or one latent) of one layer; its blocks lie `block_stride` bytes apart and consist
+of equal runs. Slots hold planes in one canonical order: layer by layer, K before V. So formats that
+order the elements inside a block alike ("NHD": token, head, element; "HND": head, token, element) have
+equal slot bytes, and what was gathered from one can be scattered into another.
+
+Tensors are duck-typed (data_ptr, shape, stride, element_size): torch is never imported here. Strides are
+read from the tensors, so views and padding work as long as the runs inside a block are regular.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias
+
+from kvdock import _core
+from kvdock.datapath.errors import layout_error
+
+
+class PagedTensor(Protocol):
+    """What a torch tensor answers; strides in elements."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def data_ptr(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+
+
+Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
+Plane: TypeAlias = tuple[int, int, int, int, int]
+"""(base address, block stride, run bytes, run count, run stride), bytes."""
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """Where an engine's paged KV lies. Holds its tensors, so the addresses stay valid as long as it lives."""
+
+    name: str
+    token_order: str
+    """'NHD', 'HND', or 'ND' for layouts without heads (equal in both)."""
+    planes: tuple[Plane, ...]
+    num_blocks: int
+    block_tokens: int
+    tensors: Tensors = field(repr=False)
+    core: _core.PagedLayout = field(repr=False)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all planes."""
+        return self.core.block_bytes
+
+    def part_bytes(self, blocks: int) -> int:
+        """Bytes of a part (a slot) of that many blocks."""
+        return self.block_bytes * blocks
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How one format's tensors nest and what each dimension of a tensor means, outermost first."""
+
+    nesting: tuple[str, ...]
+    dims: tuple[str, ...]
+    order: str
+
+
+# One-letter dimensions: B blocks, L layers, T two (K, V), S slots of all blocks, t tokens of a block,
+# h heads, d elements of a head, 1 a dimension of size one.
+_FORMATS: Final[dict[str, _Format]] = {
+    "NB_NL_TWO_BS_NH_HS": _Format((), ("B", "L", "T", "t", "h", "d"), "NHD"),
+    "NB_NL_TWO_NH_BS_HS": _Format((), ("B", "L", "T", "h", "t", "d"), "HND"),
+    "NL_X_TWO_NB_BS_NH_HS": _Format(("L",), ("T", "B", "t", "h", "d"), "NHD"),
+    "NL_X_TWO_NB_NH_BS_HS": _Format(("L",), ("T", "B", "h", "t", "d"), "HND"),
+    "NL_X_NB_TWO_BS_NH_HS": _Format(("L",), ("B", "T", "t", "h", "d"), "NHD"),
+    "NL_X_NB_TWO_NH_BS_HS": _Format(("L",), ("B", "T", "h", "t", "d"), "HND"),
+    "NL_X_NB_BS_HS": _Format(("L",), ("B", "t", "d"), "ND"),
+    "TWO_X_NL_X_NBBS_NH_HS": _Format(("T", "L"), ("S", "h", "d"), "NHD"),
+    "NL_X_NBBS_ONE_HS": _Format(("L",), ("S", "1", "d"), "ND"),
+}
+FORMATS: Final = tuple(_FORMATS)
+
+
+def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayout:
+    """Describes `tensors` (one, or lists nested as `name` says) of format `name`, one of FORMATS.
+
+    LayoutError: unknown name, wrong nesting, rank or sizes, unequal shapes or element sizes, strides
+    without regular runs inside a block, addresses or strides that are no multiple of 16 bytes.
+    """
+    form = _FORMATS.get(name)
+    if form is None:
+        raise layout_error("format", found=name, wanted=f"one of {', '.join(FORMATS)}")
+    if block_tokens < 1:
+        raise layout_error("block_tokens", found=block_tokens, wanted="at least 1")
+    leaves = _leaves(tensors, form.nesting, {})
+    _check_alike([tensor for _, tensor in leaves], form, block_tokens)
+    described: dict[tuple[int, int], Plane] = {}
+    for place, tensor in leaves:
+        for place_inside, plane in _planes_of(tensor, form, block_tokens):
+            both = {**place, **place_inside}
+            described[both.get("L", 0), both.get("T", 0)] = plane
+    # Layers that share their memory (cross-layer KV sharing) are one plane: stored once, written once.
+    planes = tuple(dict.fromkeys(described[at] for at in sorted(described)))
+    num_blocks = _num_blocks(leaves[0][1], form, block_tokens)
+    core = _core.PagedLayout(planes, num_blocks=num_blocks, block_tokens=block_tokens)
+    return PagedLayout(name, form.order, planes, num_blocks, block_tokens, tensors, core)
+
+
+def _leaves(tensors: Tensors, nesting: tuple[str, ...], place: dict[str, int]) -> list[tuple[dict[str, int], PagedTensor]]:
+    """Every tensor with its place in the lists around it."""
+    if not nesting:
+        if isinstance(tensors, Sequence):
+            raise layout_error("nesting", found=type(tensors).__name__, wanted="a tensor")
+        return [(place, tensors)]
+    wanted = "K and V" if nesting[0] == "T" else "at least one layer"
+    if not isinstance(tensors, Sequence):
+        raise layout_error("nesting", found="a tensor", wanted=f"a list of {wanted}")
+    if not tensors or (nesting[0] == "T" and len(tensors) != 2):
+        raise layout_error("list length", found=len(tensors), wanted=wanted)
+    inner: Callable[[int, Tensors], list[tuple[dict[str, int], PagedTensor]]] = lambda index, item: _leaves(
+        item, nesting[1:], {**place, nesting[0]: index}
+    )
+    return [leaf for index, item in enumerate(tensors) for leaf in inner(index, item)]
+
+
+def _check_alike(tensors: Sequence[PagedTensor], form: _Format, block_tokens: int) -> None:
+    first = tensors[0]
+    rank = len(form.dims)
+    sizes = {"T": 2, "1": 1, "t": block_tokens}
+    if first.element_size() not in (1, 2, 4):
+        raise layout_error("element size (bytes)", found=first.element_size(), wanted="1, 2 or 4")
+    for index, tensor in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        if len(shape) != rank:
+            raise layout_error(f"rank of tensor {index}", found=len(shape), wanted=rank)
+        if tensor.element_size() != first.element_size():
+            raise layout_error(
+                f"element size of tensor {index} (bytes)", found=tensor.element_size(), wanted=first.element_size()
+            )
+        if shape != tuple(first.shape):
+            raise layout_error(f"shape of tensor {index}", found=shape, wanted=tuple(first.shape))
+        for dim, size in zip(form.dims, shape, strict=True):
+            if size != sizes.get(dim, size) or size < 1:
+                wanted = sizes.get(dim, "at least 1")
+                raise layout_error(f"size of dimension {form.dims.index(dim)}", found=size, wanted=wanted)
+    _num_blocks(first, form, block_tokens)
+
+
+def _num_blocks(tensor: PagedTensor, form: _Format, block_tokens: int) -> int:
+    if "B" in form.dims:
+        return tensor.shape[form.dims.index("B")]
+    slots = tensor.shape[form.dims.index("S")]
+    if slots % block_tokens:
+        raise layout_error("token slots", found=slots, wanted=f"a multiple of {block_tokens}")
+    return slots // block_tokens
+
+
+def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[dict[str, int], Plane]]:
+    """The planes inside one tensor, each with its place along the L and T dimensions."""
+    element = tensor.element_size()
+    size = dict(zip(form.dims, tensor.shape, strict=True))
+    step = {dim: stride * element for dim, stride in zip(form.dims, tensor.stride(), strict=True)}
+    if "S" in size:  # blocks are block_tokens neighbouring slots
+        block_stride = step["S"] * block_tokens
+        inside = [(block_tokens, step["S"])]
+    else:
+        block_stride = step["B"]
+        inside = []
+    inside += [(size[dim], step[dim]) for dim in form.dims if dim in "thd1"]
+    run_bytes, run_count, run_stride = _runs(inside, element)
+    planes: list[tuple[dict[str, int], Plane]] = []
+    for layer in range(size.get("L", 1)):
+        for kv in range(size.get("T", 1)):
+            base = tensor.data_ptr() + layer * step.get("L", 0) + kv * step.get("T", 0)
+            place = {dim: index for dim, index in (("L", layer), ("T", kv)) if dim in size}
+            planes.append((place, (base, block_stride, run_bytes, run_count, run_stride)))
+    return planes
+
+
+def _runs(inside: Sequence[tuple[int, int]], element_bytes: int) -> tuple[int, int, int]:
+    """(run bytes, run count, run stride) of dimensions (size, stride in bytes), outermost first.
+
+    Dimensions that continue each other are merged; what is left may be one run, or runs at one stride.
+    """
+    merged: list[tuple[int, int]] = [(1, element_bytes)]  # innermost first: (count, stride)
+    for count, stride in reversed(inside):
+        if count == 1:
+            continue
+        inner_count, inner_stride = merged[-1]
+        if stride == inner_count * inner_stride:
+            merged[-1] = (inner_count * count, inner_stride)
+        else:
+            merged.append((count, stride))
+    if len(merged) > 2 or merged[0] == (1, element_bytes) and len(merged) > 1:
+        found = f"strides {[stride for _, stride in inside]} bytes for sizes {[count for count, _ in inside]}"
+        raise layout_error("runs inside a block", found=found, wanted="contiguous elements, in runs at one stride")
+    run_bytes = merged[0][0] * element_bytes
+    return (run_bytes, *merged[1]) if len(merged) == 2 else (run_bytes, 1, run_bytes)

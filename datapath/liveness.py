@@ -1,0 +1,160 @@
+"""Who is alive: the pool's lock file, the server's byte 0 of it and one random byte for each member.
+
+The lock file lies beside the segments (`shm.lock_path`): whoever can map the pool can prove that it
+lives, also from another container that shares the directory, and the pool id alone leads to it. It
+appears complete, with byte 0 already taken, and is removed last. So:
+
+    no lock file                      nobody serves this pool
+    lock file, byte 0 free            its server is dead: adopt it (PoolLock.adopt) or remove it
+    lock file, byte 0 held            live; nothing here touches it
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from kvdock._core import MemberLock, lock_holder_alive
+from kvdock.datapath import shm
+from kvdock.datapath.errors import PoolGone, PoolInUse
+
+LOCK_FILE_BYTES: Final = 4096
+SERVER_OFFSET: Final = 0
+MEMBER_OFFSETS: Final = (LOCK_FILE_BYTES, 1 << 62)
+"""Members draw from this half-open range: a collision is as likely as a forged lottery ticket."""
+
+
+class PoolLock:
+    """The server's hold on its pool. `fd` is its own descriptor of the lock file, `inode` its identity.
+
+    The hold ends with close(), or with the address space.
+    """
+
+    def __init__(self, path: Path, fd: int, lock: MemberLock) -> None:
+        self.path = path
+        self.fd = fd
+        self.inode = os.fstat(fd).st_ino
+        self._lock = lock
+
+    @classmethod
+    def create(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
+        """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use."""
+        path = shm.lock_path(pool_id, shm_dir)
+        fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        folder = -1
+        try:
+            shm.allocate(fd, LOCK_FILE_BYTES, path.name)
+            lock = MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
+            # link(2) would link the symbolic link itself; with a folder descriptor it is followed.
+            folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        finally:
+            if folder >= 0:
+                os.close(folder)
+        return cls(path, fd, lock)
+
+    @classmethod
+    def adopt(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
+        """Takes over a dead server's pool. PoolInUse while it lives, PoolGone when there is nothing left."""
+        path = shm.lock_path(pool_id, shm_dir)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise PoolGone(f"lock file {path}", found="no such file", wanted="the lock file of a pool") from error
+        try:
+            lock = _take(path, SERVER_OFFSET)
+            # A remover may have taken the lock and unlinked the file between our open and our lock.
+            if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
+                lock.close()
+                raise PoolGone(f"lock file {path}", found="another or no file", wanted="the one that was opened")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, lock)
+
+    def member_alive(self, offset: int) -> bool:
+        """True while someone holds that byte."""
+        return lock_holder_alive(self.fd, offset)
+
+    def close(self, *, unlink: bool) -> None:
+        """Gives the pool up; unlink=True removes the lock file, after everything else of the pool is gone."""
+        if self.fd < 0:
+            return
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        self._lock.close()
+        os.close(self.fd)
+        self.fd = -1
+
+
+class MemberLiveness:
+    """A member's proof of life: holds `offset` of the lock file until the address space ends.
+
+    OSError when the lock file cannot be opened.
+    """
+
+    def __init__(self, lock_file: str | Path, *, source: random.Random) -> None:
+        self._lock = _take_free(Path(lock_file), source)
+        self.offset = self._lock.offset
+
+    def close(self) -> None:
+        """Only after every copy of this process has ended."""
+        self._lock.close()
+
+
+def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
+    """Whether a server holds the pool now."""
+    try:
+        fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return lock_holder_alive(fd, SERVER_OFFSET)
+    finally:
+        os.close(fd)
+
+
+def remove_stale(shm_dir: Path = shm.SHM_DIR, *, keep: Collection[int] = ()) -> list[str]:
+    """Unlinks what dead servers left; returns the names. Pools in `keep` and live pools stay whole.
+
+    Engines that still map an unlinked object keep their memory until they unmap it. Pools of other
+    users, which this process may not open, stay too.
+    """
+    removed: list[str] = []
+    for pool_id, names in shm.pool_objects(shm_dir).items():
+        if pool_id in keep:
+            continue
+        path = shm.lock_path(pool_id, shm_dir)
+        try:
+            lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing: nobody can adopt meanwhile
+        except FileNotFoundError:
+            lock = None  # a removal that was cut short, or one that has just ended
+        except (BlockingIOError, PermissionError):
+            continue
+        for name in sorted(names, key=lambda name: name == path.name):  # the lock file last
+            (Path(shm_dir) / name).unlink(missing_ok=True)
+            removed.append(name)
+        if lock is not None:
+            lock.close()
+    return removed
+
+
+def _take(path: Path, offset: int) -> MemberLock:
+    try:
+        return MemberLock(str(path), offset)
+    except BlockingIOError as error:
+        raise PoolInUse(f"byte {offset} of {path}", found="held", wanted="free") from error
+
+
+def _take_free(path: Path, source: random.Random) -> MemberLock:
+    while True:
+        try:
+            return MemberLock(str(path), source.randrange(*MEMBER_OFFSETS))
+        except BlockingIOError:
+            continue  # drawn by someone else: draw again

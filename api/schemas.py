@@ -2,44 +2,57 @@
 
 Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in
 browsers would round (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64.
-Sizes are bytes, durations seconds: the server's clock never leaves the server.
+Sizes are bytes, durations seconds: the server's clock never leaves the server. What only people read
+is in reports.py, the scalars are in wire_types.py; both are names of this module too.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Key = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Rank = Annotated[int, msgspec.Meta(ge=0, le=127)]
-Readers = Annotated[int, msgspec.Meta(ge=1, le=128)]
-MAX_KEYS = 4096
-Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
-
-
-class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """A request body: a field the server does not know is an error, not a silent no."""
-
-
-class Answer(msgspec.Struct):
-    """A response body: clients ignore fields they do not know."""
+from kvdock.api.reports import (
+    ChunkCounts as ChunkCounts,
+    Health as Health,
+    LeaseView as LeaseView,
+    Leases as Leases,
+    PoolView as PoolView,
+    Problem as Problem,
+    RequestView as RequestView,
+    Requests as Requests,
+    Series as Series,
+    Stats as Stats,
+    Status as Status,
+)
+from kvdock.api.wire_types import (
+    MAX_GROUPS as MAX_GROUPS,
+    MAX_KEYS as MAX_KEYS,
+    Answer as Answer,
+    Body as Body,
+    Hex64 as Hex64,
+    Identity as Identity,
+    Key as Key,
+    Keys as Keys,
+    Name as Name,
+    Rank as Rank,
+    Readers as Readers,
+    Tokens as Tokens,
+)
 
 
 # --------------------------------------------------------------------------- identity
 
 
-class Group(Body, frozen=True, kw_only=True):
+class Group(Identity, frozen=True, kw_only=True):
     """One KV group of the model: what a hit must hold of it, and how large one writer's part is."""
 
     kind: Literal["full", "window", "state"] = "full"
-    window_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
 
 
-class Manifest(Body, frozen=True, kw_only=True):
+class Manifest(Identity, frozen=True, kw_only=True):
     """Everything that changes the stored bytes. Equal manifests share a namespace; others never meet."""
 
     model: Name
@@ -58,7 +71,7 @@ class Manifest(Body, frozen=True, kw_only=True):
     tensor_parallel: Readers = 1
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
-    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=16)]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     hash_function: str = "blake2b-256"
     hash_seed: str = ""
     cache_salt: str = ""
@@ -96,6 +109,12 @@ class Segment(Answer, kw_only=True):
     used_bytes: int
 
 
+class Segments(Answer, kw_only=True):
+    pool_id: Hex64
+    lock_file: str
+    segments: list[Segment]
+
+
 class SessionAttached(Answer, kw_only=True):
     session: str
     member: str
@@ -128,11 +147,14 @@ class HeartbeatAnswer(Answer, kw_only=True):
     """How many segments the pool has had: a member that knows fewer asks GET /v1/segments."""
 
 
+MemberState = Literal["live", "suspect", "dead", "gone"]
+
+
 class MemberView(Answer, kw_only=True):
     id: str
     ranks: list[int]
     scheduler: bool
-    state: Literal["live", "suspect", "dead", "gone"]
+    state: MemberState
     heartbeat_age_s: float
 
 
@@ -177,9 +199,9 @@ class Lookup(Body, kw_only=True):
     request: Name = "-"
     epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
     keys: Keys | None = None
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]], msgspec.Meta(max_length=1 << 20)] | None = None
+    tokens: Tokens | None = None
     readers: Readers = 1
-    skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS << 16)] = 0
 
 
 class LookupAnswer(Answer, kw_only=True):
@@ -196,6 +218,12 @@ class ReleaseLease(Body, kw_only=True):
     session: str
     ranks: list[Rank]
     """The reader ranks that say done. Repeating it is harmless."""
+
+
+class RenewLease(Body, kw_only=True):
+    """Changes nothing: a heartbeat renews every lease of its session. It answers what the lease still holds."""
+
+    session: str
 
 
 class CancelLease(Body, kw_only=True):
@@ -220,7 +248,7 @@ class Reserve(Body, kw_only=True):
     parent: Key | None = None
     """Key before keys[0]; None when keys[0] starts the sequence."""
     keys: Keys | None = None
-    tokens: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]], msgspec.Meta(max_length=1 << 20)] | None = None
+    tokens: Tokens | None = None
     groups: list[int] | None = None
     """Indices of the groups whose bytes this store has, for every chunk; None: all."""
     temporary: bool = False
@@ -256,15 +284,15 @@ class ReserveAnswer(Answer, kw_only=True):
 class PartDone(Body, array_like=True):
     """`[index, group, checksum]`: a part of the caller's rank is complete."""
 
-    index: int
-    group: int
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     checksum: Hex64
 
 
 class Commit(Body, kw_only=True):
     session: str
     rank: Rank
-    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * 16)]
+    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * MAX_GROUPS)]
 
 
 class CommitAnswer(Answer, kw_only=True):
@@ -285,127 +313,9 @@ class ReportMismatch(Body, kw_only=True):
 
     session: str
     lease: Hex64
-    chunks: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    chunks: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     """Indices of the chunks, counted from token 0 as in the lookup's keys."""
 
 
 class MismatchAnswer(Answer, kw_only=True):
     quarantined: int
-
-
-# --------------------------------------------------------------------------- what people read
-
-
-class Health(Answer, kw_only=True):
-    status: Literal["ok", "not ready"]
-    reasons: list[str] = []
-
-
-class Segments(Answer, kw_only=True):
-    pool_id: Hex64
-    lock_file: str
-    segments: list[Segment]
-
-
-class LeaseView(Answer, kw_only=True):
-    grant: Hex64
-    kind: Literal["lease", "reservation"]
-    session: str
-    request: str
-    epoch: int
-    readers: int
-    remaining: list[int]
-    chunks: int
-    bytes: int
-    age_s: float
-    closed: bool
-
-
-class Leases(Answer, kw_only=True):
-    leases: list[LeaseView]
-
-
-class RequestView(Answer, kw_only=True):
-    """One recent call, for people: what was asked, what was found."""
-
-    at: float
-    """Unix seconds, for display only."""
-    kind: Literal["lookup", "store"]
-    session: str
-    label: str
-    request: str
-    tokens: int
-    hit_tokens: int
-    chunks: int
-    bytes: int
-    took_us: int
-
-
-class Requests(Answer, kw_only=True):
-    requests: list[RequestView]
-
-
-class Series(Answer, kw_only=True):
-    name: str
-    title: str
-    unit: Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
-    chart: str
-    """Series with one chart name are drawn together: the page knows no series by name."""
-    values: list[float | None]
-
-
-class Stats(Answer, kw_only=True):
-    """Bounded history: one value per series and interval, oldest first, ending `age_s` ago."""
-
-    interval_s: float
-    age_s: float
-    series: list[Series]
-
-
-class PoolView(Answer, kw_only=True):
-    limit_bytes: int
-    allocated_bytes: int
-    prefaulted_bytes: int
-    free_bytes: int
-    reserved_bytes: int
-    ready_bytes: int
-    quarantined_bytes: int
-    held_bytes: int
-    segments: int
-
-
-class ChunkCounts(Answer, kw_only=True):
-    reserved: int
-    ready: int
-    quarantined: int
-
-
-class Status(Answer, kw_only=True):
-    status: Literal["ok", "not ready"]
-    reasons: list[str]
-    version: str
-    pool_id: Hex64
-    incarnation: int
-    uptime_s: float
-    now: float
-    """Unix seconds at the server, for display only."""
-    pool: PoolView
-    chunks: ChunkCounts
-    sessions: int
-    leases: int
-    reservations: int
-    counters: dict[str, int]
-    """Totals since start: lookups, lookup_tokens, hit_tokens, stored_chunks, stored_bytes, loaded_bytes, evicted_chunks, mismatches, …"""
-
-
-class Problem(Answer, kw_only=True):
-    """RFC 9457 problem details: the one shape of every error."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    instance: str = ""
-    found: Any = None
-    wanted: Any = None

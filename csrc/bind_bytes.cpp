@@ -69,9 +69,11 @@ void bind_mapping(py::module_& m) {
                         type->as_buffer.bf_releasebuffer = mapping_releasebuffer;
                       }))
       .def(py::init<int, size_t, bool>(), py::arg("fd"), py::arg("bytes"), py::kw_only(), py::arg("writable") = true)
-      .def_property_readonly("address", [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("address",
+                             [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("bytes", &Mapping::bytes)
-      .def("populate", &Mapping::populate, py::arg("offset"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("populate", &Mapping::populate, py::arg("offset"), py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
 }
@@ -161,7 +163,8 @@ std::vector<Part> parts_of(std::span<const uint64_t> slots, std::span<const int6
             "at least " + std::to_string(starts[i]));
     const int64_t skip = skips.empty() ? 0 : skips[i];
     require(skip >= 0, "skipped blocks", std::to_string(skip), "at least 0");
-    parts.push_back({uintptr_t(slots[i]), ids.subspan(size_t(starts[i]), size_t(starts[i + 1] - starts[i])), size_t(skip)});
+    const auto own = ids.subspan(size_t(starts[i]), size_t(starts[i + 1] - starts[i]));
+    parts.push_back({uintptr_t(slots[i]), own, size_t(skip)});
   }
   return parts;
 }
@@ -218,8 +221,8 @@ void set_keys(const py::bytes& nh, const py::bytes& level2) {
 // A negative number has no place in a layout: it is named, not wrapped around.
 size_t natural(long long value, const char* name) {
   if (value < 0)
-    throw Refused(Refusal::layout, std::string(name) + ": found " + std::to_string(value) + ", wanted at least 0", value,
-                  std::string("at least 0"));
+    throw Refused(Refusal::layout, std::string(name) + ": found " + std::to_string(value) + ", wanted at least 0",
+                  value, std::string("at least 0"));
   return size_t(value);
 }
 

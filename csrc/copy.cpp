@@ -34,13 +34,14 @@ void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
   if (plane.base == 0) refuse(Refusal::layout, name + "base address", 0, "an address");
   if (plane.run_bytes == 0) refuse(Refusal::layout, name + "run bytes", 0, "at least 16");
   if (plane.run_count == 0) refuse(Refusal::layout, name + "run count", 0, "at least 1");
+  const std::string one_run = "at least the run's " + std::to_string(plane.run_bytes);
   if (plane.run_count > 1) {
     aligned("run stride", plane.run_stride);
     if (plane.run_stride < plane.run_bytes)
-      refuse(Refusal::layout, name + "run stride", (long long)(plane.run_stride), "at least the run's " + std::to_string(plane.run_bytes));
+      refuse(Refusal::layout, name + "run stride", (long long)(plane.run_stride), one_run);
   }
   if (num_blocks > 1 && plane.block_stride < plane.run_bytes)
-    refuse(Refusal::layout, name + "block stride", (long long)(plane.block_stride), "at least the run's " + std::to_string(plane.run_bytes));
+    refuse(Refusal::layout, name + "block stride", (long long)(plane.block_stride), one_run);
 }
 
 // ------------------------------------------------------------------ walking a part in slot order
@@ -70,7 +71,8 @@ class Walk {
     if (plane_ == layout_.planes().size()) return {};
     const Plane& plane = layout_.planes()[plane_];
     const uintptr_t at = plane.base + size_t(part_.block_ids[block_]) * plane.block_stride + run_ * plane.run_stride;
-    const Fragment fragment{reinterpret_cast<char*>(at + offset_), plane.run_bytes - offset_, block_ < part_.skip_blocks};
+    const bool skipped = block_ < part_.skip_blocks;
+    const Fragment fragment{reinterpret_cast<char*>(at + offset_), plane.run_bytes - offset_, skipped};
     offset_ = 0;
     if (++run_ == plane.run_count) {
       run_ = 0;

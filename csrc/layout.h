@@ -73,8 +73,9 @@ inline HeaderState read_segment_header(const void* base, uint64_t bytes, Segment
   if (version == 0) return HeaderState::not_ready;
   if (out->magic != kSegmentMagic) return HeaderState::corrupt;
   if (version != kSegmentVersion) return HeaderState::wrong_version;
-  const bool sound = out->crc == segment_crc(*out) && out->bytes == bytes && out->data_offset >= sizeof(SegmentHeader) &&
-                     out->data_offset % kSlotAlign == 0 && out->data_offset < bytes && out->slot_align == kSlotAlign;
+  const bool sound = out->crc == segment_crc(*out) && out->bytes == bytes && out->slot_align == kSlotAlign &&
+                     out->data_offset >= sizeof(SegmentHeader) && out->data_offset % kSlotAlign == 0 &&
+                     out->data_offset < bytes;
   return sound ? HeaderState::ok : HeaderState::corrupt;
 }
 

@@ -41,8 +41,8 @@ MemberLock::MemberLock(const std::string& path, int64_t offset) : offset_(offset
   struct stat st;
   if (fstat(file.fd, &st) != 0) fail("fstat");
   if (size_t(st.st_size) < page_bytes())
-    throw std::invalid_argument("lock file " + path + ": found " + std::to_string(st.st_size) + " bytes, wanted at least " +
-                                std::to_string(page_bytes()));
+    throw std::invalid_argument("lock file " + path + ": found " + std::to_string(st.st_size) +
+                                " bytes, wanted at least " + std::to_string(page_bytes()));
   if (fcntl(file.fd, F_OFD_SETLK, &lock) != 0) {
     if (errno == EACCES) errno = EAGAIN;  // two names for "held": one error for callers
     fail("F_OFD_SETLK");

@@ -23,8 +23,8 @@ Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(b
   struct stat st;
   if (fstat(fd, &st) != 0) fail("fstat");
   if (bytes == 0 || size_t(st.st_size) < bytes)
-    throw std::invalid_argument("mapping: found an object of " + std::to_string(st.st_size) + " bytes, wanted at least " +
-                                std::to_string(bytes ? bytes : 1));
+    throw std::invalid_argument("mapping: found an object of " + std::to_string(st.st_size) +
+                                " bytes, wanted at least " + std::to_string(bytes ? bytes : 1));
   void* p = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
   if (p == MAP_FAILED) fail("mmap");
   if (madvise(p, bytes, MADV_DONTFORK) != 0) {

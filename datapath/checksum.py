@@ -28,7 +28,7 @@ def ensure_keys(part_bytes: int) -> None:
     """Makes the native core able to hash parts of that many bytes. Cheap when it already is."""
     global _stripes
     needed = -(-part_bytes // STRIPE_BYTES)
-    if 0 < _stripes and needed <= _stripes:
+    if _stripes > 0 and needed <= _stripes:
         return
     with _lock:
         stripes = max(_stripes, _FIRST_STRIPES)

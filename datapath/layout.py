@@ -11,7 +11,7 @@ read from the tensors, so views and padding work as long as the runs inside a bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -32,6 +32,8 @@ class PagedTensor(Protocol):
 Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
 Plane: TypeAlias = tuple[int, int, int, int, int]
 """(base address, block stride, run bytes, run count, run stride), bytes."""
+Place: TypeAlias = dict[str, int]
+"""Where something stands along the dimensions L (layer) and T (0: K, 1: V)."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayo
     return PagedLayout(name, form.order, planes, num_blocks, block_tokens, tensors, core)
 
 
-def _leaves(tensors: Tensors, nesting: tuple[str, ...], place: dict[str, int]) -> list[tuple[dict[str, int], PagedTensor]]:
+def _leaves(tensors: Tensors, nesting: tuple[str, ...], place: Place) -> list[tuple[Place, PagedTensor]]:
     """Every tensor with its place in the lists around it."""
     if not nesting:
         if isinstance(tensors, Sequence):
@@ -118,10 +120,10 @@ def _leaves(tensors: Tensors, nesting: tuple[str, ...], place: dict[str, int]) -
         raise layout_error("nesting", found="a tensor", wanted=f"a list of {wanted}")
     if not tensors or (nesting[0] == "T" and len(tensors) != 2):
         raise layout_error("list length", found=len(tensors), wanted=wanted)
-    inner: Callable[[int, Tensors], list[tuple[dict[str, int], PagedTensor]]] = lambda index, item: _leaves(
-        item, nesting[1:], {**place, nesting[0]: index}
-    )
-    return [leaf for index, item in enumerate(tensors) for leaf in inner(index, item)]
+    found: list[tuple[Place, PagedTensor]] = []
+    for index, item in enumerate(tensors):
+        found += _leaves(item, nesting[1:], {**place, nesting[0]: index})
+    return found
 
 
 def _check_alike(tensors: Sequence[PagedTensor], form: _Format, block_tokens: int) -> None:
@@ -156,7 +158,7 @@ def _num_blocks(tensor: PagedTensor, form: _Format, block_tokens: int) -> int:
     return slots // block_tokens
 
 
-def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[dict[str, int], Plane]]:
+def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[Place, Plane]]:
     """The planes inside one tensor, each with its place along the L and T dimensions."""
     element = tensor.element_size()
     size = dict(zip(form.dims, tensor.shape, strict=True))
@@ -169,7 +171,7 @@ def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tu
         inside = []
     inside += [(size[dim], step[dim]) for dim in form.dims if dim in "thd1"]
     run_bytes, run_count, run_stride = _runs(inside, element)
-    planes: list[tuple[dict[str, int], Plane]] = []
+    planes: list[tuple[Place, Plane]] = []
     for layer in range(size.get("L", 1)):
         for kv in range(size.get("T", 1)):
             base = tensor.data_ptr() + layer * step.get("L", 0) + kv * step.get("T", 0)
@@ -192,7 +194,8 @@ def _runs(inside: Sequence[tuple[int, int]], element_bytes: int) -> tuple[int, i
             merged[-1] = (inner_count * count, inner_stride)
         else:
             merged.append((count, stride))
-    if len(merged) > 2 or merged[0] == (1, element_bytes) and len(merged) > 1:
+    scattered = merged[0] == (1, element_bytes) and len(merged) > 1  # elements that do not touch
+    if len(merged) > 2 or scattered:
         found = f"strides {[stride for _, stride in inside]} bytes for sizes {[count for count, _ in inside]}"
         raise layout_error("runs inside a block", found=found, wanted="contiguous elements, in runs at one stride")
     run_bytes = merged[0][0] * element_bytes

@@ -70,7 +70,7 @@ class PoolLock:
         try:
             lock = _take(path, SERVER_OFFSET)
             # A remover may have taken the lock and unlinked the file between our open and our lock.
-            if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
+            if not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
                 lock.close()
                 raise PoolGone(f"lock file {path}", found="another or no file", wanted="the one that was opened")
         except BaseException:

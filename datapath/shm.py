@@ -45,7 +45,7 @@ def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
 def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
     """Names in the shared-memory directory by pool id, lock file included, sorted."""
     found: dict[int, list[str]] = {}
-    for entry in sorted(os.listdir(shm_dir)):
+    for entry in sorted(path.name for path in Path(shm_dir).iterdir()):
         match = _NAME.fullmatch(entry)
         if match:
             found.setdefault(int(match[1], 16), []).append(entry)

@@ -1,0 +1,67 @@
+"""The FastAPI application, built from arguments: nothing exists before `create_app` is called."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from kvdock._core import TableError
+from kvdock.api import routes_engine, routes_people, wire
+from kvdock.api.errors import ApiError
+from kvdock.api.guard import Guard
+from kvdock.api.openapi import openapi_schema
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.api.views import VERSION
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+DESCRIPTION = (
+    "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
+    "shared memory carries bytes."
+)
+
+
+@asynccontextmanager
+async def no_lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+class KvdockApp(FastAPI):
+    """FastAPI with the OpenAPI document made from the message structs."""
+
+    def openapi(self) -> dict[str, Any]:
+        return openapi_schema(self)
+
+
+def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = no_lifespan) -> FastAPI:
+    """`lifespan` runs the service's background work (server.py); tests of routes alone leave it out."""
+    app = KvdockApp(
+        title="kvdock",
+        version=VERSION,
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        exception_handlers={
+            ApiError: wire.on_api_error,
+            TableError: wire.on_table_error,
+            HTTPException: wire.on_http_exception,
+            RequestValidationError: wire.on_bad_parameters,
+            Exception: wire.on_failure,
+        },
+    )
+    app.state.settings = settings
+    app.state.service = service
+    app.include_router(routes_engine.router)
+    app.include_router(routes_people.router)
+    routes_people.add_page(app)
+    app.add_middleware(Guard, settings=settings, counters=service.counters)
+
+    return app

@@ -1,0 +1,74 @@
+"""Between wire strings and the table's bytes and numbers. Each refuses what cannot be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from kvdock._core import TableError
+from kvdock.api.errors import ApiError
+from kvdock.api.schemas import Manifest, PartDone
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def grant_id(text: str) -> int:
+    """A grant's number from its 16 hex digits; one that cannot be one names no grant."""
+    if len(text) != 16 or not _HEX.issuperset(text):
+        raise ApiError("unknown_grant", "grant ids are 16 lower-case hex digits", found=text)
+    return int(text, 16)
+
+
+def grant_text(grant: int) -> str:
+    return f"{grant:016x}"
+
+
+def key_bytes(keys: list[str]) -> bytes:
+    """Hex keys, each already known to be 64 characters, to bytes, concatenated."""
+    joined = "".join(keys)
+    try:
+        raw = bytes.fromhex(joined)
+    except ValueError as error:
+        raise ApiError("invalid_body", "keys are 64 hex digits each", found=str(error), wanted="hex digits") from error
+    if len(raw) * 2 != len(joined):  # fromhex skips spaces
+        raise ApiError("invalid_body", "keys are 64 hex digits each", found="white space", wanted="hex digits")
+    return raw
+
+
+def committed_parts(parts: list[PartDone]) -> list[tuple[int, int, int]]:
+    """(index, group, checksum) of each part, as the table wants them."""
+    if not _HEX.issuperset("".join([part.checksum for part in parts])):
+        bad = next(part.checksum for part in parts if not _HEX.issuperset(part.checksum))
+        raise ApiError("invalid_body", "checksums are 16 lower-case hex digits", found=bad, wanted="hex digits")
+    return [(part.index, part.group, int(part.checksum, 16)) for part in parts]
+
+
+def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
+    """The groups a store declares: all when it says nothing, else the ones named, each once."""
+    count = len(manifest.groups)
+    if groups is None:
+        return list(range(count))
+    if not groups or len(set(groups)) != len(groups) or not all(0 <= group < count for group in groups):
+        raise ApiError("bad_argument", "groups are indices into the manifest's", found=groups, wanted=f"0..{count - 1}")
+    return groups
+
+
+def limited_by(text: str) -> Literal["held_bytes", "no_space"] | None:
+    """The table's word for what cut a reservation short."""
+    match text:
+        case "":
+            return None
+        case "held_bytes" | "no_space":
+            return text
+    raise ValueError(f"limit found {text!r}, wanted held_bytes or no_space")
+
+
+@contextmanager
+def ignore_unknown_grant() -> Iterator[None]:
+    """For words about a grant that has already ended: there is nothing left to say."""
+    try:
+        yield
+    except TableError as error:
+        if error.code != "unknown_grant":
+            raise

@@ -1,0 +1,157 @@
+"""The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
+
+The story: open the pool, bind both sockets, run, and whatever way it ends remove the sockets, segments,
+table and lock file. Start-up problems are StartupError, before anything is served. Imports neither
+torch nor numpy: the server has no GPU context and starts in under a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvdock.api.app import create_app
+from kvdock.api.clock import ServerClock
+from kvdock.api.keeper import Keeper
+from kvdock.api.listen import bind_tcp, bind_unix
+from kvdock.api.pool import open_pool
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+
+log = logging.getLogger("kvdock.api")
+
+KEEP_ALIVE_S = 75
+"""Longer than a client leaves a connection idle between steps."""
+GRACE_S = 5
+"""How long calls in flight may take to end at shutdown."""
+
+
+class Addresses(NamedTuple):
+    http: str
+    """e.g. http://127.0.0.1:7410"""
+    unix: str
+    """e.g. unix:/run/user/1000/kvdock.sock"""
+    pool_id: int
+
+
+OnReady = Callable[[Addresses], None]
+
+
+def log_ready(addresses: Addresses) -> None:
+    log.info("kvdock is ready: %s and %s, pool %016x", addresses.http, addresses.unix, addresses.pool_id)
+
+
+def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
+    """Serves until SIGINT or SIGTERM. `on_ready` is called once, when both addresses answer and there is
+    memory to give out. Raises StartupError."""
+    Server(settings, on_ready).run()
+
+
+class Server:
+    """`run` in the main thread or another; `stop` from any."""
+
+    def __init__(self, settings: Settings, on_ready: OnReady = log_ready) -> None:
+        self._settings = settings
+        self._on_ready = on_ready
+        self._stop_wanted = threading.Event()
+        self._uvicorn: _Uvicorn | None = None
+        self._failure: BaseException | None = None
+
+    def stop(self) -> None:
+        self._stop_wanted.set()
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    def run(self) -> None:
+        settings = self._settings
+        with ExitStack() as undo:
+            tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
+            unix = undo.enter_context(bind_unix(settings.socket_path))
+            pool = open_pool(settings, secrets.randbits)
+            undo.callback(pool.close)
+            service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+            addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
+            keeper = Keeper(service)
+
+            @asynccontextmanager
+            async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+                task = asyncio.create_task(keeper.run())
+                task.add_done_callback(self._keeper_ended)
+                yield
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([task])
+
+            async def announce() -> None:
+                await keeper.ready.wait()
+                self._on_ready(addresses)
+
+            self._uvicorn = _Uvicorn(_config(create_app(settings, service, lifespan)), announce)
+            self._uvicorn.should_exit = self._stop_wanted.is_set()
+            self._uvicorn.run(sockets=[tcp, unix])
+        if self._failure is not None:
+            raise self._failure
+
+    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its keeper a server would never notice a death: it stops instead."""
+        if not task.cancelled():
+            self._failure = task.exception()
+            self.stop()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that announces itself, and that a signal ends with exit status 0."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], Coroutine[None, None, None]]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announcing = asyncio.create_task(self._announce())
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again afterwards, which would look like a crash."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+def _url(tcp: socket.socket) -> str:
+    host, port = tcp.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

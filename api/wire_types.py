@@ -1,0 +1,37 @@
+"""The scalars and the three bases that every struct of schemas.py is made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+# Checked for length here and for digits when they become bytes and numbers (convert.py): a regular
+# expression per value would cost more than the whole lookup.
+Hex64 = Annotated[
+    str, msgspec.Meta(min_length=16, max_length=16, extra_json_schema={"pattern": "^[0-9a-f]{16}$"})
+]
+Key = Annotated[
+    str, msgspec.Meta(min_length=64, max_length=64, extra_json_schema={"pattern": "^[0-9a-f]{64}$"})
+]
+Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=1 << 20)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=127)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=128)]
+MAX_KEYS = 4096
+"""Of one call."""
+MAX_GROUPS = 16
+Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """A request body: a field the server does not know is an error, not a silent no."""
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Part of a request body that is compared and hashed, never changed."""
+
+
+class Answer(msgspec.Struct):
+    """A response body: clients ignore fields they do not know."""

@@ -1,0 +1,150 @@
+"""Both halves in one process, behind the verbs of interface.py: what a single-process engine plugs in.
+
+    engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
+    background         fetch      load           reserve + store        cancel
+
+Three background threads: questions (lookups, cancels), loads, stores, so that none waits for another
+kind. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
+begin_store is answered by exactly one LoadDone or StoreDone, whatever fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvdock.api.client import Client
+from kvdock.api.schemas import Manifest
+from kvdock.connectors.interface import LoadDone, Progress, StoreDone
+from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
+from kvdock.connectors.session import Attachment, EngineSession, Identity
+from kvdock.connectors.worker import WorkerHalf
+from kvdock.datapath.layout import PagedLayout
+
+log = logging.getLogger("kvdock.connector")
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """`address`: unix:/path or http://host:port. `timeout_s` bounds every call to the server."""
+
+    address: str
+    timeout_s: float = 2.0
+    copy_threads: int = 2
+
+
+class KvdockConnector:
+    """A Connector (interface.py). Refused when a server is there and will not have this engine;
+    LayoutMismatch when `layout` and `manifest` disagree."""
+
+    def __init__(
+        self, settings: ConnectorSettings, manifest: Manifest, identity: Identity, layout: PagedLayout
+    ) -> None:
+        self.session = EngineSession(Client(settings.address, timeout_s=settings.timeout_s), manifest, identity)
+        self.worker = WorkerHalf(self.session, layout, threads=settings.copy_threads)
+        self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
+        self._news = threading.Condition()
+        self._loads: list[LoadDone] = []
+        self._stores: list[StoreDone] = []
+        self._woken = False
+        self._asking = ThreadPoolExecutor(1, "kvdock-ask")
+        self._loading = ThreadPoolExecutor(1, "kvdock-load")
+        self._storing = ThreadPoolExecutor(1, "kvdock-store")
+        try:
+            self.session.start()
+        except BaseException:
+            self.worker.close()
+            raise
+
+    # ------------------------------------------------------------------ the verbs
+
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+        found = self.scheduler.lookup(request_id, token_ids, local_tokens)
+        if not isinstance(found, Fetch):
+            return found
+        self._run(self._asking, self._fetch, found)
+        return None
+
+    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+        begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        if begun is None:
+            self._tell(load=LoadDone(request_id, local_tokens))
+        else:
+            self._run(self._loading, self._load, *begun)
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+    ) -> tuple[int, ...]:
+        offer = self.scheduler.begin_store(request_id, token_ids, block_ids, computed_tokens)
+        if offer is None:
+            return ()
+        blocks = tuple(block for chunk in offer.block_ids for block in chunk)
+        self._run(self._storing, self._store, offer, blocks)
+        return blocks
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        with self._news:
+            if not self._woken and timeout_s > 0:
+                self._news.wait(timeout_s)
+            self._woken = False
+            progress = Progress(tuple(self._loads), tuple(self._stores))
+            self._loads, self._stores = [], []
+            return progress
+
+    def finished(self, request_id: str) -> None:
+        unused = self.scheduler.finished(request_id)
+        if unused is not None:
+            self._run(self._asking, self.scheduler.cancel, *unused)
+
+    def close(self) -> None:
+        for pool in (self._asking, self._loading, self._storing):
+            pool.shutdown(wait=True)
+        self.worker.close()
+        self.session.close()
+        self.session.client.close()
+
+    # ------------------------------------------------------------------ background
+
+    def _fetch(self, fetch: Fetch) -> None:
+        self.scheduler.fetch(fetch)
+        self._tell()
+
+    def _load(self, attachment: Attachment, plan: LoadPlan) -> None:
+        valid = plan.local_tokens
+        try:
+            valid = self.worker.load(attachment, plan)
+        finally:
+            attachment.release()
+            if valid < plan.hit_tokens:
+                self.scheduler.load_failed(plan.request_id, valid)
+            self._tell(load=LoadDone(plan.request_id, valid))
+
+    def _store(self, offer: StoreOffer, blocks: tuple[int, ...]) -> None:
+        try:
+            plan = self.scheduler.reserve(offer)
+            if plan is not None:
+                self.worker.store(offer.attachment, plan)
+        finally:
+            offer.attachment.release()
+            self._tell(store=StoreDone(offer.request_id, blocks))
+
+    def _tell(self, *, load: LoadDone | None = None, store: StoreDone | None = None) -> None:
+        with self._news:
+            self._loads += [load] if load is not None else []
+            self._stores += [store] if store is not None else []
+            self._woken = True
+            self._news.notify_all()
+
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
+        pool.submit(work, *args).add_done_callback(_report)
+
+
+def _report(future: Future[None]) -> None:
+    """A background call that raised has a defect; its LoadDone or StoreDone was sent all the same."""
+    error = future.exception()
+    if error is not None:
+        log.error("connector: background call failed", exc_info=error)

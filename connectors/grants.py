@@ -1,0 +1,43 @@
+"""What this member holds of the server's grants, and which it has promised never to touch.
+
+Invariant: "done" is a promise. A grant in `refused` is never begun; a grant that is active is never
+answered for. Checking and beginning happen under one lock, so no question can slip in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+
+class GrantBook:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: Counter[str] = Counter()  # plans handed out or copies in flight, by grant
+        self._refused: set[str] = set()
+
+    def begin(self, grant: str) -> bool:
+        """False when this member has said done of the grant: the plan fails its load or drops its store."""
+        with self._lock:
+            if grant in self._refused:
+                return False
+            self._active[grant] += 1
+            return True
+
+    def end(self, grant: str) -> None:
+        """After the copy's completion was seen and its word is on the way."""
+        with self._lock:
+            self._active[grant] -= 1
+            if self._active[grant] <= 0:
+                del self._active[grant]
+
+    def ask(self, grant: str) -> bool:
+        """A question of the server: True means done, and the grant is refused from now on."""
+        with self._lock:
+            if self._active[grant] > 0:
+                return False
+            del self._active[grant]  # the read above made an entry
+            self._refused.add(grant)
+            return True

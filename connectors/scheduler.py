@@ -1,0 +1,264 @@
+"""The scheduler half: tokens to keys, keys to leases and reservations, answers to plans.
+
+It asks the server and remembers what was answered; it never touches a byte. Lookups are filled by a
+background call, so the engine's scheduling loop never waits: the first question returns None, a later
+one the answer. Asking again is free.
+
+Epochs rise over the whole life of this process: once a lease was handed to ranks, or a request
+forgotten, the next lookup names a higher one, so a late release of the old lease cannot touch the new.
+
+Thread safety: the engine thread calls everything but fetch() and reserve(), which run in background
+threads; `_lock` guards what both see.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvdock.api.client import Client
+from kvdock.api.errors import ApiError, ServerUnavailable
+from kvdock.api.schemas import MAX_KEYS, CancelLease, Lookup, LookupAnswer, Reserve
+from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
+from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.datapath.identity import KeyChain
+
+
+@dataclass
+class _Request:
+    """What is known of one request, from its first lookup until it is finished or preempted."""
+
+    chain: KeyChain
+    attachment: Attachment
+    asked: tuple[int, int] | None = None
+    """(keys, local tokens) of the lookup under way or answered."""
+    answer: LookupAnswer | None = None
+    epoch: int = 0
+    offered: int = 0
+    """Chunks [0, offered) are stored, being stored, or were refused."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A lookup to be sent by a background thread."""
+
+    request_id: str
+    attachment: Attachment
+    body: Lookup
+
+
+@dataclass(frozen=True)
+class StoreOffer:
+    """Chunks to reserve and store; `block_ids` holds one tuple a key."""
+
+    request_id: str
+    attachment: Attachment
+    store_id: str
+    parent: bytes | None
+    keys: tuple[bytes, ...]
+    block_ids: tuple[tuple[int, ...], ...] = field(repr=False)
+
+
+class SchedulerHalf:
+    def __init__(self, session: EngineSession, *, readers: int = 1) -> None:
+        self.session, self.readers = session, readers
+        self._requests: dict[str, _Request] = {}
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._stores = 0
+        session.keeps_lease = self.keeps_lease
+
+    @property
+    def client(self) -> Client:
+        return self.session.client
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.session.manifest.chunk_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        return self.session.manifest.block_tokens
+
+    # ------------------------------------------------------------------ looking up
+
+    def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> int | Fetch | None:
+        """Tokens that can be had, or a Fetch to send first, or None while one is under way."""
+        request = self._request(request_id, tokens)
+        if request is None or len(request.chain.keys) * self.chunk_tokens <= local_tokens:
+            return local_tokens
+        with self._lock:
+            keys = request.chain.keys[:MAX_KEYS]
+            if request.asked is not None and (len(keys) != request.asked[0] or local_tokens < request.asked[1]):
+                if request.answer is None:
+                    return None
+                request.asked = request.answer = None  # grown since, or less is at hand: ask again
+            if request.answer is not None:
+                return max(local_tokens, request.answer.hit_tokens)
+            if request.asked is not None:
+                return None
+            request.asked = (len(keys), local_tokens)
+            if request.epoch == 0:
+                self._epoch += 1
+                request.epoch = self._epoch
+            body = Lookup(
+                session=request.attachment.session,
+                member=request.attachment.member,
+                request=request_id,
+                epoch=request.epoch,
+                keys=[key.hex() for key in keys],
+                readers=self.readers,
+                skip_prefix_tokens=local_tokens,
+            )
+        return Fetch(request_id, request.attachment, body)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Background: sends a lookup and files the answer. A refusal or a lost server is a miss."""
+        answer = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
+        try:
+            answer = self.client.lookup(fetch.body)
+        except ApiError as error:
+            if error.code != "skip_exceeds_hit":  # the engine's own cache holds more than the server
+                self.session.lost(error)
+        except ServerUnavailable as error:
+            self.session.lost(error)
+        with self._lock:
+            request = self._requests.get(fetch.request_id)
+            if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
+                request.answer = answer
+                return
+        self._cancel(fetch.attachment, answer.lease)  # forgotten while we asked
+
+    def begin_load(
+        self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
+    ) -> tuple[Attachment, LoadPlan] | None:
+        """Hands the lease out: from here on the ranks hold it. None when it is not there any more."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is None or request.answer.lease is None:
+                return None
+            answer = request.answer
+            assert answer.lease is not None
+            if not request.attachment.acquire():
+                return None
+            request.asked, request.answer, request.epoch = None, None, 0
+            request.offered = max(request.offered, hit_tokens // self.chunk_tokens)
+            plan = LoadPlan(
+                request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens,
+                tuple(self._chunks(answer, block_ids, local_tokens, hit_tokens)),
+            )
+            return request.attachment, plan
+
+    def _chunks(
+        self, answer: LookupAnswer, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
+    ) -> list[LoadChunk]:
+        per_chunk = self.chunk_tokens // self.block_tokens
+        chunks = []
+        for at, parts in enumerate(answer.chunks):
+            index = answer.first_chunk + at
+            start, end = index * self.chunk_tokens, (index + 1) * self.chunk_tokens
+            if end <= local_tokens or start >= hit_tokens:
+                continue
+            blocks = tuple(block_ids[index * per_chunk : (index + 1) * per_chunk])
+            skip = max(0, local_tokens - start) // self.block_tokens
+            chunks.append(LoadChunk(index, tuple(parts), blocks, skip))
+        return chunks
+
+    def load_failed(self, request_id: str, valid_tokens: int) -> None:
+        """What failed is offered again once it is recomputed."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.offered = min(request.offered, valid_tokens // self.chunk_tokens)
+
+    # ------------------------------------------------------------------ storing
+
+    def begin_store(
+        self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+    ) -> StoreOffer | None:
+        """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
+        ready = computed_tokens // self.chunk_tokens
+        known = self._requests.get(request_id)
+        if known is not None and ready <= known.offered:
+            return None
+        request = self._request(request_id, tokens) if ready else None
+        if request is None or ready <= request.offered:
+            return None
+        first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
+        if not request.attachment.acquire():
+            return None
+        per_chunk = self.chunk_tokens // self.block_tokens
+        self._stores += 1
+        return StoreOffer(
+            request_id,
+            request.attachment,
+            f"{self.session.identity.member}-{self._stores}",
+            request.chain.keys[first - 1] if first else None,
+            tuple(request.chain.keys[first : request.offered]),
+            tuple(tuple(block_ids[i * per_chunk : (i + 1) * per_chunk]) for i in range(first, request.offered)),
+        )
+
+    def reserve(self, offer: StoreOffer) -> StorePlan | None:
+        """Background: asks for slots. None when the server has it all, has no room, or is not there."""
+        body = Reserve(
+            session=offer.attachment.session,
+            member=offer.attachment.member,
+            store=offer.store_id,
+            parent=offer.parent.hex() if offer.parent is not None else None,
+            keys=[key.hex() for key in offer.keys],
+        )
+        try:
+            answer = self.client.reserve(body)
+        except (ServerUnavailable, ApiError) as error:
+            self.session.lost(error)
+            return None
+        if answer.reservation is None:
+            return None
+        chunks = tuple(StoreChunk(c.index, tuple(c.parts), offer.block_ids[c.index]) for c in answer.chunks)
+        return StorePlan(offer.request_id, answer.reservation, len(chunks) * self.chunk_tokens, chunks)
+
+    # ------------------------------------------------------------------ forgetting
+
+    def finished(self, request_id: str) -> tuple[Attachment, str] | None:
+        """Forgets the request. Returns a lease that was never handed out, to be cancelled in the background."""
+        with self._lock:
+            request = self._requests.pop(request_id, None)
+            if request is None or request.answer is None or request.answer.lease is None:
+                return None
+            return request.attachment, request.answer.lease
+
+    def cancel(self, attachment: Attachment, lease: str) -> None:
+        """Background."""
+        self._cancel(attachment, lease)
+
+    def keeps_lease(self, lease: str) -> bool:
+        """The asker's word on an old lease: keep it while its request still waits to be admitted."""
+        with self._lock:
+            return any(r.answer is not None and r.answer.lease == lease for r in self._requests.values())
+
+    def _cancel(self, attachment: Attachment, lease: str | None) -> None:
+        if lease is None:
+            return
+        try:
+            self.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
+        except (ServerUnavailable, ApiError) as error:
+            self.session.lost(error)
+
+    def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
+        """The request's entry with keys for all of `tokens`; None while the server is lost."""
+        attachment = self.session.attachment
+        request = self._requests.get(request_id)
+        if request is not None and request.attachment is not attachment:
+            with self._lock:
+                del self._requests[request_id]  # another server life: nothing we knew holds
+            request = None
+        if attachment is None:
+            return None
+        if request is None:
+            request = _Request(KeyChain(attachment.namespace, self.chunk_tokens), attachment)
+            with self._lock:
+                self._requests[request_id] = request
+        if len(tokens) > request.chain.tokens:
+            request.chain.extend(tokens[request.chain.tokens :])
+        return request

@@ -1,0 +1,275 @@
+"""An engine process's place at the server: attach, prove life, beat, answer questions, come back.
+
+A lost server is a miss: `attachment` is None until the session is attached again, by itself, with
+back-off and jitter. An Attachment is one server life as this process sees it. When only the line was
+lost, the same attachment comes back; when the server's lock is free or the pool is another, it retires:
+copies in flight keep its memory mapped, and its lock held, until they end.
+
+Threads: one heartbeat thread; every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvdock.api.client import Client
+from kvdock.api.errors import ApiError, ServerUnavailable
+from kvdock.api.schemas import AttachSession, GrantRanks, Heartbeat, Manifest, Member, Segment, SessionAttached
+from kvdock.connectors.grants import GrantBook
+from kvdock.datapath.errors import AttachError
+from kvdock.datapath.liveness import MemberLiveness, server_alive
+from kvdock.datapath.segments import AttachedSegments
+
+log = logging.getLogger("kvdock.connector")
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
+LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
+
+
+class Refused(Exception):
+    """The server is there and will not have this engine as it describes itself; the message says why."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is: the instance it belongs to, its member id, its ranks."""
+
+    instance: str
+    member: str
+    ranks: tuple[int, ...] = (0,)
+    scheduler: bool = True
+    label: str = ""
+
+
+@dataclass
+class Attachment:
+    """One server life. `namespace` salts the keys; `segments` are mapped here."""
+
+    session: str
+    member: str
+    namespace: bytes
+    pool_id: str
+    part_bytes: tuple[int, ...]
+    segments: AttachedSegments
+    liveness: MemberLiveness
+    heartbeat_s: float
+    grants: GrantBook = field(default_factory=GrantBook)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _users: int = 1
+
+    def acquire(self) -> bool:
+        """Memory and lock of this life stay until release(). False when they have gone already."""
+        with self._lock:
+            if self._users == 0:
+                return False
+            self._users += 1
+            return True
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self.segments.close()
+            self.liveness.close()
+
+
+class EngineSession:
+    """`identity`, `manifest` and the random source are passed in; nothing is contacted before start()."""
+
+    def __init__(
+        self, client: Client, manifest: Manifest, identity: Identity, *, source: random.Random | None = None
+    ) -> None:
+        self.client, self.manifest, self.identity = client, manifest, identity
+        self.keeps_lease: Callable[[str], bool] = lambda _lease: False
+        """The scheduler half's word on an old lease it asked for: True means keep."""
+        self._source = source if source is not None else random.Random()
+        self._lock = threading.Lock()
+        self._attachment: Attachment | None = None
+        self._suspended: Attachment | None = None  # its server may only be out of reach
+        self._lives = 0
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdock-heartbeat", daemon=True)
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """None while the server is lost."""
+        return self._attachment
+
+    def start(self) -> None:
+        """Attaches if the server is there. Refused when it is there and will not have us."""
+        try:
+            self._attach()
+        except (ServerUnavailable, AttachError, OSError) as error:
+            log.warning("no kvdock server yet, serving misses: %s", error)
+        self._thread.start()
+
+    def lost(self, error: Exception) -> None:
+        """A call failed: forget the attachment if that is what the failure means."""
+        if isinstance(error, ApiError) and error.code not in LOST_CODES:
+            return
+        with self._lock:
+            gone, self._attachment = self._attachment, None
+        if gone is not None:
+            log.warning("kvdock server lost, serving misses: %s", error)
+            with self._lock:
+                self._suspended = gone
+        self._wake.set()
+
+    def ensure_segment(self, attachment: Attachment, segment: int) -> None:
+        """Maps a segment the pool grew since we last looked. AttachError, ServerUnavailable, ApiError."""
+        if all(known.id != segment for known in attachment.segments.segments):
+            self._map(attachment, self.client.segments().segments, populate=False)
+
+    def close(self) -> None:
+        """Leaves the server: this process's word on everything it holds. Call it when no copy is in flight."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            last, self._attachment = self._attachment, None
+        self._retire_suspended()
+        if last is None:
+            return
+        try:
+            self.client.leave(last.session, last.member)
+        except (ServerUnavailable, ApiError) as error:
+            log.info("left without a word: %s", error)
+        last.release()
+
+    # ------------------------------------------------------------------ attaching
+
+    def _attach(self) -> None:
+        pool = self.client.segments()
+        if self._resume(pool.pool_id):
+            return
+        # A new member id a life: to a server that saw the old one die, the old one stays dead.
+        self._lives += 1
+        member = f"{self.identity.member}-{self._lives}"
+        liveness = MemberLiveness(pool.lock_file, source=self._source)
+        segments = AttachedSegments(int(pool.pool_id, 16))
+        try:
+            answer = self.client.attach(self._attach_body(member, liveness))
+            attachment = self._attachment_of(answer, member, segments, liveness)
+            self._map(attachment, answer.segments, populate=False)
+        except BaseException as error:
+            segments.close()
+            liveness.close()
+            if isinstance(error, ApiError):
+                raise Refused(f"the server refuses this engine: {error}") from error
+            raise
+        with self._lock:
+            self._attachment = attachment
+        log.info("attached to pool %s as %s", answer.pool_id, member)
+
+    def _resume(self, pool_id: str) -> bool:
+        """Presents the suspended member again; False when its server life is over."""
+        last = self._suspended
+        if last is None:
+            return False
+        if last.pool_id == pool_id:
+            try:
+                self.client.attach(self._attach_body(last.member, last.liveness))
+            except ApiError as error:
+                log.warning("cannot come back as %s: %s", last.member, error)
+            else:
+                with self._lock:
+                    self._attachment, self._suspended = last, None
+                log.info("attached again to pool %s as %s", pool_id, last.member)
+                return True
+        self._retire_suspended()
+        return False
+
+    def _retire_suspended(self) -> None:
+        with self._lock:
+            last, self._suspended = self._suspended, None
+        if last is not None:
+            last.release()
+
+    def _attach_body(self, member: str, liveness: MemberLiveness) -> AttachSession:
+        who = self.identity
+        return AttachSession(
+            instance=who.instance,
+            manifest=self.manifest,
+            label=who.label,
+            member=Member(id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset),
+        )
+
+    def _attachment_of(
+        self, answer: SessionAttached, member: str, segments: AttachedSegments, liveness: MemberLiveness
+    ) -> Attachment:
+        return Attachment(
+            session=answer.session,
+            member=member,
+            namespace=bytes.fromhex(answer.namespace),
+            pool_id=answer.pool_id,
+            part_bytes=tuple(answer.part_bytes),
+            segments=segments,
+            liveness=liveness,
+            heartbeat_s=answer.heartbeat_s,
+        )
+
+    def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:
+        for segment in segments:
+            attachment.segments.attach(segment, populate=populate)
+
+    # ------------------------------------------------------------------ the heartbeat thread
+
+    def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while not self._stop.is_set():
+            attachment = self._attachment
+            if attachment is not None:
+                retry_s = FIRST_RETRY_S
+                wait_s = self._beat(attachment)
+            else:
+                try:
+                    self._attach()
+                    continue
+                except (ServerUnavailable, AttachError, OSError) as error:
+                    log.debug("still no server: %s", error)
+                    self._let_go_of_the_dead()
+                except Refused as error:
+                    log.error("%s", error)
+                wait_s = retry_s * self._source.uniform(0.5, 1.5)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            self._wake.wait(wait_s)
+            self._wake.clear()
+
+    def _let_go_of_the_dead(self) -> None:
+        """A dead server's memory is given back as soon as its lock says so."""
+        last = self._suspended
+        if last is not None and not server_alive(int(last.pool_id, 16)):
+            self._retire_suspended()
+
+    def _beat(self, attachment: Attachment) -> float:
+        """One heartbeat, and a second at once when there are questions to answer. Returns seconds to wait."""
+        done: list[GrantRanks] = []
+        keep: list[str] = []
+        try:
+            while True:
+                beat = Heartbeat(member=attachment.member, done=done, keep=keep)
+                answer = self.client.heartbeat(attachment.session, beat)
+                if answer.segments > len(attachment.segments.segments):
+                    self._map(attachment, self.client.segments().segments, populate=True)
+                done, keep = self._answers(attachment, answer.questions)
+                if not done and not keep:
+                    return answer.heartbeat_s
+        except (ServerUnavailable, ApiError, AttachError) as error:
+            self.lost(error)
+            return attachment.heartbeat_s if self._attachment is not None else 0.0
+
+    def _answers(self, attachment: Attachment, questions: list[GrantRanks]) -> tuple[list[GrantRanks], list[str]]:
+        done, keep = [], []
+        for question in questions:
+            if not question.ranks and self.keeps_lease(question.grant):
+                keep.append(question.grant)
+            elif attachment.grants.ask(question.grant):
+                done.append(question)
+        return done, keep

@@ -1,0 +1,229 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+Owns the model, the KV memory and the connector's stores in flight; the scheduler owns the rest.
+A step, in order: take in what the connector finished, schedule, compute each request's chunk,
+sample, offer the new KV to the connector, finish who is done.
+
+Invariant: blocks named by begin_store are held until the StoreDone that names them, whatever
+becomes of the request. One thread only; the connector may copy on its own threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from kvdock.connectors.interface import Connector, Progress, StoreDone
+from kvdock.engine import tokenizer
+from kvdock.engine.attention import attend, pages
+from kvdock.engine.config import EngineConfig, require
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.model import Model
+from kvdock.engine.request import Completion, Request, RequestError, SamplingParams, State
+from kvdock.engine.sampler import sample
+from kvdock.engine.scheduler import Scheduler, Work
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One sampled token; `completion` comes with the request's last."""
+
+    request_id: str
+    token: int
+    completion: Completion | None
+
+
+class Engine:
+    """A connector that copies to and from the KV memory needs it first: make the KVCache, then the
+    connector, and pass both. Sets torch's thread count for the whole process.
+
+    Raises ConfigError when `kv` was made for another config."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        connector: Connector | None = None,
+        *,
+        kv: KVCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        require(kv is None or kv.config == config, "kv", kv and kv.config, "the KV memory of the same config")
+        self.config = config
+        self.clock = clock
+        self.model = Model(config.model)
+        self.kv = kv if kv is not None else KVCache(config)
+        self.connector: Connector = connector if connector is not None else NoConnector()
+        self.scheduler = Scheduler(config, self.connector)
+        self.requests: dict[str, Request] = {}
+        self.storing: Counter[tuple[int, ...]] = Counter()
+        self._arrivals = 0
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
+        """Queues a prompt and returns its id. Raises RequestError for one that could never be served."""
+        sampling = sampling if sampling is not None else SamplingParams()
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request_id = request_id if request_id is not None else f"request-{self._arrivals}"
+        if request_id in self.requests:
+            raise RequestError(f"request_id: found {request_id!r} in use, wanted a new one")
+        if not tokens:
+            raise RequestError("prompt: found no tokens, wanted at least 1")
+        strange = [t for t in tokens if not 0 <= t < self.config.model.vocab_size]
+        if strange:
+            raise RequestError(f"prompt: found token {strange[0]}, wanted 0..{self.config.model.vocab_size - 1}")
+        length = len(tokens) + sampling.max_tokens
+        if length > self.config.max_request_tokens:
+            raise RequestError(
+                f"prompt and max_tokens: found {length} tokens, wanted at most {self.config.max_request_tokens}"
+            )
+        request = Request(request_id, tokens, len(tokens), sampling, self._arrivals, self.clock())
+        self._arrivals += 1
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        return request_id
+
+    def abort(self, request_id: str) -> Completion:
+        """Ends a request now; its id stays taken while a load for it is in flight. Raises RequestError."""
+        request = self.requests.get(request_id)
+        if request is None or request.state is State.FINISHED:
+            raise RequestError(f"request_id: found {request_id!r}, wanted an unfinished request")
+        return self._finish(request, "aborted")
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Runs the prompts, and whatever else is queued, to the end; completions in the order of the prompts."""
+        ids = [self.add_request(prompt, sampling) for prompt in prompts]
+        done: dict[str, Completion] = {}
+        while self.has_unfinished:
+            for output in self.step():
+                if output.completion is not None:
+                    done[output.request_id] = output.completion
+        return [done[request_id] for request_id in ids]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(request.state is not State.FINISHED for request in self.requests.values())
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> list[TokenOutput]:
+        """Computes one chunk or token for each request that can; waits for the connector when none can."""
+        self._take_in(self.connector.poll(0.0))
+        works = self.scheduler.schedule()
+        if not works and (self.has_unfinished or self.scheduler.loading):
+            self._take_in(self.connector.poll(self.config.idle_wait_s))
+        return [output for work in works for output in self._compute(work)]
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for loads and stores in flight, without computing; True when none is left."""
+        deadline = self.clock() + timeout_s
+        while self.storing or self.scheduler.loading:
+            left_s = deadline - self.clock()
+            if left_s <= 0:
+                return False
+            self._take_in(self.connector.poll(min(left_s, self.config.idle_wait_s)))
+        return True
+
+    def close(self) -> None:
+        """Aborts what is unfinished and closes the connector, which waits for its copies."""
+        for request in list(self.requests.values()):
+            if request.state is not State.FINISHED:
+                self._finish(request, "aborted")
+        self.connector.close()
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every block and request is accounted for: tests call it after each step."""
+        self.scheduler.check_integrity(self.storing.elements())
+
+    def _compute(self, work: Work) -> list[TokenOutput]:
+        request = work.request
+        where = pages(request.table, self.config.block_tokens, work.start, work.end)
+        with torch.inference_mode():
+            logits = self.model.forward(
+                torch.tensor(request.tokens[work.start : work.end]),
+                work.start,
+                lambda layer, q, k, v: attend(q, k, v, self.kv, layer, where),
+            )
+        self.scheduler.advance(work)
+        self._offer(request)
+        if work.end < len(request.tokens):
+            return []
+        token = sample(logits, request.sampling, request.generator)
+        if request.sampling.keep_logits:
+            request.logits.append(logits)
+        return [self._append(request, token)]
+
+    def _offer(self, request: Request) -> None:
+        """Offers the request's KV to the connector and holds what it reads."""
+        blocks = self.connector.begin_store(request.id, request.tokens, request.table, request.computed)
+        if blocks:
+            self.scheduler.blocks.touch(blocks)
+            self.storing[blocks] += 1
+
+    def _append(self, request: Request, token: int) -> TokenOutput:
+        request.tokens.append(token)
+        if request.metrics.time_to_first_token_s is None:
+            request.metrics.time_to_first_token_s = self.clock() - request.arrived_s
+        completion = None
+        if token == tokenizer.EOS and not request.sampling.ignore_eos:
+            completion = self._finish(request, "stop")
+        elif len(request.output) == request.sampling.max_tokens:
+            completion = self._finish(request, "length")
+        return TokenOutput(request.id, token, completion)
+
+    def _finish(self, request: Request, reason: str) -> Completion:
+        self.scheduler.finish(request)
+        if request.id not in self.scheduler.loading:
+            del self.requests[request.id]
+        return Completion(
+            request.id, request.tokens[: request.prompt_length], request.output, tokenizer.decode(request.output),
+            reason, request.metrics, request.logits,
+        )
+
+    # ------------------------------------------------------------------ the connector's news
+
+    def _take_in(self, progress: Progress) -> None:
+        for load in progress.loads:
+            aborted = self.scheduler.load_done(load)
+            if aborted is not None:
+                del self.requests[aborted.id]
+        for store in progress.stores:
+            self._store_done(store)
+
+    def _store_done(self, store: StoreDone) -> None:
+        assert self.storing[store.block_ids] > 0, f"StoreDone: found blocks {store.block_ids}, wanted ones being stored"
+        self.storing[store.block_ids] -= 1
+        self.storing += Counter()  # drops what reached zero
+        self.scheduler.blocks.release(store.block_ids)
+
+
+class NoConnector:
+    """The connector of an engine that stands alone: nothing to load, nothing to store."""
+
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+        return local_tokens
+
+    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+        raise AssertionError("begin_load: found a call, wanted none, for lookup never offers anything")
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+    ) -> tuple[int, ...]:
+        return ()
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        return Progress()
+
+    def finished(self, request_id: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

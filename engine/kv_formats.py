@@ -1,0 +1,38 @@
+"""The named paged-KV formats as data: a name spells which axes are lists of tensors and which are axes of one.
+
+Axes: NL layers, TWO K and V, NB blocks, BS tokens of a block, NH KV heads, HS head size, NBBS blocks
+times tokens. `A_X_B_C` is a list over A of tensors with axes B, C, outermost first. No code anywhere
+asks for a format by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """`lists` index separate tensors, outermost first; `axes` are the axes of each, outermost first."""
+
+    lists: tuple[str, ...]
+    axes: tuple[str, ...]
+
+
+def spelled(name: str) -> KVFormat:
+    *lists, axes = name.split("_X_")
+    return KVFormat(tuple(lists), tuple(axes.split("_")))
+
+
+KV_FORMATS: dict[str, KVFormat] = {
+    name: spelled(name)
+    for name in (
+        "NB_NL_TWO_BS_NH_HS",
+        "NL_X_TWO_NB_BS_NH_HS",
+        "NL_X_NB_TWO_BS_NH_HS",
+        "TWO_X_NL_X_NBBS_NH_HS",
+        "NB_NL_TWO_NH_BS_HS",
+        "NL_X_TWO_NB_NH_BS_HS",
+        "NL_X_NB_TWO_NH_BS_HS",
+    )
+}
+"""Those with separate K and V heads, which this engine's attention needs; the latent (MLA) ones have neither."""

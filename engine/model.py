@@ -1,0 +1,106 @@
+"""A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head.
+
+Owns the weights: drawn from the config's seed, never trained, so the text means nothing; what
+matters is that every cached block matters. An untrained transformer averages its context away. Three
+things keep it: queries and keys are normalised and scored at a set sharpness per head; what a head
+reads is normalised again, so an average over thousands of tokens is as loud as one token; and
+the residual stream starts quiet, so that what was read outweighs the last token itself.
+
+Invariant: equal config and equal shapes give equal bits, in every process with the same thread count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from kvdock.engine.config import ModelConfig
+from torch import Tensor
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, head)."""
+
+EMBEDDING_SCALE = 0.1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights as (out, in), the order F.linear wants."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Model:
+    def __init__(self, config: ModelConfig) -> None:
+        """Draws the weights: layer by layer, in the order of the fields, then embedding and head."""
+        self.config = config
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        draw = torch.Generator().manual_seed(config.seed)
+
+        def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+            weights = torch.randn(rows, columns, generator=draw) * (scale / math.sqrt(columns))
+            return weights.to(self.dtype)
+
+        width = config.heads * config.head_size
+        qkv_rows = width + 2 * config.kv_heads * config.head_size
+        self.layers = [
+            Layer(
+                qkv=matrix(qkv_rows, config.hidden),
+                out=matrix(config.hidden, width),
+                gate_up=matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)),
+                down=matrix(config.hidden, config.mlp_hidden),
+            )
+            for _ in range(config.layers)
+        ]
+        self.embedding = matrix(config.vocab_size, config.hidden, EMBEDDING_SCALE * math.sqrt(config.hidden))
+        self.head = matrix(config.vocab_size, config.hidden, config.logit_scale)
+        low, high = config.sharpness
+        # The scores of unit-size vectors have standard deviation sqrt(head_size).
+        self.sharpness = torch.linspace(low, high, config.heads)[:, None] / math.sqrt(config.head_size)
+        self.cos, self.sin = rope_table(config)
+
+    def forward(self, tokens: Tensor, start: int, attend: Attend) -> Tensor:
+        """Logits of the token after the last: tokens int64 (n,) at positions [start, start + n) → float32 (vocab,)."""
+        cos, sin = self.cos[start : start + len(tokens)], self.sin[start : start + len(tokens)]
+        x = self.embedding[tokens]
+        for index, layer in enumerate(self.layers):
+            q, k, v = self.project(layer, x, cos, sin)
+            read = unit(attend(index, q, k, v)).flatten(1)
+            x = x + F.linear(read, layer.out)
+            gate, up = F.linear(unit(x), layer.gate_up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        # Only the last row: the head's shape is the same in every step.
+        return F.linear(unit(x[-1:]), self.head)[0].float()
+
+    def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (n, hidden) → q (n, heads, head) with its sharpness in it, k and v (n, kv_heads, head)."""
+        c = self.config
+        rows = F.linear(unit(x), layer.qkv).view(len(x), -1, c.head_size)
+        q, k, v = torch.split(rows, [c.heads, c.kv_heads, c.kv_heads], dim=1)
+        q = rotate(unit(q), cos, sin) * self.sharpness
+        return q.to(self.dtype), rotate(unit(k), cos, sin).to(self.dtype), v
+
+
+def unit(x: Tensor) -> Tensor:
+    """RMSNorm without a gain: (…, n) → (…, n) of mean square one."""
+    return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
+
+
+def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 (max_positions, 1, head_size / 2)."""
+    half = config.head_size // 2
+    frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE, first half against second half: (n, heads, head) → float32 of the same shape."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

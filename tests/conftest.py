@@ -1,0 +1,25 @@
+"""Fixtures shared by tests that talk to a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess
+from kvdock.api.client import Client
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """One small server for a module's tests; its shared memory is gone when it has stopped."""
+    with ServerProcess() as process:
+        assert process.shared_memory()
+        yield process
+        assert process.stop() == 0, process.log_text()
+        assert process.shared_memory() == []
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix) as connected:
+        yield connected

@@ -1,0 +1,79 @@
+"""Fixtures of the status page's tests: a browser, pages that close themselves, and what they look at.
+
+Tests that only look use `status_page_url`: a module that overrides it runs them against another server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import page_helpers as say
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+ARGS = [
+    "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        if os.environ.get("KVDOCK_NO_SKIPS") == "1":
+            pytest.fail("no chromium on PATH, and KVDOCK_NO_SKIPS=1")
+        pytest.skip("no chromium on PATH: the status page was not looked at")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=ARGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[say.OpenPage]:
+    """open_page(url, **context options) → a page that has drawn its first figures (or waits, with drawn=False).
+
+"""
+    contexts = []
+
+    def open_one(url: str, *, drawn: bool = True, **options: Any) -> Page:
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(8_000)
+        page.goto(url)
+        if drawn:
+            for panel in ("history", "sessions", "grants", "requests"):
+                drawn_parts = page.locator(f"#{panel} :is(tbody tr, .ticks text, .hint)")
+                expect(drawn_parts.filter(visible=True).first).to_be_visible()
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def page_server() -> Iterator[say.PageServer]:
+    with say.PageServer() as running:
+        yield running
+
+
+@pytest.fixture
+def status_page_url(page_server: say.PageServer) -> str:
+    """The page of a server with traffic. Anything that answers the six GETs will do."""
+    return page_server.url
+
+
+@pytest.fixture(scope="module")
+def figures(browser: Browser) -> Iterator[Page]:
+    """A page to import single modules in."""
+    with say.PageServer() as page_server:
+        page = browser.new_page()
+        page.goto(page_server.url)
+        yield page
+        page.close()

@@ -1,0 +1,139 @@
+"""The model and its paged attention against a plain reference, in every format, and with a wrong block."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+import torch
+from engine_helpers import TINY, assert_same_bits, config, make_engine, prompt, run, run_one, sampling
+from kvdock.datapath.layout import paged_layout
+from kvdock.engine import tokenizer
+from kvdock.engine.config import ConfigError, EngineConfig, preset
+from kvdock.engine.kv_cache import KVCache, Tensors
+from kvdock.engine.kv_formats import KV_FORMATS
+from kvdock.engine.model import Model
+from torch import Tensor
+
+
+def plain_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of a whole sequence, by the formula, no pages: q (n, heads, head) → the same shape."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def plain_greedy(model: Model, tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+    tokens, logits = list(tokens), []
+    for _ in range(count):
+        logits.append(model.forward(torch.tensor(tokens), 0, lambda _, q, k, v: plain_attend(q, k, v)))
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[-count:], logits
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 300])
+def test_paged_equals_plain_attention(length: int) -> None:
+    found = run_one(make_engine(), prompt(length, length), sampling(8))
+    tokens, logits = plain_greedy(Model(TINY.model), prompt(length, length), 8)
+    assert found.output_tokens == tokens
+    for one, other in zip(found.logits, logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+def test_every_format_gives_the_same_bits(name: str) -> None:
+    wanted = run_one(make_engine(), prompt(1, 200))
+    found = run_one(make_engine(config(kv_format=name), shuffle_seed=9), prompt(1, 200))
+    assert_same_bits(found, wanted)
+
+
+def leaves(tensors: Tensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else [leaf for item in tensors for leaf in leaves(item)]
+
+
+@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
+    kv = KVCache(config(kv_format=name, num_blocks=5))
+    for value, paged in enumerate([*kv.k, *kv.v], start=1):
+        assert paged.shape == (5, 16, 2, 16)
+        assert not paged.any(), "written through another view"
+        paged.fill_(value)
+    assert all(tensor.all() for tensor in leaves(kv.tensors))
+    assert kv.block_bytes * 5 == sum(tensor.nbytes for tensor in leaves(kv.tensors))
+
+
+@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+def test_the_data_path_sees_the_planes_that_attention_sees(name: str) -> None:
+    """A plane's base address and block stride, layer by layer, K before V, are those of the engine's views."""
+    kv = KVCache(config(kv_format=name, num_blocks=5))
+    layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
+    sides = [side for pair in zip(kv.k, kv.v, strict=True) for side in pair]
+    assert [plane[:2] for plane in layout.planes] == [(s.data_ptr(), s.stride(0) * s.element_size()) for s in sides]
+    assert (layout.block_bytes, layout.num_blocks) == (kv.block_bytes, 5)
+
+
+def test_any_single_wrong_block_changes_the_logits() -> None:
+    """Negative control of every test that compares outputs: a block from elsewhere in the same prompt is noticed."""
+    length, random, quiet = 1500, Random(5), 0
+    tokens = prompt(2, length)
+    wanted = run_one(make_engine(), tokens, sampling(16))
+    for trial in range(16):
+        engine = make_engine()
+        request_id = engine.add_request(tokens, sampling(16))
+        request = engine.requests[request_id]
+        while request.computed < length // 64 * 64:
+            engine.step()
+        wrong, donor = random.sample(range(request.computed // 16), 2)
+        for paged in (*engine.kv.k, *engine.kv.v):
+            paged[request.table[wrong]] = paged[request.table[donor]]
+        found = run(engine)[request_id]
+        change = (found.logits[0] - wanted.logits[0]).abs().max()
+        assert change > 1e-2, f"trial {trial}: block {wrong} of {length // 16} moved the first logits by {change}"
+        quiet += found.output_tokens == wanted.output_tokens
+    assert quiet <= 4, f"{quiet} of 16 wrong blocks went unnoticed in 16 greedy tokens"
+
+
+def test_weights_depend_on_the_config_alone() -> None:
+    other = dataclasses.replace(TINY.model, seed=1)
+    assert torch.equal(Model(TINY.model).head, Model(TINY.model).head)
+    assert not torch.equal(Model(TINY.model).head, Model(other).head)
+    assert TINY.model.revision == dataclasses.replace(TINY.model).revision != other.revision
+
+
+def test_bfloat16_kv_is_half_as_large_and_runs() -> None:
+    model = dataclasses.replace(TINY.model, dtype="bfloat16")
+    engine = make_engine(config(model=model))
+    assert engine.kv.block_bytes == 16 * model.kv_bytes_per_token == 16 * TINY.model.kv_bytes_per_token // 2
+    assert engine.kv.k[0].dtype == torch.bfloat16
+    assert not any(logits.isnan().any() for logits in run_one(engine, prompt(3, 100)).logits)
+
+
+@pytest.mark.parametrize("text", ["", "plain", "naïve ☃ 漢字"])
+def test_text_survives_the_tokenizer(text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text)[0] == tokenizer.BOS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_format": "NL_X_NB_BS_HS"}, "kv_format: found 'NL_X_NB_BS_HS', wanted one of"),
+        ({"num_blocks": 0}, "num_blocks: found 0, wanted at least 1"),
+        ({"max_step_tokens": 64}, "max_step_tokens: found 64, wanted at least 80"),
+        ({"max_local_hit_tokens": -1}, "max_local_hit_tokens: found -1"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_a_bad_model_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="heads: found 3, wanted a multiple of kv_heads=2"):
+        dataclasses.replace(TINY.model, heads=3)
+    with pytest.raises(ConfigError, match=r"preset: found 'huge', wanted one of \['small', 'tiny'\]"):
+        preset("huge")
+    assert isinstance(preset("small"), EngineConfig)

@@ -1,0 +1,109 @@
+// The loop. v1/status is asked first, once a second; each good answer sets off the other paths, so one that
+// hangs holds up only its own panel. Hidden tabs ask nothing. Whatever arrives is drawn in one animation frame.
+
+import { get, Link, Source } from "./api.js";
+import { setAttr, setHidden, setText } from "./dom.js";
+import { mountGrants } from "./views/grants.js";
+import { mountHealth } from "./views/health.js";
+import { mountHistory } from "./views/history.js";
+import { mountPool } from "./views/pool.js";
+import { mountRequests } from "./views/requests.js";
+import { mountSessions } from "./views/sessions.js";
+import { mountTiles, mountTotals } from "./views/totals.js";
+
+const TICK_MS = 500;
+const NEVER_SEEN = "Nothing to show yet. Is the server running? Try: kvdock serve";
+const byId = (id) => document.getElementById(id);
+
+const link = new Link();
+const sources = {
+  stats: new Source("v1/stats", (stats) => Math.max(1, stats?.interval_s ?? 1) * 1000),
+  sessions: new Source("v1/sessions"),
+  leases: new Source("v1/leases"),
+  requests: new Source("v1/requests"),
+  segments: new Source("v1/segments"),
+};
+let status = null;
+
+/** Each panel: where it lives, the paths it cannot be drawn without, those it can, and how. Status is always known. */
+const panels = [
+  { id: "tiles", needs: [], view: mountTiles },
+  { id: "totals", needs: [], view: mountTotals },
+  { id: "pool", needs: [], uses: ["segments"], view: mountPool },
+  { id: "history", needs: ["stats"], view: mountHistory },
+  { id: "sessions", needs: ["sessions"], view: mountSessions },
+  { id: "grants", needs: ["leases"], uses: ["sessions"], view: mountGrants },
+  { id: "requests", needs: ["requests"], view: mountRequests },
+].map((panel) => ({ ...panel, draw: panel.view(byId(panel.id)), note: addNote(byId(panel.id)) }));
+
+const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
+
+/** A line in the panel that appears only while one of its paths fails. */
+function addNote(root) {
+  const note = document.createElement("p");
+  note.className = "failed";
+  note.hidden = true;
+  root.append(note);
+  return note;
+}
+
+let frame = 0;
+function redraw() {
+  if (!frame) frame = requestAnimationFrame(draw);
+}
+
+function draw() {
+  frame = 0;
+  if (!status) return;
+  setHidden(byId("first"), true);
+  setHidden(byId("main"), false);
+  const bodies = { status };
+  for (const [name, source] of Object.entries(sources)) bodies[name] = source.body;
+  for (const { needs, uses = [], draw: drawPanel, note } of panels) {
+    const failing = [...needs, ...uses].map((name) => sources[name]).find((source) => source.error);
+    setHidden(note, !failing);
+    if (failing) setText(note, `Not up to date: ${failing.path}: ${failing.error}.`);
+    if (needs.every((name) => bodies[name])) drawPanel(bodies);
+  }
+  tick();
+}
+
+function tick() {
+  const nowMs = performance.now();
+  const phase = link.phase(nowMs);
+  setAttr(document.body, "data-phase", phase);
+  health.update({ phase, link, status, ageS: link.ageMs(nowMs) / 1000 });
+  if (phase === "gone" && !status) setText(byId("first"), NEVER_SEEN);
+}
+
+let asking = false;
+let timer = 0;
+let nextAt = 0;
+
+async function ask() {
+  clearTimeout(timer);
+  if (asking || document.hidden) return;
+  asking = true;
+  const askedUnix = Date.now() / 1000;
+  try {
+    status = await get("v1/status");
+    link.good(performance.now());
+    health.restarted(link.restarted(status), status);
+    for (const source of Object.values(sources)) {
+      source.refresh(performance.now()).then((news) => news && redraw());
+    }
+  } catch (error) {
+    link.bad(error.message, askedUnix);
+  } finally {
+    asking = false;
+  }
+  nextAt = performance.now() + link.delayMs();
+  timer = setTimeout(ask, link.delayMs());
+  tick();
+  redraw();
+}
+
+document.addEventListener("visibilitychange", () => ask());
+window.addEventListener("online", () => ask());
+setInterval(() => document.hidden || tick(), TICK_MS);
+ask();

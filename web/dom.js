@@ -1,0 +1,81 @@
+// The only module that makes elements. Text enters through textContent, so a label is never markup.
+// Writes are skipped when nothing changed: a selection survives the next answer, and idle pages do no layout.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with a class, text and attributes; children are nodes, or strings as text. */
+export function el(tag, { cls = "", text = null, attrs = {}, children = [] } = {}) {
+  const node = document.createElement(tag);
+  if (cls) node.className = cls;
+  if (text !== null) node.textContent = text;
+  for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+export function svg(tag, attrs = {}) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attrs)) node.setAttribute(name, value);
+  return node;
+}
+
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function setAttr(node, name, value) {
+  const text = String(value);
+  if (node.getAttribute(name) !== text) node.setAttribute(name, text);
+}
+
+export function setHidden(node, hidden) {
+  if (node.hidden !== hidden) node.hidden = hidden;
+}
+
+/** A sentence that says what to do next; `command` is set as code. */
+export function hint(text, command = "") {
+  const node = el("p", { cls: "hint", text: command ? text + " Try: " : text });
+  if (command) node.append(el("code", { text: command }));
+  return node;
+}
+
+/**
+ * The children of `parent`, one per item, reused by key: as many nodes as items, whatever came before.
+ * `make(item)` returns {node, update(item)}; a repeated key gets an ordinal, so no item is lost.
+ */
+export class KeyedList {
+  #rows = new Map();
+
+  constructor(parent, keyOf, make) {
+    this.parent = parent;
+    this.keyOf = keyOf;
+    this.make = make;
+  }
+
+  get size() {
+    return this.#rows.size;
+  }
+
+  update(items) {
+    const next = new Map();
+    for (const item of items) {
+      const base = String(this.keyOf(item));
+      let key = base;
+      for (let n = 2; next.has(key); n += 1) key = `${base} #${n}`;
+      const row = this.#rows.get(key) ?? this.make(item);
+      row.update(item);
+      next.set(key, row);
+    }
+    for (const [key, row] of this.#rows) if (next.get(key) !== row) row.node.remove();
+    this.#place(next);
+    this.#rows = next;
+  }
+
+  #place(rows) {
+    let at = this.parent.firstChild;
+    for (const { node } of rows.values()) {
+      if (node === at) at = at.nextSibling;
+      else this.parent.insertBefore(node, at);
+    }
+  }
+}

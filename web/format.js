@@ -1,0 +1,111 @@
+// Figures as people read them. Pure functions; a no-break space stands between number and unit.
+
+const NB = "\u00a0";
+const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+const COUNT_UNITS = ["", "k", "M", "G", "T"];
+const grouped = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
+
+/** Three significant digits, never in exponent form. */
+export function significant(n) {
+  const size = Math.abs(n);
+  if (size >= 99.95 || n === 0) return grouped.format(n);
+  return n.toFixed(size >= 9.995 ? 1 : 2);
+}
+
+/** [value, step]: n divided by `base` until it prints below it; at most `last` times. */
+function reduce(n, base, last) {
+  let step = 0;
+  while (step < last && Math.abs(n) >= base - 0.5) {
+    n /= base;
+    step += 1;
+  }
+  return [n, step];
+}
+
+export function bytes(n) {
+  const [value, step] = reduce(n, 1024, BYTE_UNITS.length - 1);
+  return (step === 0 ? grouped.format(value) : significant(value)) + NB + BYTE_UNITS[step];
+}
+
+/** Exact below 100,000, then three digits and a letter. */
+export function count(n) {
+  if (Math.abs(n) < 100_000) return grouped.format(n);
+  const [value, step] = reduce(n, 1000, COUNT_UNITS.length - 1);
+  return significant(value) + NB + COUNT_UNITS[step];
+}
+
+export function exact(n) {
+  return grouped.format(n);
+}
+
+/** A share 0..1 in per cent. Says 0 % and 100 % only when it is so. */
+export function share(x) {
+  if (x > 0 && x < 0.001) return "<0.1" + NB + "%";
+  const percent = x < 1 ? Math.min(x * 100, 99.9) : x * 100;
+  const whole = percent === 0 || (percent >= 10 && percent < 99) || x >= 1;
+  return percent.toFixed(whole ? 0 : 1) + NB + "%";
+}
+
+/** part/whole as a share; a dash when there is no whole. */
+export function shareOf(part, whole) {
+  return whole > 0 ? share(part / whole) : "–";
+}
+
+/** Seconds as the two largest units: 0.4 s, 42 s, 4 min 10 s, 3 h 12 min, 4 d 3 h. */
+export function age(seconds) {
+  const s = Math.max(0, seconds);
+  if (s < 9.95) return s.toFixed(1) + NB + "s";
+  const whole = Math.round(s);
+  if (whole < 60) return whole + NB + "s";
+  const pair = (big, bigUnit, small, smallUnit) =>
+    big + NB + bigUnit + (small ? NB + small + NB + smallUnit : "");
+  if (whole < 3600) return pair(Math.floor(whole / 60), "min", whole % 60, "s");
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 1440) return pair(Math.floor(minutes / 60), "h", minutes % 60, "min");
+  const hours = Math.floor(minutes / 60);
+  return pair(Math.floor(hours / 24), "d", hours % 24, "h");
+}
+
+/** As `age`, without tenths: for figures that tick on the page. */
+export function wholeAge(seconds) {
+  return seconds < 60 ? Math.max(0, Math.floor(seconds)) + NB + "s" : age(seconds);
+}
+
+/** Microseconds in the unit that fits. */
+export function took(us) {
+  if (us < 999.5) return Math.round(us) + NB + "µs";
+  if (us < 999_500) return significant(us / 1e3) + NB + "ms";
+  return significant(us / 1e6) + NB + "s";
+}
+
+const two = (n) => String(n).padStart(2, "0");
+
+/** Unix seconds as the reader's wall-clock time. */
+export function clock(unixSeconds) {
+  const d = new Date(unixSeconds * 1000);
+  return `${two(d.getHours())}:${two(d.getMinutes())}:${two(d.getSeconds())}`;
+}
+
+export function dateTime(unixSeconds) {
+  return new Date(unixSeconds * 1000).toLocaleString();
+}
+
+/** Sorted whole numbers with runs joined: [0,1,2,5] → "0–2, 5". */
+function runs(numbers) {
+  const out = [];
+  for (const n of [...numbers].sort((a, b) => a - b)) {
+    const last = out[out.length - 1];
+    if (last && n <= last[1] + 1) last[1] = Math.max(last[1], n);
+    else out.push([n, n]);
+  }
+  return out.map(([a, b]) => (a === b ? `${a}` : `${a}–${b}`)).join(", ");
+}
+
+/** "rank 3", "ranks 0–2, 5". */
+export function rankWords(numbers) {
+  return `${numbers.length === 1 ? "rank" : "ranks"} ${runs(numbers)}`;
+}
+
+export function plural(n, one, many = one + "s") {
+  return `${count(n)}${NB}${n === 1 ? one : many}`;
+}

@@ -1,0 +1,80 @@
+// The top of the page: is the server well, how old is what is shown, and what a person should know now.
+// Sentences in live regions change only when the news does; what counts up or down each second stands outside.
+
+import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
+import { clock, wholeAge } from "../format.js";
+
+const byId = (id) => document.getElementById(id);
+
+/** phase → [tone, words] of the pill; live ones depend on what the server says of itself. */
+const PILL = {
+  connecting: ["idle", "Connecting"],
+  stale: ["warn", "Stale"],
+  gone: ["bad", "Unreachable"],
+};
+
+const FACTS = [
+  ["version", (s) => s.version],
+  ["up", (s, ageS) => wholeAge(s.uptime_s + ageS)],
+  ["pool", (s) => s.pool_id],
+  ["incarnation", (s) => String(s.incarnation)],
+];
+
+const RESTARTED = {
+  pool: (s, at) => `The server restarted at ${at} with a new pool (${s.pool_id}): what was cached before is gone.`,
+  server: (s, at) =>
+    `The server restarted at ${at} and took over its pool (incarnation ${s.incarnation}): published chunks survived.`,
+};
+
+/** retry: () => void, asks now. nextInMs: () => ms until the next try. Returns {update, restarted}. */
+export function mountHealth({ retry, nextInMs }) {
+  const facts = FACTS.map(([name, text]) => {
+    const value = el("dd");
+    byId("facts").append(el("div", { children: [el("dt", { text: name }), value] }));
+    return { value, text };
+  });
+  const reasons = new KeyedList(byId("reasons-list"), (text) => text, () => {
+    const node = el("li");
+    return { node, update: (text) => setText(node, text) };
+  });
+  byId("banner-retry").addEventListener("click", retry);
+  byId("restarted-close").addEventListener("click", () => setHidden(byId("restarted"), true));
+
+  function update({ phase, link, status, ageS }) {
+    showPill(phase, status);
+    if (status) for (const { value, text } of facts) setText(value, text(status, phase === "live" ? ageS : 0));
+    setText(byId("age"), ageWords(phase, link, ageS));
+    showBanner(phase, link, nextInMs);
+    const list = (phase === "live" && status?.status !== "ok" && status?.reasons) || [];
+    reasons.update(list);
+    setHidden(byId("reasons"), list.length === 0);
+  }
+
+  function restarted(kind, status) {
+    if (!kind) return;
+    setHidden(byId("restarted"), false);
+    setText(byId("restarted-text"), RESTARTED[kind](status, clock(Date.now() / 1000)));
+  }
+
+  return { update, restarted };
+}
+
+function showPill(phase, status) {
+  const [tone, words] = PILL[phase] ?? (status.status === "ok" ? ["good", "Ready"] : ["warn", "Not ready"]);
+  setAttr(byId("pill"), "data-tone", tone);
+  setText(byId("pill-text"), words);
+}
+
+function ageWords(phase, link, ageS) {
+  if (phase === "live") return `updated ${clock(Date.now() / 1000 - ageS)}`;
+  return link.hasData ? `figures are ${wholeAge(ageS)} old` : "";
+}
+
+function showBanner(phase, link, nextInMs) {
+  setHidden(byId("banner"), phase !== "gone");
+  if (phase !== "gone") return;
+  setText(byId("banner-text"), `The server has been unreachable since ${clock(link.sinceUnix)}: ${link.why}.`);
+  const seconds = Math.ceil(nextInMs() / 1000);
+  const next = seconds > 0 ? `next in ${seconds}\u00a0s` : "trying now";
+  setText(byId("banner-next"), `This page keeps trying (${next}) and recovers by itself.`);
+}

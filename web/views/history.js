@@ -1,0 +1,37 @@
+// Charts from v1/stats. The server says which series exist, which are drawn together and in what unit.
+
+import { Chart } from "../charts.js";
+import { el, hint, KeyedList, setHidden } from "../dom.js";
+
+/** One chart per (chart name, unit): two units never share an axis. In the server's order. */
+function grouped(stats) {
+  const charts = new Map();
+  for (const series of stats.series) {
+    const key = `${series.chart}\n${series.unit}`;
+    if (!charts.has(key)) charts.set(key, { key, title: titleOf(series.chart), unit: series.unit, series: [] });
+    charts.get(key).series.push(series);
+  }
+  return [...charts.values()];
+}
+
+function titleOf(chart) {
+  const text = chart.replaceAll("_", " ");
+  return text.slice(0, 1).toUpperCase() + text.slice(1);
+}
+
+export function mountHistory(root) {
+  const empty = hint("No history yet: the first point appears after one interval.");
+  empty.classList.add("card");
+  const grid = el("div", { cls: "charts" });
+  root.append(empty, grid);
+  const charts = new KeyedList(grid, (c) => c.key, ({ title }) => {
+    const chart = new Chart(title);
+    return { node: chart.node, update: (data) => chart.update(data) };
+  });
+  return ({ stats }) => {
+    const known = grouped(stats).filter(({ series }) => series.some((s) => s.values.length > 0));
+    const scale = { intervalS: stats.interval_s, ageS: stats.age_s };
+    charts.update(known.map((chart) => ({ ...chart, ...scale })));
+    setHidden(empty, known.length > 0);
+  };
+}

@@ -18,6 +18,7 @@ from kvdock.api.history import Counters
 from kvdock.api.settings import Settings
 from kvdock.api.wire import SECURITY_HEADERS, problem_response
 
+
 class Guard:
     """ASGI middleware; counts refusals on the way out."""
 

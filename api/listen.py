@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvdock.api.errors import StartupError
 
@@ -27,7 +28,7 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
             sock.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise StartupError("address_in_use", f"port {port} on {host} is in use: choose another --port") from error
+                raise StartupError("address_in_use", f"port {port} on {host} is in use: choose another") from error
             raise StartupError("bad_address", f"cannot listen on {host}:{port}: {error.strerror}") from error
         yield sock
 
@@ -48,23 +49,23 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
             raise StartupError("bad_address", f"cannot make the socket {path}: {error.strerror}") from error
         finally:
             os.umask(umask)
-        inode = os.stat(path).st_ino
+        inode = _inode(path)
         try:
             yield sock
         finally:
             if _inode(path) == inode:
-                os.unlink(path)
+                Path(path).unlink()
 
 
 def _remove_stale(path: str) -> None:
     try:
-        mode = os.lstat(path).st_mode
+        mode = Path(path).lstat().st_mode
     except FileNotFoundError:
         return
     except OSError as error:
         raise StartupError("bad_address", f"socket path {path}: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
-        raise StartupError("bad_address", f"{path} exists and is no socket: choose another --socket-path")
+        raise StartupError("bad_address", f"{path} exists and is no socket: choose another socket_path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -74,17 +75,15 @@ def _remove_stale(path: str) -> None:
         except OSError as error:
             raise StartupError("socket_in_use", f"socket {path}: {error}") from error
         else:
-            raise StartupError("socket_in_use", f"another server answers at {path}: choose another --socket-path")
+            raise StartupError("socket_in_use", f"another server answers at {path}: choose another socket_path")
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+        Path(path).unlink(missing_ok=True)
     except OSError as error:
         raise StartupError("bad_address", f"cannot replace the stale socket {path}: {error.strerror}") from error
 
 
 def _inode(path: str) -> int | None:
     try:
-        return os.stat(path).st_ino
+        return Path(path).stat().st_ino
     except FileNotFoundError:
         return None

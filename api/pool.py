@@ -184,5 +184,5 @@ def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:
 def _advice(settings: Settings, error: PoolTooSmall) -> str:
     return (
         f"pool_bytes={settings.pool_bytes} does not fit: {error}. "
-        "Choose a smaller --pool-bytes, or give more shared memory (docker run --shm-size)."
+        "Choose a smaller pool_bytes, or give more shared memory (docker run --shm-size)."
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from kvdock.api.wire_types import Answer, Hex64
 
 
 class Health(Answer, kw_only=True):
     status: Literal["ok", "not ready"]
-    reasons: list[str] = []
+    reasons: list[str] = msgspec.field(default_factory=list)
 
 
 class LeaseView(Answer, kw_only=True):
@@ -100,7 +102,7 @@ class Status(Answer, kw_only=True):
     leases: int
     reservations: int
     counters: dict[str, int]
-    """Totals since start: lookups, lookup_tokens, hit_tokens, stored_chunks, stored_bytes, loaded_bytes, evicted_chunks, mismatches, …"""
+    """Totals since start; their names and meanings are those of history.Counters."""
 
 
 class Problem(Answer, kw_only=True):

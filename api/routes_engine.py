@@ -122,7 +122,8 @@ async def renew(request: Request, lease: str) -> Response:
 
 
 @router.delete("/leases/{lease}", tags=["reading"], **doc(
-    "Cancel a lease whose plan was handed to nobody", body=s.CancelLease, errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
+    "Cancel a lease whose plan was handed to nobody", body=s.CancelLease,
+    errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
 ))
 async def cancel(request: Request, lease: str, session: str = "", member: str = "") -> Response:
     """The asker, in the body or, as some clients send no body with DELETE, in the query."""

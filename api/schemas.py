@@ -14,32 +14,76 @@ import msgspec
 
 from kvdock.api.reports import (
     ChunkCounts as ChunkCounts,
+)
+from kvdock.api.reports import (
     Health as Health,
-    LeaseView as LeaseView,
+)
+from kvdock.api.reports import (
     Leases as Leases,
+)
+from kvdock.api.reports import (
+    LeaseView as LeaseView,
+)
+from kvdock.api.reports import (
     PoolView as PoolView,
+)
+from kvdock.api.reports import (
     Problem as Problem,
-    RequestView as RequestView,
+)
+from kvdock.api.reports import (
     Requests as Requests,
+)
+from kvdock.api.reports import (
+    RequestView as RequestView,
+)
+from kvdock.api.reports import (
     Series as Series,
+)
+from kvdock.api.reports import (
     Stats as Stats,
+)
+from kvdock.api.reports import (
     Status as Status,
 )
 from kvdock.api.wire_types import (
     MAX_GROUPS as MAX_GROUPS,
+)
+from kvdock.api.wire_types import (
     MAX_KEYS as MAX_KEYS,
+)
+from kvdock.api.wire_types import (
     Answer as Answer,
+)
+from kvdock.api.wire_types import (
     Body as Body,
+)
+from kvdock.api.wire_types import (
+    ChunkIndex as ChunkIndex,
+)
+from kvdock.api.wire_types import (
     Hex64 as Hex64,
+)
+from kvdock.api.wire_types import (
     Identity as Identity,
+)
+from kvdock.api.wire_types import (
     Key as Key,
+)
+from kvdock.api.wire_types import (
     Keys as Keys,
+)
+from kvdock.api.wire_types import (
     Name as Name,
+)
+from kvdock.api.wire_types import (
     Rank as Rank,
+)
+from kvdock.api.wire_types import (
     Readers as Readers,
+)
+from kvdock.api.wire_types import (
     Tokens as Tokens,
 )
-
 
 # --------------------------------------------------------------------------- identity
 
@@ -85,7 +129,7 @@ class Member(Body, kw_only=True):
 
     id: Name
     """Chosen by the client, random: presenting it again re-attaches the same member."""
-    ranks: Annotated[list[Rank], msgspec.Meta(max_length=128)] = []
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=128)] = msgspec.field(default_factory=list)
     scheduler: bool = False
     lock_offset: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 
@@ -129,15 +173,15 @@ class SessionAttached(Answer, kw_only=True):
 
 class GrantRanks(Body, kw_only=True):
     grant: Hex64
-    ranks: list[Rank] = []
+    ranks: list[Rank] = msgspec.field(default_factory=list)
     """Empty: the asker's own word on a grant it asked for."""
 
 
 class Heartbeat(Body, kw_only=True):
     member: Name
-    done: list[GrantRanks] = []
+    done: list[GrantRanks] = msgspec.field(default_factory=list)
     """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
-    keep: list[Hex64] = []
+    keep: list[Hex64] = msgspec.field(default_factory=list)
 
 
 class HeartbeatAnswer(Answer, kw_only=True):
@@ -178,7 +222,7 @@ class Sessions(Answer, kw_only=True):
 # --------------------------------------------------------------------------- lookups and leases
 
 
-class Part(Answer, array_like=True):
+class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and no cycle can form
     """Where one writer's part of one group lies, and what it must hash to: `[group, writer, …]`."""
 
     group: int
@@ -256,7 +300,7 @@ class Reserve(Body, kw_only=True):
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 
-class WritePart(Answer, array_like=True):
+class WritePart(Answer, array_like=True, gc=False):
     group: int
     writer: int
     segment: int
@@ -281,10 +325,10 @@ class ReserveAnswer(Answer, kw_only=True):
     limited_by: Literal["held_bytes", "no_space"] | None = None
 
 
-class PartDone(Body, array_like=True):
+class PartDone(Body, array_like=True, gc=False):
     """`[index, group, checksum]`: a part of the caller's rank is complete."""
 
-    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
+    index: ChunkIndex
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     checksum: Hex64
 
@@ -313,7 +357,7 @@ class ReportMismatch(Body, kw_only=True):
 
     session: str
     lease: Hex64
-    chunks: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    chunks: Annotated[list[ChunkIndex], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     """Indices of the chunks, counted from token 0 as in the lookup's keys."""
 
 

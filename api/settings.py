@@ -31,7 +31,8 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise SettingsError(f"a size like 512MiB or 4GiB was wanted, found {text!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].lower()]
+    number, unit = match[1], _UNITS[match[2].lower()]
+    return int(float(number) * unit) if "." in number else int(number) * unit
 
 
 def default_socket_path(environ: Mapping[str, str]) -> str:
@@ -46,6 +47,7 @@ def default_prefault_threads() -> int:
     return max(1, min(8, (os.cpu_count() or 2) // 2))
 
 
+Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -69,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The pool never grows beyond it."""
     segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=MAX_SEGMENT_BYTES)] = GIB
     """The pool grows by this much at a time."""
-    prefault_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = msgspec.field(default_factory=default_prefault_threads)
+    prefault_threads: Threads = msgspec.field(default_factory=default_prefault_threads)
     low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
     """Below this free share of the pool it grows, or, when full, evicts."""
     high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.10

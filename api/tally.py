@@ -49,7 +49,8 @@ class Tally:
         self._stores: Recent[int, None] = Recent(keep)
 
     def lookup(
-        self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, *, at: float, took_us: int
+        self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, *,
+        at: float, took_us: int,
     ) -> None:
         counters, manifest = self._counters, session.namespace.manifest
         key = (session.table_id, request, body.epoch)

@@ -22,6 +22,7 @@ Readers = Annotated[int, msgspec.Meta(ge=1, le=128)]
 MAX_KEYS = 4096
 """Of one call."""
 MAX_GROUPS = 16
+ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
 
 

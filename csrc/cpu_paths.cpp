@@ -3,8 +3,6 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-// GCC 12 takes the deliberately undefined operand inside its own AVX-512 intrinsics for a mistake.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #endif
 
@@ -34,12 +32,10 @@ constexpr CpuPath kScalar{"scalar", scalar_span<true>, scalar_span<false>};
 
 #if defined(__x86_64__)
 
-// ------------------------------------------------------------------ 128-bit steps: heads and tails
+// ------------------------------------------------------------------ AVX2
 
 #define KVDOCK_AVX2 __attribute__((target("avx2")))
 #define KVDOCK_AVX2_INLINE __attribute__((target("avx2"), always_inline)) inline
-#define KVDOCK_AVX512 __attribute__((target("avx512f")))
-#define KVDOCK_AVX512_INLINE __attribute__((target("avx512f"), always_inline)) inline
 
 KVDOCK_AVX2_INLINE __m128i nh128(__m128i w, const uint32_t* key) {
   const __m128i t = _mm_add_epi32(w, _mm_loadu_si128(reinterpret_cast<const __m128i*>(key)));
@@ -63,8 +59,6 @@ inline size_t head_bytes(const char* to, size_t bytes) {
   return head < bytes ? head : bytes;
 }
 
-// ------------------------------------------------------------------ AVX2
-
 KVDOCK_AVX2_INLINE __m256i nh256(__m256i w, const uint32_t* key) {
   const __m256i t = _mm256_add_epi32(w, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
   return _mm256_mul_epu32(t, _mm256_srli_epi64(t, 32));
@@ -81,7 +75,7 @@ KVDOCK_AVX2 void avx2_span(const char* from, char* to, size_t bytes, const uint3
   for (const size_t head = head_bytes<kStore>(to, bytes); i < head; i += 16)
     step128<kStore>(from + i, to + i, first + i / 4, second + i / 4, &a, &b);
   for (; i + 64 <= bytes; i += 64) {
-    _mm_prefetch(ahead + i, _MM_HINT_T0);
+    _mm_prefetch(ahead + i, _MM_HINT_NTA);  // read once: it need not displace what others cache
     const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
     const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
     if (kStore) {
@@ -102,52 +96,11 @@ KVDOCK_AVX2 void avx2_span(const char* from, char* to, size_t bytes, const uint3
 
 constexpr CpuPath kAvx2{"avx2", avx2_span<true>, avx2_span<false>};
 
-// ------------------------------------------------------------------ AVX-512
-
-KVDOCK_AVX512_INLINE __m512i nh512(__m512i w, const uint32_t* key) {
-  const __m512i t = _mm512_add_epi32(w, _mm512_loadu_si512(key));
-  return _mm512_mul_epu32(t, _mm512_srli_epi64(t, 32));
-}
-
-// `bytes` below 64: a masked load and store of whole 16-byte quarters.
-template <bool kStore>
-KVDOCK_AVX512_INLINE void masked512(const char* from, char* to, size_t bytes, const uint32_t* first,
-                                    const uint32_t* second, __m512i* a, __m512i* b) {
-  const __mmask16 words = __mmask16((1u << (bytes / 4)) - 1);
-  const __m512i w = _mm512_maskz_loadu_epi32(words, from);
-  const __m512i ta = _mm512_maskz_add_epi32(words, w, _mm512_maskz_loadu_epi32(words, first));
-  const __m512i tb = _mm512_maskz_add_epi32(words, w, _mm512_maskz_loadu_epi32(words, second));
-  *a = _mm512_add_epi64(*a, _mm512_mul_epu32(ta, _mm512_srli_epi64(ta, 32)));
-  *b = _mm512_add_epi64(*b, _mm512_mul_epu32(tb, _mm512_srli_epi64(tb, 32)));
-  if (kStore) _mm512_mask_storeu_epi32(to, words, w);
-}
-
-template <bool kStore>
-KVDOCK_AVX512 void avx512_span(const char* from, char* to, size_t bytes, const uint32_t* first, const uint32_t* second,
-                               const char* ahead, StripeSums* sums) {
-  __m512i a = _mm512_load_si512(sums->a), b = _mm512_load_si512(sums->b);
-  size_t i = head_bytes<kStore>(to, bytes);
-  if (i != 0) masked512<kStore>(from, to, i, first, second, &a, &b);
-  for (; i + 64 <= bytes; i += 64) {
-    _mm_prefetch(ahead + i, _MM_HINT_T0);
-    const __m512i w = _mm512_loadu_si512(from + i);
-    if (kStore) _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), w);
-    a = _mm512_add_epi64(a, nh512(w, first + i / 4));
-    b = _mm512_add_epi64(b, nh512(w, second + i / 4));
-  }
-  if (i < bytes) masked512<kStore>(from + i, to + i, bytes - i, first + i / 4, second + i / 4, &a, &b);
-  _mm512_store_si512(sums->a, a);
-  _mm512_store_si512(sums->b, b);
-}
-
-constexpr CpuPath kAvx512{"avx512", avx512_span<true>, avx512_span<false>};
-
 #endif
 
 std::vector<const CpuPath*> detect() {
   std::vector<const CpuPath*> paths;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) paths.push_back(&kAvx512);
   if (__builtin_cpu_supports("avx2")) paths.push_back(&kAvx2);
 #endif
   paths.push_back(&kScalar);

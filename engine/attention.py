@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kvdock.engine.kv_cache import KVCache
 from torch import Tensor
+
+from kvdock.engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True)

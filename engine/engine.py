@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from kvdock.connectors.interface import Connector, Progress, StoreDone
 from kvdock.engine import tokenizer
 from kvdock.engine.attention import attend, pages

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
+
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_formats import KV_FORMATS, KVFormat
-from torch import Tensor
 
 Tensors: TypeAlias = Tensor | Sequence["Tensors"]
 

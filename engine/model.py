@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kvdock.engine.config import ModelConfig
 from torch import Tensor
+
+from kvdock.engine.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, head)."""

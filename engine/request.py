@@ -14,6 +14,7 @@ import enum
 from dataclasses import dataclass, field
 
 import torch
+
 from kvdock.engine.block_manager import chain_hash
 
 

@@ -7,8 +7,9 @@ request drew before, never on the batch.
 from __future__ import annotations
 
 import torch
-from kvdock.engine.request import SamplingParams
 from torch import Tensor
+
+from kvdock.engine.request import SamplingParams
 
 
 def sample(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.transport import Address
@@ -156,8 +157,9 @@ class Engine:
 
     def reserve(self, keys: list[str], store: str | None = None, **more: Any) -> s.ReserveAnswer:
         self._stores += 1
+        store = store or f"store-{self._stores}"
         return self.client.reserve(
-            s.Reserve(session=self.session, member=self.member, store=store or f"store-{self._stores}", keys=keys, **more)
+            s.Reserve(session=self.session, member=self.member, store=store, keys=keys, **more)
         )
 
     def commit(self, granted: s.ReserveAnswer, rank: int = 0, checksum: int = 7) -> s.CommitAnswer:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvdock.datapath.layout import PagedLayout, paged_layout
 
 DTYPES = {

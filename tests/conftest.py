@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
+
 from kvdock.api.client import Client
 
 

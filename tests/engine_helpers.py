@@ -14,12 +14,13 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kvdock.connectors.interface import LoadDone, Progress, StoreDone
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion, SamplingParams
-from torch import Tensor
 
 TINY = preset("tiny")
 

@@ -15,8 +15,9 @@ from importlib.resources import files
 from typing import Any, Self
 
 import msgspec
-from kvdock.api import schemas
 from playwright.sync_api import Page, expect
+
+from kvdock.api import schemas
 
 GIB = 1 << 30
 MIB = 1 << 20

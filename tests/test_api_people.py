@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES
 from kvdock.api.history import SERIES
 from kvdock.api.openapi import wire_structs
-from prometheus_client.parser import text_string_to_metric_families
 
 
 @pytest.fixture
@@ -105,6 +106,7 @@ def test_the_page_and_its_files_are_served_and_may_load_only_from_here(server: S
         assert status == 200 and headers["content-type"].startswith(kind)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("path", ["/static/../../api/app.py", "/static/%2e%2e/pyproject.toml", "/static//etc/passwd"])
 def test_only_the_pages_folder_is_served(server: ServerProcess, path: str) -> None:
     assert get(server, path)[0] == 404

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, post, raw, unique
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError
@@ -35,7 +36,9 @@ def refused(code: str, error: pytest.ExceptionInfo[ApiError]) -> None:
     assert error.value.code == code, error.value
 
 
-def test_a_lookup_finds_the_longest_stored_prefix_and_says_where_each_part_lies(engine: Engine, prefix: list[str]) -> None:
+def test_a_lookup_finds_the_longest_stored_prefix_and_says_where_each_part_lies(
+    engine: Engine, prefix: list[str]
+) -> None:
     found = engine.lookup([*prefix, *keys(2, unique("missing"))])
     assert found.hit_tokens == 4 * 16 and found.first_chunk == 0
     assert [len(parts) for parts in found.chunks] == [1] * 4
@@ -128,6 +131,7 @@ def test_four_engines_of_two_ranks_hold_two_readers_each(client: Client) -> None
         engine.close()
 
 
+@pytest.mark.security
 def test_a_lease_is_its_sessions_own(client: Client, engine: Engine, prefix: list[str]) -> None:
     lease = str(engine.lookup(prefix).lease)
     thief = attach(client)
@@ -168,6 +172,7 @@ def test_cancel_by_the_asker_ends_the_lease(
     assert lease not in grants_of(client, engine)
 
 
+@pytest.mark.security
 def test_only_the_asker_may_cancel(client: Client, engine: Engine, prefix: list[str]) -> None:
     other = attach(client, instance=engine.body.instance, ranks=[1], scheduler=False)
     lease = str(engine.lookup(prefix).lease)
@@ -203,6 +208,7 @@ def test_tokens_are_hashed_into_the_same_keys_as_the_engines(client: Client, eng
     assert found.hit_tokens == 16 * (len(own) - (len(own) > 200))
 
 
+@pytest.mark.security
 def test_two_manifests_never_meet(client: Client, engine: Engine, prefix: list[str]) -> None:
     other = attach(client, revision="another")
     assert other.attached.namespace != engine.attached.namespace

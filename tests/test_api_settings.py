@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.guard import allowed_hosts, host_name
@@ -69,10 +70,12 @@ def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: object) 
     assert default_socket_path({}).startswith("/tmp/kvdock-")
 
 
+@pytest.mark.security
 def test_a_loopback_server_answers_for_loopback_names_only() -> None:
-    assert allowed_hosts(Settings.load({})) == {"localhost", "127.0.0.1", "::1"}
+    assert allowed_hosts(Settings.load({})) == frozenset({"localhost", "127.0.0.1", "::1"})
     assert allowed_hosts(Settings.load({"host": "0.0.0.0"})) is None
-    assert allowed_hosts(Settings.load({"host": "0.0.0.0", "allowed_hosts": "node7, cache"})) == {"node7", "cache"}
+    names = frozenset({"node7", "cache"})
+    assert allowed_hosts(Settings.load({"host": "0.0.0.0", "allowed_hosts": "node7, cache"})) == names
     assert allowed_hosts(Settings.load({"allowed_hosts": "*"})) is None
     assert [host_name(h) for h in ("[::1]:80", "LOCALHOST:7410", "node7")] == ["::1", "localhost", "node7"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError

@@ -11,6 +11,7 @@ from hashlib import shake_128
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvdock import _core
 from kvdock.datapath.checksum import PRIME, checksum, chunk_checksum, ensure_keys
 from kvdock.datapath.errors import CopyError

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bytes_helpers import DTYPES, FORMATS, GUARD, Paged, Shape, Slots, kv_of
+
 from kvdock import _core
 from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.copy import CpuCopier, PartCopy

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+
 from kvdock.engine.block_manager import BlockManager, OutOfBlocks, chain_hash
 
 

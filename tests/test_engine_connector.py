@@ -20,10 +20,11 @@ from engine_helpers import (
     run_one,
     sampling,
 )
+from torch import Tensor
+
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion, RequestError, State
-from torch import Tensor
 
 Pool = dict[tuple[int, ...], Tensor]
 

@@ -8,13 +8,14 @@ from random import Random
 import pytest
 import torch
 from engine_helpers import TINY, assert_same_bits, config, make_engine, prompt, run, run_one, sampling
+from torch import Tensor
+
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine import tokenizer
 from kvdock.engine.config import ConfigError, EngineConfig, preset
 from kvdock.engine.kv_cache import KVCache, Tensors
 from kvdock.engine.kv_formats import KV_FORMATS
 from kvdock.engine.model import Model
-from torch import Tensor
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_helpers import assert_same_bits, config, make_engine, prompt, run, run_one, sampling
+
 from kvdock.engine import tokenizer
 from kvdock.engine.config import ConfigError
 from kvdock.engine.engine import Engine

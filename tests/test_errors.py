@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES, ApiError, problem_of
+from kvdock.api.transport import Address
 
 SHAPE = set(s.Problem.__struct_fields__)
 JSON = {"Content-Type": "application/json"}
@@ -53,6 +57,7 @@ def commit_body(engine: Engine, parts: list[list[object]], rank: int = 0) -> dic
 
 
 CHECKSUM = "0123456789abcdef"
+OTHER_CHECKSUM = "0edcba9876543210"
 
 
 def committed(engine: Engine, reservation: str) -> str:
@@ -96,7 +101,7 @@ REFUSALS: list[tuple[str, Any]] = [
     ("not_reserved", lambda e: (
         f"/v1/reservations/{a_reservation(e)}/commit", commit_body(e, [[7, 0, CHECKSUM]]))),
     ("already_committed", lambda e: (
-        f"/v1/reservations/{committed(e, a_reservation(e))}/commit", commit_body(e, [[0, 0, CHECKSUM[::-1].replace("f", "0", 1)]]))),
+        f"/v1/reservations/{committed(e, a_reservation(e))}/commit", commit_body(e, [[0, 0, OTHER_CHECKSUM]]))),
     ("invalid_body", lambda e: ("/v1/lookups", lookup_body(e, wait_ms=3))),
     ("invalid_body", lambda e: ("/v1/lookups", lookup_body(e, keys=["z" * 64]))),
     ("invalid_body", lambda e: ("/v1/lookups", lookup_body(e, keys=[" " * 64]))),
@@ -182,7 +187,9 @@ REQUESTS: list[tuple[str, str, str, bytes | None, dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "method", "path", "body", "headers"), REQUESTS, ids=[row[0] + row[2] for row in REQUESTS])
+@pytest.mark.parametrize(
+    ("code", "method", "path", "body", "headers"), REQUESTS, ids=[row[0] + row[2] for row in REQUESTS]
+)
 def test_a_request_that_is_none_is_a_problem_too(
     server: ServerProcess, code: str, method: str, path: str, body: bytes | None, headers: dict[str, str]
 ) -> None:
@@ -196,8 +203,6 @@ def test_a_request_that_is_none_is_a_problem_too(
 
 
 def test_a_body_that_does_not_say_how_long_it_is_still_meets_the_limit(server: ServerProcess) -> None:
-    from kvdock.api.transport import Address
-
     connection = Address.parse(server.unix).connection(10.0)
     pieces = iter([b" " * (1 << 20)] * 9)
     connection.request("POST", "/v1/lookups", pieces, JSON, encode_chunked=True)
@@ -235,9 +240,6 @@ def test_a_code_from_a_newer_server_keeps_its_status() -> None:
 
 
 def test_every_code_of_the_table_is_known_here() -> None:
-    from pathlib import Path
-    import re
-
     sources = Path(__file__).parent.parent.glob("csrc/table*.cpp")
     thrown = {code for path in sources for code in re.findall(r'Refusal\("(\w+)"', path.read_text())}
     assert thrown and thrown <= set(CODES), thrown - set(CODES)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from bytes_helpers import open_descriptors, shared_objects
+
 from kvdock import _core
 from kvdock.datapath import shm
 from kvdock.datapath.errors import PoolGone, PoolInUse

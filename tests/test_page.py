@@ -7,9 +7,10 @@ from typing import Any
 
 import page_helpers as say
 import pytest
-from kvdock.api import schemas
 from page_helpers import OpenPage, PageServer
 from playwright.sync_api import expect
+
+from kvdock.api import schemas
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page

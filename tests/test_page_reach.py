@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 import page_helpers as say
 import pytest
-from kvdock.api import schemas
 from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
+from kvdock.api import schemas
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page

@@ -17,6 +17,7 @@ import pytest
 from bytes_helpers import open_descriptors, shared_objects
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvdock import _core
 from kvdock.datapath import shm
 from kvdock.datapath.capacity import Capacity

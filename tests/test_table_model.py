@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from model import Grant, Model, Refused, Space
 
 from kvdock._core import Mapping, Table, TableError
-from model import Grant, Model, Refused, Space
 
 pytestmark = pytest.mark.table_model
 
@@ -320,6 +320,6 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 TestTableAgainstModel = TableAgainstModel.TestCase
 TestTableAgainstModel.settings = settings(
-    max_examples=int(os.environ.get("KVDOCK_MODEL_EXAMPLES", "200")), stateful_step_count=60, deadline=None,
+    max_examples=int(os.environ.get("MODEL_EXAMPLES", "200")), stateful_step_count=60, deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -1,0 +1,220 @@
+"""`kvdock demo`: the main job on real input, with processes that could be on any machine.
+
+One server, two engines that share it, and a third engine without kvdock for comparison. The two take
+turns answering questions about a long document, so each turn one of them meets text that the other
+has computed. Shown for each turn: time to first token with and without reuse, whether the tokens are
+the same, and what was loaded. Afterwards the server stays up for a look at its page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from kvdock.api.client import Client
+from kvdock.engine import tokenizer
+
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 24
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question; times in seconds to the first token, sizes in bytes and tokens."""
+
+    turn: int
+    engine: str
+    prompt_tokens: int
+    loaded_tokens: int
+    loaded_bytes: int
+    ttft_alone_s: float
+    ttft_kvdock_s: float
+    same_tokens: bool
+
+    @property
+    def speedup(self) -> float:
+        return self.ttft_alone_s / self.ttft_kvdock_s
+
+
+class DemoFailed(Exception):
+    """A process of the demo ended early; the message carries what it said."""
+
+
+class EngineProcess:
+    """A demo_engine at the other end of two pipes. Ends when its input closes."""
+
+    def __init__(self, name: str, address: str | None, preset: str) -> None:
+        settings = {"name": name, "address": address, "preset": preset, "chunk_tokens": CHUNK_TOKENS}
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvdock.cli.demo_engine", json.dumps(settings)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+
+    def wait_ready(self) -> None:
+        self._read()
+
+    def ask(self, prompt: list[int]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise DemoFailed(f"{self.name} ended with status {self._process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextmanager
+def serving(port: int, pool: str, folder: Path) -> Iterator[tuple[str, str]]:
+    """A `kvdock serve` of its own process group; yields (page URL, Unix address) once it is ready."""
+    socket_path = folder / "kvdock.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvdock.cli.main", "serve", "--port", str(port), "--socket-path", str(socket_path),
+         "--pool-bytes", pool],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise DemoFailed("the server did not start (see above)")
+        url = next(word for word in line.split() if word.startswith("http://"))
+        yield url.rstrip("/") + "/", f"unix:{socket_path}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        process.stdout.close()
+
+
+def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, show: Screen) -> list[Turn]:
+    """Turn 1 goes to both engines: the first computes and stores the document, the second finds it there."""
+    done: list[Turn] = []
+    package = files("kvdock.cli")
+    questions = package.joinpath("demo_questions.txt").read_text().splitlines()
+    prompt = tokenizer.encode(package.joinpath("demo_document.txt").read_text())
+    for number, question in enumerate(itertools.islice(itertools.cycle(questions), turns), 1):
+        prompt += tokenizer.encode(f"\n\nQuestion: {question}\nAnswer: ", bos=False)
+        show.working(f"turn {number}: an engine without kvdock, for comparison")
+        base = alone.ask(prompt)
+        for engine in engines if number == 1 else [engines[(number - 1) % len(engines)]]:
+            show.working(f"turn {number}: {engine.name}")
+            got = engine.ask(prompt)
+            done.append(Turn(
+                number, engine.name, got["prompt_tokens"], got["loaded_tokens"], got["loaded_bytes"],
+                base["ttft_s"], got["ttft_s"], got["tokens"] == base["tokens"],
+            ))
+            show.row(done[-1])
+        prompt += base["tokens"]
+    return done
+
+
+class Screen:
+    """What a person watches: one row a turn, a spinner for what is under way."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console, self._live = console, live
+        self._table = Table(title="Seconds to the first token of each answer", title_justify="left")
+        for title in ("turn", "engine", "prompt", "from kvdock", "MiB", "alone", "kvdock", "faster", "tokens"):
+            self._table.add_column(title, justify="left" if title in ("engine", "tokens") else "right", no_wrap=True)
+
+    def working(self, what: str) -> None:
+        grid = Table.grid()
+        if self._table.row_count:
+            grid.add_row(self._table)
+        grid.add_row(Spinner("dots", what))
+        self._live.update(grid)
+
+    def row(self, turn: Turn) -> None:
+        loaded = turn.loaded_tokens > 0
+        self._table.add_row(
+            str(turn.turn), turn.engine, str(turn.prompt_tokens),
+            str(turn.loaded_tokens) if loaded else "stores", f"{turn.loaded_bytes / 2**20:.0f}" if loaded else "",
+            f"{turn.ttft_alone_s:.2f}", f"{turn.ttft_kvdock_s:.2f}", f"{turn.speedup:.1f}x" if loaded else "",
+            "same" if turn.same_tokens else "DIFFERENT",
+        )
+        self._live.update(self._table)
+
+
+def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict[str, Any]:
+    reused = [turn for turn in turns if turn.loaded_tokens]
+    return {
+        "turns": [asdict(turn) | {"speedup": round(turn.speedup, 2)} for turn in turns],
+        "tokens_identical": all(turn.same_tokens for turn in turns),
+        "turns_with_reuse": len(reused),
+        "loaded_bytes": sum(turn.loaded_bytes for turn in turns),
+        "stored_bytes": counters.get("stored_bytes", 0),
+        "median_speedup": round(sorted(turn.speedup for turn in reused)[len(reused) // 2], 2) if reused else None,
+        "seconds": round(seconds, 1),
+    }
+
+
+def demo(*, port: int, as_json: bool, preset: str = "small", turns: int = 4, pool: str = "1GiB") -> int:
+    """Runs the demo; returns the exit status: 0 when every token was the same and something was reused."""
+    console = Console(stderr=as_json)
+    began = time.monotonic()
+    try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
+            live = stack.enter_context(Live(Spinner("dots", "starting a server, two engines that share it, and one without"), console=console))
+            url, address = stack.enter_context(serving(port, pool, folder))
+            engines = [EngineProcess(name, address, preset) for name in ("engine A", "engine B")]
+            alone = EngineProcess("engine alone", None, preset)
+            for engine in [*engines, alone]:
+                stack.callback(engine.close)
+                engine.wait_ready()
+            console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
+            results = run_turns(engines, alone, turns, Screen(console, live))
+            with Client(address) as client:
+                found = figures(results, client.status().counters, time.monotonic() - began)
+            live.stop()
+            if as_json:
+                print(json.dumps(found))
+            else:
+                linger(console, url, found)
+            return 0 if found["tokens_identical"] and found["turns_with_reuse"] else 1
+    except DemoFailed as error:
+        console.print(f"demo: {error}", style="red")
+        return 1
+
+
+def linger(console: Console, url: str, found: dict[str, Any]) -> None:
+    """Keeps the server and both engines up until Ctrl-C."""
+    same = "identical" if found["tokens_identical"] else "DIFFERENT"
+    console.print(
+        f"\nTokens {same} in every turn; {found['stored_bytes'] / 2**20:.1f} MiB stored, "
+        f"{found['loaded_bytes'] / 2**20:.1f} MiB loaded by the other engine, "
+        f"time to first token {found['median_speedup']}x shorter (median)."
+    )
+    console.print(f"The server stays up: open {url} in a browser. Ctrl-C ends it and removes every segment.")
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        console.print("\nstopping")

@@ -1,0 +1,81 @@
+"""One engine process of the demo: JSON lines in (prompts), JSON lines out (what happened).
+
+    python -m kvdock.cli.demo_engine '{"name": "engine A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256}'
+
+The engine's own prefix cache is off, so that every reuse seen is kvdock's, and a prefill chunk is as
+long as a kvdock chunk, so that a run with reuse computes in the same shapes as one without and gives
+the same bits. Ctrl-C is the parent's to handle: this process ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import secrets
+import signal
+import sys
+from typing import Any
+
+from kvdock.connectors.connector import ConnectorSettings
+from kvdock.connectors.session import Identity
+from kvdock.engine.config import preset
+from kvdock.engine.engine import Engine
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.kvdock import connect
+from kvdock.engine.request import SamplingParams
+
+DRAIN_S = 30.0
+LONGEST_PROMPT = 8192
+
+
+def build(settings: dict[str, Any]) -> Engine:
+    """`address` None: an engine that stands alone."""
+    config = preset(settings["preset"])
+    chunk = settings["chunk_tokens"]
+    config = dataclasses.replace(
+        config,
+        prefill_chunk_tokens=chunk,
+        max_step_tokens=max(config.max_step_tokens, chunk + config.max_running),
+        num_blocks=max(config.num_blocks, LONGEST_PROMPT // config.block_tokens),
+        max_local_hit_tokens=0,
+    )
+    kv = KVCache(config)
+    if settings["address"] is None:
+        return Engine(config, None, kv=kv)
+    nonce = secrets.token_hex(8)
+    identity = Identity(instance=f"demo-{nonce}", member=f"m-{nonce}", label=settings["name"])
+    connector = connect(
+        config, kv, ConnectorSettings(settings["address"]), identity, chunk_tokens=chunk
+    )
+    return Engine(config, connector, kv=kv)
+
+
+def answer(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+    """Serves one prompt to the end, stores included."""
+    done = engine.generate([order["prompt"]], SamplingParams(max_tokens=order["max_tokens"], ignore_eos=True))[0]
+    drained = engine.drain(DRAIN_S)
+    return {
+        "prompt_tokens": len(done.prompt_tokens),
+        "tokens": done.output_tokens,
+        "text": done.text,
+        "ttft_s": done.metrics.time_to_first_token_s,
+        "loaded_tokens": done.metrics.loaded_tokens,
+        "loaded_bytes": done.metrics.loaded_tokens * engine.config.model.kv_bytes_per_token,
+        "stores_done": drained,
+    }
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settings = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.WARNING, format=f"{settings['name']}: %(message)s")
+    engine = build(settings)
+    print(json.dumps({"ready": settings["name"]}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(engine, json.loads(line))), flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What each setting means, once: `kvdock serve --help` and docs/settings.md say these words.
+
+Invariant: the names are those of api.settings.Settings, in the same order (tests/test_cli.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvdock.api.settings import Settings
+
+MEANINGS: dict[str, str] = {
+    "host": "Address of the TCP port, for browsers and curl.",
+    "port": "TCP port; 0 lets the system choose.",
+    "socket_path": "Unix socket for engines; only the server's own user may connect.",
+    "allowed_hosts": "Host names the TCP port answers for, comma-separated; `*` for all. "
+    "Empty means loopback names when `host` is a loopback address, else all.",
+    "body_limit_bytes": "Longest request body.",
+    "pool_bytes": "The pool never grows beyond it.",
+    "segment_bytes": "The pool grows by this much at a time; at most 1GiB.",
+    "prefault_threads": "Threads that touch new memory so that engines find it in place.",
+    "low_water": "Below this free share of the pool it grows or, when full, evicts.",
+    "high_water": "Eviction by `low_water` stops at this free share.",
+    "table_records": "How many chunks of up to four parts the table has room for.",
+    "table_grants": "How many leases and reservations may be open at once.",
+    "session_cap": "Share of the pool that one session may hold pinned.",
+    "total_cap": "Share of the pool that all sessions together may hold pinned.",
+    "heartbeat_s": "How often engines report; three missed make a member suspect.",
+    "settle_s": "From a member's death until the memory it held is used again.",
+    "ask_s": "The server asks about a lease that is older.",
+    "watch_s": "How often locks of members, deadlines and free space are looked at.",
+    "history_interval_s": "Interval of the history that the status page draws.",
+    "history_values": "Values kept per series of that history.",
+    "recent_requests": "Lookups and stores kept for the status page.",
+}
+
+COMPUTED_DEFAULTS: dict[str, str] = {
+    "socket_path": "$XDG_RUNTIME_DIR/kvdock.sock, else /tmp/kvdock-UID.sock",
+    "prefault_threads": "half of the cores, at most 8",
+}
+
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def default_text(name: str) -> str:
+    """A setting's default as one would type it: `4GiB`, `0.05`; words where the machine decides."""
+    default = next(field.default for field in msgspec.structs.fields(Settings) if field.name == name)
+    if default is msgspec.NODEFAULT:
+        return COMPUTED_DEFAULTS[name]
+    return exact_bytes(default) if name.endswith("_bytes") else str(default)
+
+
+def exact_bytes(size_bytes: int) -> str:
+    """The largest unit that divides it: 4294967296 → 4GiB, 1000 → 1000."""
+    for unit, factor in _UNITS:
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)

@@ -1,16 +1,16 @@
 # The kvdock server: no torch, no GPU, no compiler in the image that runs.
 #
 #     docker build -t kvdock .
-#     docker run --rm --name kvdock --shm-size 9g -p 127.0.0.1:7410:7410 -v kvdock-run:/run/kvdock kvdock --pool-bytes 8GiB
+#     docker run --rm --name kvdock --ipc shareable --shm-size 9g -v kvdock-run:/run/kvdock \
+#         -p 127.0.0.1:7410:7410 kvdock --pool-bytes 8GiB
 #
-# Engines reach the memory itself, so they must see the same /dev/shm and the same socket:
+# Engines map the pool themselves, so they need the server's /dev/shm, its socket and its user:
 #
-#     docker run --ipc container:kvdock -v kvdock-run:/run/kvdock --user 7410 … your engine …
+#     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … an engine at unix:/run/kvdock/kvdock.sock
 #
-# with KVDOCK's address unix:/run/kvdock/kvdock.sock. `--ipc container:` shares /dev/shm, and its size is the
-# server's --shm-size: the pool and about 64 MiB for its table must fit. An engine on the host itself wants
-# `--ipc host` on the server instead, and --shm-size is then the host's. Segments and socket are readable by
-# their owner only, hence the same user in both.
+# The shared /dev/shm has the server's --shm-size: the pool and its table (62 MiB) must fit. For engines
+# on the host itself give the server `--ipc host`, `--user` of the engines and a bind mount that they can
+# reach. Do not publish port 7410 beyond loopback: it asks nobody for a password.
 
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
@@ -31,10 +31,10 @@ RUN apt-get update && apt-get install --no-install-recommends -y curl && rm -rf 
     && install -d -o kvdock -m 0700 /run/kvdock
 COPY --from=build /opt/kvdock /opt/kvdock
 ENV PATH=/opt/kvdock/bin:$PATH PYTHONUNBUFFERED=1 \
-    KVDOCK_HOST=0.0.0.0 KVDOCK_SOCKET_PATH=/run/kvdock/kvdock.sock
+    KVDOCK_HOST=0.0.0.0 KVDOCK_ALLOWED_HOSTS=localhost,127.0.0.1 KVDOCK_SOCKET_PATH=/run/kvdock/kvdock.sock
 USER kvdock
 EXPOSE 7410
 VOLUME /run/kvdock
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD ["curl", "--fail", "--silent", "--output", "/dev/null", "--unix-socket", "/run/kvdock/kvdock.sock", "http://kvdock/livez"]
+    CMD curl --fail --silent --output /dev/null --unix-socket "$KVDOCK_SOCKET_PATH" http://localhost/livez
 ENTRYPOINT ["kvdock", "serve"]

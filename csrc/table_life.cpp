@@ -194,8 +194,9 @@ void Table::leave(uint64_t member, uint64_t) {
 
 void Table::tick(uint64_t now) {
   std::lock_guard lock(mutex_);
-  std::vector<uint32_t> settled, late;
+  std::vector<uint32_t> settled, late, empty;
   for (auto& [session, state] : session_state_) {
+    if (state.members.empty()) empty.push_back(session);  // its only attach was refused
     for (uint32_t cell : state.members) {
       Member& m = members_[cell];
       if (m.state() == MemberState::kLive && now > m.heartbeat_ms + options_.suspect_ms)
@@ -208,6 +209,7 @@ void Table::tick(uint64_t now) {
         late.push_back(at);
   }
   for (uint32_t at : late) close_reservation(at);
+  for (uint32_t cell : empty) close_session(cell);
   for (uint32_t cell : settled) gone(cell);
 }
 

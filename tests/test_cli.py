@@ -1,0 +1,228 @@
+"""The `kvdock` command as people use it: real processes, their exit status, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess, attach, eventually, keys, raw
+from kvdock.api.client import Client
+from kvdock.api.settings import Settings
+from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
+from kvdock.cli.status import duration, printable, size
+from kvdock.datapath.shm import pool_objects
+
+KVDOCK = (sys.executable, "-m", "kvdock.cli.main")
+SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
+TIMEOUT_S = 60
+
+
+def kvdock(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVDOCK_")}
+    return subprocess.run(
+        [*KVDOCK, *args], env={**clean, "COLUMNS": "200", **environ}, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    """The one sentence on stderr; nothing on stdout."""
+    assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvdock: "), done.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """`kvdock serve` on a socket in tmp_path."""
+    command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+# --------------------------------------------------------------------------- serve
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_says_where_it_is_and_a_signal_removes_its_pool(
+    serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    unix = f"unix:{tmp_path}/kvdock.sock"
+    said = re.fullmatch(
+        r"kvdock is ready: engines at (\S+), HTTP at (http://127\.0\.0\.1:\d+) \(status page (\S+)\)", first_line(serving)
+    )
+    assert said and said[1] == unix and said[3] == said[2] + "/"
+    for address in (said[1], said[2]):
+        assert raw(address, "GET", "/livez")[0] == 200
+    status, headers, page = raw(said[2], "GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html") and b"kvdock" in page
+    with Client(unix) as client:
+        pool = int(client.segments().pool_id, 16)
+        assert client.status().pool.limit_bytes == 16 << 20
+    assert pool in pool_objects()
+    serving.send_signal(number)
+    out, err = serving.communicate(timeout=TIMEOUT_S)
+    assert (serving.returncode, out, err) == (0, "", "")
+    assert pool not in pool_objects()
+    assert not (tmp_path / "kvdock.sock").exists()
+
+
+def test_a_signal_while_it_starts_leaves_nothing_behind(serving: subprocess.Popen[str], tmp_path: Path) -> None:
+    before = set(pool_objects())
+    socket = tmp_path / "kvdock.sock"
+    eventually(lambda: socket.exists() or serving.poll() is not None)
+    serving.terminate()
+    _, err = serving.communicate(timeout=TIMEOUT_S)
+    assert serving.returncode == 0 and "Traceback" not in err
+    assert not socket.exists()
+    assert not {pool for pool in set(pool_objects()) - before if _owned_by_nobody(pool)}
+
+
+def _owned_by_nobody(pool: int) -> bool:
+    """Other tests' servers may run beside this one: theirs are held by a living process."""
+    names = {f"/dev/shm/{name}" for name in pool_objects().get(pool, [])}
+    maps = (path / "maps" for path in Path("/proc").iterdir() if path.name.isdigit())
+    return not any(name in _text(path) for path in maps for name in names)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # the process has ended
+
+
+def test_flags_win_over_the_environment_and_both_over_defaults(tmp_path: Path) -> None:
+    environ = {"KVDOCK_POOL_BYTES": "1MiB", "KVDOCK_PORT": "nowhere", "KVDOCK_SOCKET_PATH": str(tmp_path / "s")}
+    assert "port='nowhere'" in refusal(kvdock("serve", **environ), 2)
+    assert "pool_bytes=1" in refusal(kvdock("serve", "--port", "0", "--pool-bytes", "1", **environ), 2)
+
+
+@pytest.mark.parametrize(("args", "found"), [
+    (["serve", "--prot", "1"], "--prot"),
+    (["serve", "--port", "seventy"], "port='seventy'"),
+    (["serve", "--pool-bytes", "4 gigs"], "'4 gigs'"),
+    (["serve", "--pool-bytes", "1MiB", "--segment-bytes", "2MiB"], "segment_bytes=2097152"),
+    (["swerve"], "swerve"),
+    (["status", "--server", "localhost:7410"], "'localhost:7410'"),
+    (["demo", "--turns", "0"], "--turns"),
+])
+def test_a_wrong_word_is_refused_by_name(args: list[str], found: str) -> None:
+    assert found in refusal(kvdock(*args), 2)
+
+
+def test_an_unknown_variable_is_refused_by_name(tmp_path: Path) -> None:
+    assert "pool_byte" in refusal(kvdock("serve", KVDOCK_POOL_BYTE="1GiB"), 2)
+
+
+def test_an_address_in_use_is_one_sentence(server: ServerProcess, tmp_path: Path) -> None:
+    port = server.http.rpartition(":")[2]
+    in_use = refusal(kvdock("serve", *SMALL[:-1], port, "--socket-path", str(tmp_path / "s")), 1)
+    assert f"port {port} on 127.0.0.1 is in use" in in_use
+    socket_path = server.unix.removeprefix("unix:")
+    assert "another server answers" in refusal(kvdock("serve", *SMALL, "--socket-path", socket_path), 1)
+
+
+def test_every_setting_has_a_flag_a_meaning_and_its_default() -> None:
+    fields = Settings.__struct_fields__
+    assert tuple(MEANINGS) == fields
+    assert set(COMPUTED_DEFAULTS) == {"socket_path", "prefault_threads"}
+    text = kvdock("serve", "--help").stdout
+    for name in fields:
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"KVDOCK_{name.upper()}]" in text.replace("\n", " ")
+    assert default_text("pool_bytes") == "4GiB" and default_text("low_water") == "0.05"
+
+
+# --------------------------------------------------------------------------- status
+
+
+def test_status_shows_what_the_server_holds_and_for_whom(server: ServerProcess, client: Client) -> None:
+    engine = attach(client, label="left \x1b[31mengine")
+    try:
+        engine.store(keys(2, "cli"))
+        assert engine.lookup(keys(2, "cli")).lease
+        done = kvdock("status", "--server", server.unix)
+    finally:
+        engine.close()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "32.0 KiB in 2 chunks" in done.stdout
+    assert "32.0 KiB by 1 leases and 0 reservations" in done.stdout
+    assert "left �[31mengine" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_status_as_json_is_the_servers_own_answer(server: ServerProcess) -> None:
+    done = kvdock("status", "--json", "--server", server.http)
+    answer = json.loads(done.stdout)
+    own = json.loads(raw(server.http, "GET", "/v1/status")[2])
+    assert done.returncode == 0 and set(answer) == set(own)
+    assert answer["pool_id"] == own["pool_id"] and answer["pool"] == own["pool"]
+
+
+def test_status_asks_where_serve_listens_by_default(server: ServerProcess) -> None:
+    done = kvdock("status", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))
+    assert json.loads(done.stdout)["pool_id"] == f"{server.pool_id:016x}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_status_without_a_server_fails_and_says_how_to_start_one(tmp_path: Path, arguments: list[str]) -> None:
+    nobody = f"unix:{tmp_path}/nobody.sock"
+    sentence = refusal(kvdock("status", *arguments, "--server", nobody), 1)
+    assert f"no server answers at {nobody}" in sentence and "kvdock serve" in sentence
+
+
+# --------------------------------------------------------------------------- the rest
+
+
+def test_version_is_the_packages() -> None:
+    done = kvdock("--version")
+    assert (done.returncode, done.stdout) == (0, "kvdock 0.1.0\n")
+
+
+def test_help_names_every_command() -> None:
+    for arguments in ([], ["--help"]):
+        done = kvdock(*arguments)
+        assert done.returncode == 0
+        assert all(f"\n  {command} " in done.stdout for command in ("serve", "status", "demo"))
+
+
+def test_the_demo_without_torch_says_what_to_install() -> None:
+    program = "import sys; sys.modules['numpy'] = sys.modules['torch'] = None; import kvdock.cli.main as m; m.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "demo", "--json", "--port", "0"], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert "kvdock[engine]" in refusal(done, 1)
+
+
+@pytest.mark.parametrize(("size_bytes", "text", "exact"), [
+    (0, "0 B", "0"), (1000, "1000 B", "1000"), (1536, "1.5 KiB", "1536"), (8 << 20, "8.0 MiB", "8MiB"),
+    (5 << 40, "5.0 TiB", "5TiB"),
+])
+def test_sizes_in_words(size_bytes: int, text: str, exact: str) -> None:
+    assert (size(size_bytes), exact_bytes(size_bytes)) == (text, exact)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.4, "0 s"), (61, "1 min 1 s"), (3725, "1 h 2 min"), (90000, "1 d 1 h"), (86400, "1 d 0 s"),
+])
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_control_characters_of_a_label_never_reach_the_terminal() -> None:
+    assert printable("a\x1b]0;b\x07\n\u202e") == "a�]0;b���"

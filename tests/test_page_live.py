@@ -1,0 +1,68 @@
+"""The status page of a real server with a real engine at it: what `make run` leaves on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess
+from page_helpers import OpenPage
+from playwright.sync_api import expect
+
+from kvdock.connectors.connector import ConnectorSettings
+from kvdock.connectors.session import Identity
+from kvdock.engine.config import preset
+from kvdock.engine.engine import Engine
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.kvdock import connect
+from kvdock.engine.request import SamplingParams
+
+pytest_plugins = ["page_fixtures"]
+pytestmark = pytest.mark.page
+
+CHUNK_TOKENS = 64
+PROMPT = "a long shared document, read by everyone. " * 8
+
+
+def engine_at(server: ServerProcess, label: str) -> Engine:
+    config = preset("tiny")
+    kv = KVCache(config)
+    identity = Identity(f"page-{label}", f"page-{label}", label=label)
+    return Engine(config, connect(config, kv, ConnectorSettings(server.unix), identity, chunk_tokens=CHUNK_TOKENS), kv=kv)
+
+
+@pytest.fixture(scope="module")
+def busy_server(server: ServerProcess) -> Iterator[ServerProcess]:
+    """One engine has stored a prompt, another has loaded it; both are still attached."""
+    engines = [engine_at(server, label) for label in ("writer <blink>", "reader")]
+    for engine in engines:
+        engine.generate([PROMPT], SamplingParams(max_tokens=2))
+        assert engine.drain(10)
+    yield server
+    for engine in engines:
+        engine.close()
+
+
+def test_a_real_server_with_two_engines_is_shown_whole(busy_server: ServerProcess, open_page: OpenPage) -> None:
+    errors: list[str] = []
+    page = open_page(busy_server.http)
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    expect(page.locator("#pill")).to_have_text("Ready")
+    for label in ("writer <blink>", "reader"):
+        expect(page.locator("#sessions")).to_contain_text(label)
+    assert page.locator("#sessions blink").count() == 0, "a label is text, not markup"
+    expect(page.locator("#requests")).to_contain_text("lookup")
+    expect(page.locator("#requests")).to_contain_text("store")
+    chunks = len(PROMPT.encode()) // CHUNK_TOKENS
+    expect(page.locator("#pool")).to_contain_text(str(chunks))
+    assert page.locator("#history svg").count() >= 3
+    assert errors == []
+
+
+def test_the_page_says_so_when_the_real_server_is_gone(open_page: OpenPage) -> None:
+    with ServerProcess() as mortal:
+        page = open_page(mortal.http)
+        expect(page.locator("#pill")).to_have_text("Ready")
+        mortal.stop()
+        expect(page.locator("#pill")).not_to_have_text("Ready", timeout=15_000)
+        expect(page.locator("body")).to_contain_text("trying")

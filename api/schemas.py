@@ -1,7 +1,8 @@
 """Every body that crosses the control plane, once: what clients send and what the server answers.
 
 Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in
-browsers would round (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64.
+browsers would round (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body
+may be MessagePack instead, where keys travel as one bin and checksums as integers (wire_types.py).
 Sizes are bytes, durations seconds: the server's clock never leaves the server. What only people read
 is in reports.py, the scalars are in wire_types.py; both are names of this module too.
 """
@@ -46,16 +47,31 @@ from kvdock.api.reports import (
     Status as Status,
 )
 from kvdock.api.wire_types import (
+    KEY_BYTES as KEY_BYTES,
+)
+from kvdock.api.wire_types import (
     MAX_GROUPS as MAX_GROUPS,
 )
 from kvdock.api.wire_types import (
     MAX_KEYS as MAX_KEYS,
 )
 from kvdock.api.wire_types import (
+    MAX_RELEASES as MAX_RELEASES,
+)
+from kvdock.api.wire_types import (
     Answer as Answer,
 )
 from kvdock.api.wire_types import (
     Body as Body,
+)
+from kvdock.api.wire_types import (
+    Carried as Carried,
+)
+from kvdock.api.wire_types import (
+    Carrier as Carrier,
+)
+from kvdock.api.wire_types import (
+    Checksum as Checksum,
 )
 from kvdock.api.wire_types import (
     ChunkIndex as ChunkIndex,
@@ -80,6 +96,12 @@ from kvdock.api.wire_types import (
 )
 from kvdock.api.wire_types import (
     Readers as Readers,
+)
+from kvdock.api.wire_types import (
+    Released as Released,
+)
+from kvdock.api.wire_types import (
+    ReleaseRefused as ReleaseRefused,
 )
 from kvdock.api.wire_types import (
     Tokens as Tokens,
@@ -177,14 +199,14 @@ class GrantRanks(Body, kw_only=True):
     """Empty: the asker's own word on a grant it asked for."""
 
 
-class Heartbeat(Body, kw_only=True):
+class Heartbeat(Carrier, kw_only=True):
     member: Name
     done: list[GrantRanks] = msgspec.field(default_factory=list)
     """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
     keep: list[Hex64] = msgspec.field(default_factory=list)
 
 
-class HeartbeatAnswer(Answer, kw_only=True):
+class HeartbeatAnswer(Carried, kw_only=True):
     heartbeat_s: float
     questions: list[GrantRanks]
     segments: int
@@ -230,10 +252,15 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
     segment: int
     offset: int
     length: int
-    checksum: Hex64
+    checksum: Checksum
+
+    @property
+    def checksum_value(self) -> int:
+        """The number, whichever form it came in."""
+        return self.checksum if isinstance(self.checksum, int) else int(self.checksum, 16)
 
 
-class Lookup(Body, kw_only=True):
+class Lookup(Carrier, kw_only=True):
     """Give `keys`, or `tokens` to be hashed by the server. Without a session the answer is a length only."""
 
     session: str | None = None
@@ -248,14 +275,19 @@ class Lookup(Body, kw_only=True):
     skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS << 16)] = 0
 
 
-class LookupAnswer(Answer, kw_only=True):
+class LookupHead(Carried, kw_only=True):
+    """A lookup's answer but for `chunks`, which the server encodes apart (packed.py)."""
+
     hit_tokens: int
     """Length of the longest prefix that can be served, from token 0, skipped tokens included."""
     lease: Hex64 | None
     first_chunk: int
     """Index of the first chunk in `chunks`: those wholly before the skip are neither locked nor returned."""
-    chunks: list[list[Part]]
     limited_by: Literal["held_bytes"] | None = None
+
+
+class LookupAnswer(LookupHead, kw_only=True):
+    chunks: list[list[Part]]
 
 
 class ReleaseLease(Body, kw_only=True):
@@ -281,10 +313,20 @@ class ReleaseAnswer(Answer, kw_only=True):
     remaining: list[int]
 
 
+class ReleaseMany(Carrier, kw_only=True):
+    """Releases with no call to carry them."""
+
+    session: str
+
+
+class ReleaseManyAnswer(Carried, kw_only=True):
+    """Each release that is not refused is done."""
+
+
 # --------------------------------------------------------------------------- reservations
 
 
-class Reserve(Body, kw_only=True):
+class Reserve(Carrier, kw_only=True):
     session: str
     member: Name
     store: Name
@@ -314,15 +356,20 @@ class GrantedChunk(Answer, kw_only=True):
     parts: list[WritePart]
 
 
-class ReserveAnswer(Answer, kw_only=True):
+class ReserveHead(Carried, kw_only=True):
+    """A reservation's answer but for `chunks`, as LookupHead."""
+
     reservation: Hex64 | None
     """None when nothing was granted."""
     deadline_s: float
-    chunks: list[GrantedChunk]
     present: list[int]
     busy: list[int]
     """Being written by someone else now."""
     limited_by: Literal["held_bytes", "no_space"] | None = None
+
+
+class ReserveAnswer(ReserveHead, kw_only=True):
+    chunks: list[GrantedChunk]
 
 
 class PartDone(Body, array_like=True, gc=False):
@@ -330,16 +377,16 @@ class PartDone(Body, array_like=True, gc=False):
 
     index: ChunkIndex
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
-    checksum: Hex64
+    checksum: Checksum
 
 
-class Commit(Body, kw_only=True):
+class Commit(Carrier, kw_only=True):
     session: str
     rank: Rank
     parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * MAX_GROUPS)]
 
 
-class CommitAnswer(Answer, kw_only=True):
+class CommitAnswer(Carried, kw_only=True):
     ready: int
     """Chunks of this reservation that are published by now."""
     remaining: list[int]

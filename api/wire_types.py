@@ -23,7 +23,18 @@ MAX_KEYS = 4096
 """Of one call."""
 MAX_GROUPS = 16
 ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
-Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+KEY_BYTES = 32
+Keys = (
+    Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+    | Annotated[bytes, msgspec.Meta(
+        max_length=KEY_BYTES * MAX_KEYS,
+        description="All keys in a row, 32 bytes each: one bin in MessagePack, base64 in JSON.",
+    )]
+)
+Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""16 hex digits in JSON, which browsers would round as a number; an integer in MessagePack."""
+MAX_RELEASES = 1024
+"""Carried by one call."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,3 +47,28 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Answer(msgspec.Struct):
     """A response body: clients ignore fields they do not know."""
+
+
+class Released(Body, array_like=True):
+    """`[lease, ranks]`: those reader ranks say done. Saying it again is harmless."""
+
+    lease: Hex64
+    ranks: list[Rank]
+
+
+class ReleaseRefused(Answer, array_like=True):
+    """`[lease, code]`: a carried release that was refused, and why."""
+
+    lease: str
+    code: str
+
+
+class Carrier(Body, kw_only=True):
+    """A call that may carry releases of its session's leases. They are handled before the call and never fail it."""
+
+    releases: Annotated[list[Released], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
+
+
+class Carried(Answer, kw_only=True):
+    refused_releases: list[ReleaseRefused] = msgspec.field(default_factory=list)
+    """Of the releases that the call carried; the others are done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -64,14 +65,13 @@ def demo(
     pool: Annotated[str, typer.Option(help="Size of the server's pool.")] = "1GiB",
 ) -> int:
     """A server, two small engines that share it, and the status page."""
-    try:
-        from kvdock.cli.demo import demo as run_demo
+    # The engines are processes of their own: what they lack is said here, before anything starts.
+    missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
+    if missing:
+        raise Refused(f"the demo's engines need {' and '.join(missing)}: pip install 'kvdock[engine]'", 1)
+    from kvdock.cli.demo import demo as run_demo
 
-        return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool=pool)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("kvdock"):
-            raise
-        raise Refused(f"the demo's engines need {error.name}: pip install 'kvdock[engine]'", 1) from error
+    return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool=pool)
 
 
 class Refused(Exception):

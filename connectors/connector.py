@@ -58,16 +58,19 @@ class KvdockConnector:
             self.session.start()
         except BaseException:
             self.worker.close()
+            self.session.client.close()
             raise
 
     # ------------------------------------------------------------------ the verbs
 
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         found = self.scheduler.lookup(request_id, token_ids, local_tokens)
-        if not isinstance(found, Fetch):
-            return found
-        self._run(self._asking, self._fetch, found)
-        return None
+        if isinstance(found, Fetch):
+            self._run(self._asking, self._fetch, found)
+            return None
+        if found == local_tokens:  # another request computed meanwhile what this one was to load
+            self._cancel(self.scheduler.give_up_lease(request_id, local_tokens))
+        return found
 
     def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
         begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
@@ -96,9 +99,7 @@ class KvdockConnector:
             return progress
 
     def finished(self, request_id: str) -> None:
-        unused = self.scheduler.finished(request_id)
-        if unused is not None:
-            self._run(self._asking, self.scheduler.cancel, *unused)
+        self._cancel(self.scheduler.finished(request_id))
 
     def close(self) -> None:
         for pool in (self._asking, self._loading, self._storing):
@@ -132,10 +133,16 @@ class KvdockConnector:
             offer.attachment.release()
             self._tell(store=StoreDone(offer.request_id, blocks))
 
+    def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
+        if unused is not None:
+            self._run(self._asking, self.scheduler.cancel, *unused)
+
     def _tell(self, *, load: LoadDone | None = None, store: StoreDone | None = None) -> None:
         with self._news:
-            self._loads += [load] if load is not None else []
-            self._stores += [store] if store is not None else []
+            if load is not None:
+                self._loads.append(load)
+            if store is not None:
+                self._stores.append(store)
             self._woken = True
             self._news.notify_all()
 

@@ -38,6 +38,5 @@ class GrantBook:
         with self._lock:
             if self._active[grant] > 0:
                 return False
-            del self._active[grant]  # the read above made an entry
             self._refused.add(grant)
             return True

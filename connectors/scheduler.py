@@ -25,6 +25,9 @@ from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.identity import KeyChain
 
 
+MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
+
+
 @dataclass
 class _Request:
     """What is known of one request, from its first lookup until it is finished or preempted."""
@@ -114,21 +117,24 @@ class SchedulerHalf:
         return Fetch(request_id, request.attachment, body)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Background: sends a lookup and files the answer. A refusal or a lost server is a miss."""
-        answer = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
+        """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss."""
+        answer = MISS
         try:
-            answer = self.client.lookup(fetch.body)
-        except ApiError as error:
-            if error.code != "skip_exceeds_hit":  # the engine's own cache holds more than the server
-                self.session.lost(error)
-        except ServerUnavailable as error:
-            self.session.lost(error)
+            if self.session.attachment is fetch.attachment:  # else nobody is there: no timeout for each question
+                answer = self.client.lookup(fetch.body)
+        except (ServerUnavailable, ApiError) as error:
+            self.session.lost(fetch.attachment, error)
+        finally:
+            self._file(fetch, answer)
+
+    def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
         with self._lock:
             request = self._requests.get(fetch.request_id)
             if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
                 request.answer = answer
                 return
-        self._cancel(fetch.attachment, answer.lease)  # forgotten while we asked
+        if answer.lease is not None:  # forgotten while we asked
+            self.cancel(fetch.attachment, answer.lease)
 
     def begin_load(
         self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
@@ -208,10 +214,12 @@ class SchedulerHalf:
             parent=offer.parent.hex() if offer.parent is not None else None,
             keys=[key.hex() for key in offer.keys],
         )
+        if self.session.attachment is not offer.attachment:
+            return None  # nobody is there: the engine's blocks do not wait for a timeout
         try:
             answer = self.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
-            self.session.lost(error)
+            self.session.lost(offer.attachment, error)
             return None
         if answer.reservation is None:
             return None
@@ -219,6 +227,17 @@ class SchedulerHalf:
         return StorePlan(offer.request_id, answer.reservation, len(chunks) * self.chunk_tokens, chunks)
 
     # ------------------------------------------------------------------ forgetting
+
+    def give_up_lease(self, request_id: str, local_tokens: int) -> tuple[Attachment, str] | None:
+        """The lease of a lookup that is of no use with so much at hand: to be cancelled in the background."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is None or request.answer.lease is None:
+                return None
+            lease = request.answer.lease
+            request.asked, request.answer = (len(request.chain.keys[:MAX_KEYS]), local_tokens), MISS
+            request.epoch = 0  # a cancelled lease ends its epoch
+            return request.attachment, lease
 
     def finished(self, request_id: str) -> tuple[Attachment, str] | None:
         """Forgets the request. Returns a lease that was never handed out, to be cancelled in the background."""
@@ -230,31 +249,28 @@ class SchedulerHalf:
 
     def cancel(self, attachment: Attachment, lease: str) -> None:
         """Background."""
-        self._cancel(attachment, lease)
+        if self.session.attachment is not attachment:
+            return  # nobody listens; should that server return, it asks
+        try:
+            self.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
+        except (ServerUnavailable, ApiError) as error:
+            self.session.lost(attachment, error)
 
     def keeps_lease(self, lease: str) -> bool:
         """The asker's word on an old lease: keep it while its request still waits to be admitted."""
         with self._lock:
             return any(r.answer is not None and r.answer.lease == lease for r in self._requests.values())
 
-    def _cancel(self, attachment: Attachment, lease: str | None) -> None:
-        if lease is None:
-            return
-        try:
-            self.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
-        except (ServerUnavailable, ApiError) as error:
-            self.session.lost(error)
-
     def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
         """The request's entry with keys for all of `tokens`; None while the server is lost."""
         attachment = self.session.attachment
+        if attachment is None:
+            return None  # it may come back: what we know, a lease above all, may still hold
         request = self._requests.get(request_id)
         if request is not None and request.attachment is not attachment:
             with self._lock:
                 del self._requests[request_id]  # another server life: nothing we knew holds
             request = None
-        if attachment is None:
-            return None
         if request is None:
             request = _Request(KeyChain(attachment.namespace, self.chunk_tokens), attachment)
             with self._lock:

@@ -28,6 +28,8 @@ log = logging.getLogger("kvdock.connector")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
 LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
+NotYet = (ServerUnavailable, ApiError, AttachError, OSError)
+"""What attaching may meet that passes by itself; Refused is what does not."""
 
 
 class Refused(Exception):
@@ -105,20 +107,21 @@ class EngineSession:
         """Attaches if the server is there. Refused when it is there and will not have us."""
         try:
             self._attach()
-        except (ServerUnavailable, AttachError, OSError) as error:
+        except NotYet as error:
             log.warning("no kvdock server yet, serving misses: %s", error)
         self._thread.start()
 
-    def lost(self, error: Exception) -> None:
-        """A call failed: forget the attachment if that is what the failure means."""
+    def lost(self, attachment: Attachment, error: Exception) -> None:
+        """A call under `attachment` failed: suspend it if that is what the failure means.
+
+        What an earlier life's calls meet late says nothing about the present one."""
         if isinstance(error, ApiError) and error.code not in LOST_CODES:
             return
         with self._lock:
-            gone, self._attachment = self._attachment, None
-        if gone is not None:
-            log.warning("kvdock server lost, serving misses: %s", error)
-            with self._lock:
-                self._suspended = gone
+            if self._attachment is not attachment:
+                return
+            self._attachment, self._suspended = None, attachment
+        log.warning("kvdock server lost, serving misses: %s", error)
         self._wake.set()
 
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:
@@ -161,7 +164,7 @@ class EngineSession:
         except BaseException as error:
             segments.close()
             liveness.close()
-            if isinstance(error, ApiError):
+            if isinstance(error, ApiError) and error.code != "not_ready":
                 raise Refused(f"the server refuses this engine: {error}") from error
             raise
         with self._lock:
@@ -232,7 +235,7 @@ class EngineSession:
                 try:
                     self._attach()
                     continue
-                except (ServerUnavailable, AttachError, OSError) as error:
+                except NotYet as error:
                     log.debug("still no server: %s", error)
                     self._let_go_of_the_dead()
                 except Refused as error:
@@ -245,8 +248,11 @@ class EngineSession:
     def _let_go_of_the_dead(self) -> None:
         """A dead server's memory is given back as soon as its lock says so."""
         last = self._suspended
-        if last is not None and not server_alive(int(last.pool_id, 16)):
-            self._retire_suspended()
+        try:
+            if last is not None and not server_alive(int(last.pool_id, 16)):
+                self._retire_suspended()
+        except OSError as error:  # no descriptor left, say: no proof of death
+            log.debug("cannot look at the server's lock: %s", error)
 
     def _beat(self, attachment: Attachment) -> float:
         """One heartbeat, and a second at once when there are questions to answer. Returns seconds to wait."""
@@ -257,13 +263,22 @@ class EngineSession:
                 beat = Heartbeat(member=attachment.member, done=done, keep=keep)
                 answer = self.client.heartbeat(attachment.session, beat)
                 if answer.segments > len(attachment.segments.segments):
-                    self._map(attachment, self.client.segments().segments, populate=True)
+                    self._map_new(attachment)
                 done, keep = self._answers(attachment, answer.questions)
                 if not done and not keep:
                     return answer.heartbeat_s
-        except (ServerUnavailable, ApiError, AttachError) as error:
-            self.lost(error)
+        except (ServerUnavailable, ApiError) as error:
+            self.lost(attachment, error)
             return attachment.heartbeat_s if self._attachment is not None else 0.0
+
+    def _map_new(self, attachment: Attachment) -> None:
+        """Segments the pool grew. One that cannot be mapped now is tried again with the next heartbeat, or
+        by the copy that needs it."""
+        segments = self.client.segments().segments
+        try:
+            self._map(attachment, segments, populate=True)
+        except (AttachError, OSError) as error:
+            log.warning("cannot map the pool's new segments yet: %s", error)
 
     def _answers(self, attachment: Attachment, questions: list[GrantRanks]) -> tuple[list[GrantRanks], list[str]]:
         done, keep = [], []

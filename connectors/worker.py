@@ -86,7 +86,7 @@ class WorkerHalf:
             log.warning("load request=%s failed: %s", plan.request_id, error)
             failed = [chunk.index for chunk in plan.chunks]
         except CallFailed as error:
-            self.session.lost(error)
+            self.session.lost(attachment, error)
             failed = [chunk.index for chunk in plan.chunks]
         finally:
             # The copy has ended, or was never submitted: either way the word may be given.
@@ -119,12 +119,14 @@ class WorkerHalf:
         )
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
+        if self.session.attachment is not attachment:
+            return  # nobody listens: blocks must not wait for it. Should that server return, it asks.
         try:
             self.client.release(plan.lease, ReleaseLease(session=attachment.session, ranks=[self.rank]))
         except CallFailed as error:
             # The server asks about a lease nobody released; the book will answer done.
             log.info("release of lease %s not delivered: %s", plan.lease, error)
-            self.session.lost(error)
+            self.session.lost(attachment, error)
 
     # ------------------------------------------------------------------ store
 
@@ -149,7 +151,7 @@ class WorkerHalf:
             self._abort(attachment, plan)
         except CallFailed as error:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
-            self.session.lost(error)
+            self.session.lost(attachment, error)
         finally:
             attachment.grants.end(plan.reservation)
         return ready
@@ -165,7 +167,7 @@ class WorkerHalf:
             self.client.abort(plan.reservation, Abort(session=attachment.session, ranks=[self.rank]))
         except CallFailed as error:
             log.info("abort of reservation %s not delivered: %s", plan.reservation, error)
-            self.session.lost(error)
+            self.session.lost(attachment, error)
 
     # ------------------------------------------------------------------ both
 

@@ -24,6 +24,11 @@ class Lookup:
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
 
+    chunks_json: bytes
+    """`chunks` as the wire's JSON: a list of lists of [group, writer, segment, offset, length, "16 hex digits"]."""
+    chunks_msgpack: bytes
+    """The same in MessagePack, with the checksum as an unsigned integer."""
+
 class Reservation:
     grant: int
     """0 when nothing was granted."""
@@ -154,6 +159,19 @@ class Table:
         """Chunks (counted from token 0) of a lease failed their checksum: they are taken out of use."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes READY chunks of these keys (b'' = all of the namespace) out of use; returns how many."""
+    def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
+        """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
+        `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
+    def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
+        """READY chunks of these keys are not evicted before `until_ms` (0: unpin); returns how many were found.
+        It frees nobody's memory and holds nothing against delete, clear or a mismatch."""
+    def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
+        """New caps for grants to come; what is held stays held. bad_argument below what segments hold."""
+    def retire_segment(self, segment: int, max_chunks: int) -> int:
+        """No slot of it is given out any more, and up to `max_chunks` of its unpinned chunks go. Returns the
+        bytes of it still in use: 0 means that nobody holds any, and remove_segment may follow."""
+    def remove_segment(self, segment: int) -> None:
+        """Forgets a retired, empty segment. bad_argument while it is in use or was not retired."""
 
     # -- views
     def sessions(self) -> list[SessionView]: ...

@@ -1,8 +1,11 @@
 // Python face of the chunk table: bytes to keys, refusals to TableError, the GIL dropped around each call.
 #include <pybind11/stl.h>
 
+#include <span>
+
 #include "bindings.h"
 #include "mapping.h"
+#include "part_codec.h"
 #include "table.h"
 
 namespace py = pybind11;
@@ -51,7 +54,7 @@ const char* state_name(MemberState s) {
   return names[static_cast<size_t>(s)];
 }
 
-py::list parts_list(const std::vector<PartAt>& parts, bool with_checksum) {
+py::list parts_list(std::span<const PartAt> parts, bool with_checksum) {
   py::list out(parts.size());
   for (size_t i = 0; i < parts.size(); ++i) {
     const PartAt& p = parts[i];
@@ -114,9 +117,12 @@ void bind_views(py::module_& m) {
       .def_readonly("first_chunk", &LookupResult::first_chunk)
       .def_readonly("lease", &LookupResult::lease)
       .def_readonly("limited", &LookupResult::limited)
+      .def_property_readonly("chunks_json", [](const LookupResult& r) { return py::bytes(parts_json(r)); })
+      .def_property_readonly("chunks_msgpack", [](const LookupResult& r) { return py::bytes(parts_msgpack(r)); })
       .def_property_readonly("chunks", [](const LookupResult& r) {
-        py::list out(r.chunks.size());
-        for (size_t i = 0; i < r.chunks.size(); ++i) out[i] = parts_list(r.chunks[i], true);
+        py::list out(r.part_ends.size());
+        for (size_t i = 0, at = 0; i < r.part_ends.size(); at = r.part_ends[i++])
+          out[i] = parts_list(std::span(r.parts).subspan(at, r.part_ends[i] - at), true);
         return out;
       });
   py::class_<ReserveResult>(m, "Reservation")
@@ -158,6 +164,20 @@ void bind_pool(py::class_<BoundTable>& c) {
         std::vector<Key> keys = keys_of(raw_keys);
         return unlocked([&] { return t.table->remove(space, keys.empty() ? nullptr : &keys); });
       }, py::arg("namespace"), py::arg("keys"))
+      .def("clear", [](BoundTable& t, int64_t space, uint64_t start, uint32_t budget) {
+        return unlocked([&] { return t.table->clear(space, start, budget); });
+      }, py::arg("namespace"), py::arg("start"), py::arg("budget"))
+      .def("pin", [](BoundTable& t, uint32_t space, const py::bytes& raw_keys, uint64_t until) {
+        std::vector<Key> keys = keys_of(raw_keys);
+        return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
+      }, py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
+      .def("set_limits", [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
+        t.table->set_limits(limit_bytes, session_cap, total_cap);
+      }, py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"))
+      .def("retire_segment", [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
+        return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
+      }, py::arg("segment"), py::arg("max_chunks"))
+      .def("remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); }, py::arg("segment"))
       .def("state_of", [](BoundTable& t, uint32_t space, const py::bytes& key) { return t.table->state_of(space, key_of(key)); },
            py::arg("namespace"), py::arg("key"))
       .def("stats", [](BoundTable& t) { return unlocked([&] { return t.table->stats(); }); })

@@ -34,6 +34,12 @@ class KeyIndex {
     }
   }
 
+  void prefetch(uint32_t space, const Key& key) const {
+    size_t i = home(space, key);
+    __builtin_prefetch(&full_[i]);
+    __builtin_prefetch(&cells_[i]);
+  }
+
   // References are good until the next insert or drop.
   KeyEntry& insert(uint32_t space, const Key& key) {
     if (KeyEntry* e = find(space, key)) return *e;

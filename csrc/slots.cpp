@@ -23,6 +23,7 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes) {
   uint32_t home_id = 0;
   uint64_t offset = 0, room = 0;
   for (auto& [id, s] : segments_) {
+    if (s.retired) continue;
     uint64_t target = std::max(slot_bytes, std::min(kSlabTarget, s.data_bytes / 64) / slot_bytes * slot_bytes);
     for (auto& [at, bytes] : s.free) {
       if (bytes >= target) {
@@ -91,7 +92,7 @@ void SlotAllocator::give(uint32_t slab, uint64_t offset) {
   uint32_t i = static_cast<uint32_t>((offset - body.offset) / body.slot_bytes);
   live.owner[i] = kNone;
   live.free.push_back(i);
-  with_room_[body.slot_bytes].insert(slab);
+  if (!segments_[body.segment].retired) with_room_[body.slot_bytes].insert(slab);
   used_bytes_ -= body.slot_bytes;
   if (live.free.size() == body.count) close_slab(slab);
 }
@@ -135,7 +136,8 @@ bool SlotAllocator::has_other_sizes(uint64_t bytes) const {
 
 std::optional<SlotAllocator::Window> SlotAllocator::oldest_window(uint64_t bytes) const {
   std::optional<Window> best;
-  for (auto& [id, s] : segments_) scan_segment(s, round_slot(bytes), best);
+  for (auto& [id, s] : segments_)
+    if (!s.retired) scan_segment(s, round_slot(bytes), best);
   return best;
 }
 
@@ -156,7 +158,7 @@ void SlotAllocator::scan_segment(const Segment& s, uint64_t bytes, std::optional
       const Extent& e = last->second;
       if (e.slab != kNone) {
         const Live& live = live_.at(e.slab);
-        if ((blocked = live.pinned > 0)) break;
+        if ((blocked = live.pinned + live.kept > 0)) break;
         newest = std::max(newest, live.newest);
       }
       span += e.bytes;
@@ -172,6 +174,32 @@ void SlotAllocator::scan_segment(const Segment& s, uint64_t bytes, std::optional
         for (uint32_t r : live_.at(it->second.slab).owner)
           if (r != kNone) best->records.push_back(r);
   }
+}
+
+void SlotAllocator::retire_segment(uint32_t segment) {
+  Segment& s = segments_.at(segment);
+  s.retired = true;
+  for (auto& [at, slab] : s.slabs) with_room_[slabs_[slab].slot_bytes].erase(slab);
+}
+
+void SlotAllocator::remove_segment(uint32_t segment) {
+  total_bytes_ -= segments_.at(segment).data_bytes;
+  segments_.erase(segment);
+}
+
+std::vector<uint32_t> SlotAllocator::records_in(uint32_t segment) const {
+  std::vector<uint32_t> out;
+  for (auto& [at, slab] : segments_.at(segment).slabs)
+    for (uint32_t r : live_[slab].owner)
+      if (r != kNone) out.push_back(r);
+  return out;
+}
+
+uint64_t SlotAllocator::free_bytes() const {
+  uint64_t free = total_bytes_ - used_bytes_;
+  for (auto& [id, s] : segments_)
+    if (s.retired) free -= s.data_bytes - used_bytes(id);
+  return free;
 }
 
 uint64_t SlotAllocator::used_bytes(uint32_t segment) const {

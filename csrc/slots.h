@@ -38,6 +38,14 @@ class SlotAllocator {
   void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
   void pin(uint32_t slab) { ++live_[slab].pinned; }
   void unpin(uint32_t slab) { --live_[slab].pinned; }
+  void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // by an administrator, not by a grant
+
+  // No slot of the segment is given out any more; remove_segment once used_bytes(segment) is 0.
+  void retire_segment(uint32_t segment);
+  void remove_segment(uint32_t segment);
+  bool knows(uint32_t segment) const { return segments_.count(segment) != 0; }
+  bool retired(uint32_t segment) const { return segments_.at(segment).retired; }
+  std::vector<uint32_t> records_in(uint32_t segment) const;
 
   struct Window {
     uint64_t newest;  // use tick of the most recently used record in it
@@ -48,6 +56,7 @@ class SlotAllocator {
 
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
+  uint64_t free_bytes() const;  // that could be given out: none in a retired segment
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t used_bytes(uint32_t segment) const;
 
@@ -60,16 +69,19 @@ class SlotAllocator {
   std::vector<Owner> owners() const;  // every used slot
   void check() const;                 // throws std::logic_error naming the first thing that does not hold
   uint32_t pinned_slots(uint32_t slab) const { return live_.at(slab).pinned; }
+  uint32_t kept_slots(uint32_t slab) const { return live_.at(slab).kept; }
 
  private:
   struct Live {
     std::vector<uint32_t> owner;  // per slot: record or kNone
     std::vector<uint32_t> free;   // stack of slot numbers
     uint32_t pinned = 0;
+    uint32_t kept = 0;
     uint64_t newest = 0;
   };
   struct Segment {
     uint64_t data_bytes = 0;
+    bool retired = false;
     std::map<uint64_t, uint64_t> free;   // offset → bytes
     std::map<uint64_t, uint32_t> slabs;  // offset → slab
   };

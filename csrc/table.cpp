@@ -60,6 +60,8 @@ Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
   fill(free_grants_, header_->max_grants);
   fill(free_blocks_, header_->max_line_blocks);
   grant_request_.resize(header_->max_grants);
+  widest_session_cap_ = options.session_cap * static_cast<double>(options.limit_bytes);
+  widest_total_cap_ = options.total_cap * static_cast<double>(options.limit_bytes);
   std::atomic_ref<uint32_t>(header_->version).store(kTableVersion, std::memory_order_release);
 }
 
@@ -113,12 +115,6 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
 
 // ---- records
 
-uint64_t Table::record_bytes(const Record& r) const {
-  uint64_t bytes = 0;
-  for (uint32_t p = 0; p < r.part_count; ++p) bytes += round_slot(r.parts[p].length);
-  return bytes;
-}
-
 std::optional<uint32_t> Table::new_record_id(uint32_t parts) {
   auto size = static_cast<uint32_t>((sizeof(Record) + parts * sizeof(Part) + 15) / 16 * 16);
   auto& free = free_records_[size];
@@ -134,18 +130,18 @@ std::optional<uint32_t> Table::new_record_id(uint32_t parts) {
   return id;
 }
 
-void Table::count_state(const Record& r, int sign) {
-  auto s = static_cast<size_t>(r.state());
-  bytes_in_[s] += sign * record_bytes(r);
+void Table::count_state(uint32_t id, int sign) {
+  auto s = static_cast<size_t>(record(id).state());
+  bytes_in_[s] += sign * record_bytes(id);
   records_in_[s] += sign;
 }
 
 // Every transition of a record passes here: one 64-bit store.
 void Table::set_state(uint32_t id, RecordState state) {
   Record& r = record(id);
-  if (r.state() != RecordState::kFree) count_state(r, -1);
+  if (r.state() != RecordState::kFree) count_state(id, -1);
   publish(r.word, state == RecordState::kFree ? 0 : (r.generation() << 3 | static_cast<uint64_t>(state)));
-  if (state != RecordState::kFree) count_state(r, 1);
+  if (state != RecordState::kFree) count_state(id, 1);
 }
 
 void Table::free_record(uint32_t id) {
@@ -160,15 +156,29 @@ void Table::free_record(uint32_t id) {
 // Leaves the key index: from now on nobody finds the record.
 void Table::unlink(uint32_t id) {
   Record& r = record(id);
+  if (info_[id].kept) set_kept(id, 0);
   KeyEntry* e = index_.find(r.space, r.key);
   if (e->ready == id) e->ready = kNone;
   if (e->reserved == id) e->reserved = kNone;
   index_.drop_if_unused(*e);
-  if (r.parent.is_root()) return;
-  KeyEntry* parent = index_.find(r.space, r.parent);
-  uint32_t bare = --parent->children == 0 ? parent->ready : kNone;
-  index_.drop_if_unused(*parent);
-  if (bare != kNone) offer(bare);
+  uncount_child(r.space, r.parent);
+}
+
+void Table::count_child(uint32_t space, const Key& parent) {
+  if (parent.is_root()) return;
+  KeyEntry& e = index_.insert(space, parent);
+  ++e.children;
+  if (e.ready != kNone) info_[e.ready].children = e.children;
+}
+
+void Table::uncount_child(uint32_t space, const Key& parent) {
+  if (parent.is_root()) return;
+  KeyEntry* e = index_.find(space, parent);
+  uint32_t ready = e->ready, left = --e->children;
+  index_.drop_if_unused(*e);
+  if (ready == kNone) return;
+  info_[ready].children = left;
+  if (left == 0) offer(ready);
 }
 
 void Table::quarantine(uint32_t id) {
@@ -184,13 +194,17 @@ void Table::publish_record(uint32_t id) {
   set_state(id, RecordState::kReady);
   e.reserved = kNone;
   e.ready = id;
+  info_[id].children = e.children;
   ++counters_.stored_chunks;
-  counters_.stored_bytes += record_bytes(r);
+  counters_.stored_bytes += record_bytes(id);
   if (old == kNone) return;
   // The old record is no longer found by key; its child's place under the parent is the new one's.
+  if (info_[old].kept) {
+    set_kept(id, record(old).kept_until_ms);
+    set_kept(old, 0);
+  }
   set_state(old, RecordState::kQuarantined);
-  const Record& o = record(old);
-  if (!o.parent.is_root()) --index_.find(o.space, o.parent)->children;
+  uncount_child(record(old).space, record(old).parent);
   settle(old);
 }
 
@@ -205,7 +219,8 @@ void Table::settle(uint32_t id) {
 }
 
 bool Table::evictable(const Record& r, uint32_t id) {
-  return r.state() == RecordState::kReady && info_[id].pins == 0 && index_.find(r.space, r.key)->children == 0;
+  const RecordInfo& in = info_[id];
+  return r.state() == RecordState::kReady && in.pins == 0 && in.children == 0 && !in.kept;
 }
 
 void Table::offer(uint32_t id) {
@@ -224,10 +239,10 @@ void Table::add_pin(uint32_t id, uint32_t session) {
   RecordInfo& in = info_[id];
   const Record& r = record(id);
   if (in.pins++ == 0) {
-    held_bytes_ += record_bytes(r);
+    held_bytes_ += record_bytes(id);
     for (uint32_t p = 0; p < r.part_count; ++p) slots_.pin(r.parts[p].slab);
     in.sole = session;
-    session_state_[session].held_bytes += record_bytes(r);
+    session_state_[session].held_bytes += record_bytes(id);
     return;
   }
   if (in.sole == session) return;
@@ -235,7 +250,7 @@ void Table::add_pin(uint32_t id, uint32_t session) {
     shared_pins_[uint64_t{in.sole} << 32 | id] = in.pins - 1;
     in.sole = kMany;
   }
-  if (++shared_pins_[uint64_t{session} << 32 | id] == 1) session_state_[session].held_bytes += record_bytes(r);
+  if (++shared_pins_[uint64_t{session} << 32 | id] == 1) session_state_[session].held_bytes += record_bytes(id);
 }
 
 void Table::drop_pin(uint32_t id, uint32_t session) {
@@ -246,14 +261,14 @@ void Table::drop_pin(uint32_t id, uint32_t session) {
     auto it = shared_pins_.find(uint64_t{session} << 32 | id);
     if (--it->second == 0) {
       shared_pins_.erase(it);
-      session_state_[session].held_bytes -= record_bytes(r);
+      session_state_[session].held_bytes -= record_bytes(id);
     }
   } else if (in.pins == 0) {
-    session_state_[session].held_bytes -= record_bytes(r);
+    session_state_[session].held_bytes -= record_bytes(id);
   }
   if (in.pins) return;
   in.sole = kNone;
-  held_bytes_ -= record_bytes(r);
+  held_bytes_ -= record_bytes(id);
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.unpin(r.parts[p].slab);
   settle(id);
 }
@@ -319,7 +334,7 @@ bool Table::evict_lying_chain() {
   });
   walk_up(storing_.first, storing_.second);
   each([&](uint32_t id) {
-    if (record(id).state() == RecordState::kReady && !info_[id].pins && !above[id] &&
+    if (record(id).state() == RecordState::kReady && !info_[id].pins && !info_[id].kept && !above[id] &&
         (!victim || record(id).last_used < record(*victim).last_used))
       victim = id;
   });
@@ -336,13 +351,13 @@ uint64_t Table::segment_used_bytes(uint32_t segment) {
 
 uint64_t Table::free_bytes() {
   std::lock_guard lock(mutex_);
-  return slots_.total_bytes() - slots_.used_bytes();
+  return slots_.free_bytes();
 }
 
 uint32_t Table::evict(uint64_t target, uint32_t max_chunks) {
   std::lock_guard lock(mutex_);
   uint32_t gone = 0;
-  while (gone < max_chunks && slots_.total_bytes() - slots_.used_bytes() < target) {
+  while (gone < max_chunks && slots_.free_bytes() < target) {
     std::optional<Candidate> best;
     for (uint32_t shape : policy_->shapes())
       if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;

@@ -53,7 +53,8 @@ struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
   uint32_t first_chunk = 0;
   bool limited = false;
-  std::vector<std::vector<PartAt>> chunks;
+  std::vector<PartAt> parts;        // of all chunks, one after the other
+  std::vector<uint32_t> part_ends;  // per chunk: where its parts end
 };
 struct ReserveResult {
   uint64_t grant = 0;
@@ -144,6 +145,12 @@ class Table {
   uint32_t mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks, uint64_t now);
   uint32_t remove(uint32_t space, const std::vector<Key>* keys);
 
+  std::pair<uint32_t, int64_t> clear(int64_t space, uint64_t start, uint32_t budget);
+  uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until);
+  void set_limits(uint64_t limit_bytes, double session_cap, double total_cap);
+  uint64_t retire_segment(uint32_t segment, uint32_t max_chunks);
+  void remove_segment(uint32_t segment);
+
   std::vector<SessionInfo> sessions();
   std::vector<MemberInfo> members();
   std::vector<GrantInfo> grants(uint64_t session);
@@ -156,6 +163,9 @@ class Table {
   struct RecordInfo {
     uint32_t pins = 0;  // lines of grants with a holder that has not said done
     uint32_t sole = kNone;  // the one session pinning it, kMany, or kNone
+    uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
+    uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
+    bool kept = false;      // not to be evicted until kept_until_ms
   };
   static constexpr uint32_t kMany = kNone - 1;
   struct RequestKey {
@@ -186,10 +196,17 @@ class Table {
   uint64_t record_at(uint32_t id) const {
     return uint64_t{id / kPageRecords} * kPageBytes + uint64_t{id % kPageRecords} * page_sizes_[id / kPageRecords];
   }
-  uint64_t record_bytes(const Record& r) const;
+  uint64_t record_bytes(uint32_t id) const { return uint64_t{info_[id].pages} * kSlotAlign; }
+  void prefetch_record(uint32_t id) {
+    const uint8_t* at = pages_ + record_at(id);
+    __builtin_prefetch(&info_[id]);
+    for (uint32_t line = 0; line < sizeof(Record) + sizeof(Part); line += 64) __builtin_prefetch(at + line, 1);
+  }
+  void count_child(uint32_t space, const Key& parent);
+  void uncount_child(uint32_t space, const Key& parent);
   std::optional<uint32_t> new_record_id(uint32_t parts);
   void free_record(uint32_t id);
-  void count_state(const Record& r, int sign);
+  void count_state(uint32_t id, int sign);
   void set_state(uint32_t id, RecordState state);
   void quarantine(uint32_t id);
   void publish_record(uint32_t id);
@@ -204,6 +221,10 @@ class Table {
   std::optional<Candidate> oldest(uint32_t shape);
   bool evict_lying_chain();
 
+  // -- administration (table_admin.cpp)
+  void set_kept(uint32_t id, uint64_t until);
+  void expire_kept(uint64_t now);
+
   // -- grants (table_grants.cpp)
   Grant& new_grant(GrantKind kind, uint32_t session, uint32_t asker, const Id16& request, uint32_t readers,
                    uint64_t now);
@@ -213,13 +234,21 @@ class Table {
   void seal_grant(uint32_t cell);
   void require_lines(uint32_t count);
   void add_line(uint32_t cell, const Line& line);
-  void for_each_line(const Grant& g, const std::function<void(const Line&)>& f);
+  template <class F>
+  void for_each_line(const Grant& g, F&& f) {
+    uint32_t b = g.first_block;
+    for (uint32_t i = 0; i < g.line_count; ++i) {
+      f(blocks_[b].lines[i % kLinesPerBlock]);
+      if (i % kLinesPerBlock == kLinesPerBlock - 1) b = blocks_[b].next;
+    }
+  }
   void discharge(uint32_t cell, uint32_t rank);
   void close_reservation(uint32_t cell);
   void finish_if_done(uint32_t cell);
   bool reclaim_tombstone();
   std::vector<uint32_t> remaining(const Grant& g) const;
-  std::vector<PartAt> parts_of(const Record& r, uint32_t groups) const;
+  static void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out);
+  static std::vector<PartAt> parts_of(const Record& r, uint32_t groups);
   void check_ranks(const Grant& g, const std::vector<uint32_t>& ranks) const;
 
   // -- lookups (table_lookup.cpp)
@@ -280,12 +309,14 @@ class Table {
   std::vector<std::vector<uint64_t>> shapes_;  // distinct slot sizes of a namespace's parts, ascending
   std::vector<uint32_t> free_sessions_, free_members_, free_grants_, free_blocks_;
   std::deque<uint32_t> tombstones_;  // discharged grants, oldest first: they still answer repeats
+  std::multimap<uint64_t, std::pair<uint32_t, uint64_t>> kept_until_;  // when → record, generation
   std::pair<uint32_t, Key> storing_{};  // namespace and parent of the chunk that room is being made for
   std::map<uint32_t, SessionState> session_state_;
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
   std::vector<RequestKey> grant_request_;  // by grant cell
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
   uint64_t held_bytes_ = 0;
+  double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes
   std::array<uint64_t, 4> bytes_in_{}, records_in_{};  // by state
   Counters counters_;
 };

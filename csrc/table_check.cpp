@@ -30,7 +30,7 @@ void Table::check_records() {
   std::map<std::pair<uint32_t, uint64_t>, uint32_t> owned;
   for (const auto& o : slots_.owners()) owned[{o.segment, o.offset}] = o.record;
   std::array<uint64_t, 4> bytes{}, count{};
-  std::map<uint32_t, uint32_t> pinned_in;
+  std::map<uint32_t, uint32_t> pinned_in, kept_in;
   size_t slots_named = 0, free_ids = 0;
   for (uint32_t page = 0; page < next_page_; ++page) {
     for (uint32_t i = 0; i < std::min(kPageBytes / page_sizes_[page], kPageRecords); ++i) {
@@ -41,9 +41,12 @@ void Table::check_records() {
         require(info_[id].pins == 0, "I2: a FREE record is pinned", id);
         continue;
       }
+      uint64_t named = 0;
+      for (uint32_t p = 0; p < r.part_count; ++p) named += round_slot(r.parts[p].length);
+      require(named == record_bytes(id), "a record's size is counted wrongly", id);
       require(r.crc == body_crc(r, r.generation()), "a record's body does not match its CRC", id);
       require(r.generation() <= header_->last_generation, "a generation was never given out", id);
-      bytes[static_cast<size_t>(r.state())] += record_bytes(r);
+      bytes[static_cast<size_t>(r.state())] += record_bytes(id);
       ++count[static_cast<size_t>(r.state())];
       for (uint32_t p = 0; p < r.part_count; ++p) {
         const Part& part = r.parts[p];
@@ -52,6 +55,7 @@ void Table::check_records() {
         require(r.state() != RecordState::kReady || (part.committed & kCommitted), "I4: READY with a part missing", id);
         ++slots_named;
         if (info_[id].pins) ++pinned_in[part.slab];
+        if (info_[id].kept) ++kept_in[part.slab];
       }
       require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
       require(!evictable(r, id) || policy_->lists(id, r.generation()), "an evictable chunk is not listed", id);
@@ -66,6 +70,7 @@ void Table::check_records() {
     for (uint32_t p = 0; p < r.part_count; ++p)
       if (r.parts[p].offset == o.offset && r.parts[p].segment == o.segment) slab = r.parts[p].slab;
     require(slots_.pinned_slots(slab) == pinned_in[slab], "a slab counts its pinned slots wrongly", slab);
+    require(slots_.kept_slots(slab) == kept_in[slab], "a slab counts its kept slots wrongly", slab);
   }
   size_t listed = 0;
   for (auto& [size, ids] : free_records_) listed += ids.size();
@@ -100,16 +105,16 @@ void Table::check_grants() {
   for (uint32_t id = 0; id < info_.size(); ++id) {
     auto it = pins.find(id);
     require(info_[id].pins == (it == pins.end() ? 0 : it->second), "I2: pins are not what the grants imply", id);
-    if (info_[id].pins) all += record_bytes(record(id));
+    if (info_[id].pins) all += record_bytes(id);
   }
   require(all == held_bytes_, "held bytes do not add up");
   for (auto& [cell, state] : session_state_) {
     uint64_t mine = 0;
-    for (uint32_t id : held[cell]) mine += record_bytes(record(id));
+    for (uint32_t id : held[cell]) mine += record_bytes(id);
     require(mine == state.held_bytes, "a session's held bytes do not add up", cell);
-    require(static_cast<double>(mine) <= options_.session_cap * static_cast<double>(options_.limit_bytes), "I7: a session is over its cap", cell);
+    require(static_cast<double>(mine) <= widest_session_cap_, "I7: a session is over its cap", cell);
   }
-  require(static_cast<double>(all) <= options_.total_cap * static_cast<double>(options_.limit_bytes), "I7: the pool is over its cap");
+  require(static_cast<double>(all) <= widest_total_cap_, "I7: the pool is over its cap");
 }
 
 // I5: per key at most one READY and one RESERVED; children are what the parents' keys say.
@@ -136,6 +141,7 @@ void Table::check_index() {
     auto it = want.find({e.space, name(e.key)});
     require(it != want.end() && it->second == std::array<uint32_t, 3>{e.ready, e.reserved, e.children},
             "the key index disagrees with the records", e.ready);
+    require(e.ready == kNone || info_[e.ready].children == e.children, "a READY record counts its children wrongly", e.ready);
     require(index_.find(e.space, e.key) != nullptr, "the key index cannot find its own entry", e.ready);
   });
   require(seen == want.size(), "the key index misses a key", int64_t(want.size()));
@@ -150,7 +156,7 @@ std::map<std::string, uint64_t> Table::stats() {
   }
   return {
       {"pool_bytes", slots_.total_bytes()},
-      {"free_bytes", slots_.total_bytes() - slots_.used_bytes()},
+      {"free_bytes", slots_.free_bytes()},
       {"reserved_bytes", bytes_in_[1]},
       {"ready_bytes", bytes_in_[2]},
       {"quarantined_bytes", bytes_in_[3]},

@@ -113,14 +113,6 @@ void Table::add_line(uint32_t cell, const Line& line) {
   add_pin(line.record, g.session);
 }
 
-void Table::for_each_line(const Grant& g, const std::function<void(const Line&)>& f) {
-  uint32_t b = g.first_block;
-  for (uint32_t i = 0; i < g.line_count; ++i) {
-    f(blocks_[b].lines[i % kLinesPerBlock]);
-    if (i % kLinesPerBlock == kLinesPerBlock - 1) b = blocks_[b].next;
-  }
-}
-
 void Table::check_ranks(const Grant& g, const std::vector<uint32_t>& ranks) const {
   for (uint32_t r : ranks)
     if (r >= g.readers) throw Refusal("not_a_holder", "the grant has no such rank", r, g.readers - 1);
@@ -159,6 +151,7 @@ void Table::finish_if_done(uint32_t cell) {
   if (g.kind == GrantKind::kReservation && !g.completed) close_reservation(cell);
   publish(g.word, g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed));
   session_state_[g.session].grants.erase(cell);
+  for_each_line(g, [&](const Line& line) { prefetch_record(line.record); });
   for_each_line(g, [&](const Line& line) { drop_pin(line.record, g.session); });
   tombstones_.push_back(cell);
 }
@@ -257,13 +250,17 @@ uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32
   return static_cast<uint32_t>(doomed.size());
 }
 
-std::vector<PartAt> Table::parts_of(const Record& r, uint32_t groups) const {
-  std::vector<PartAt> out;
+void Table::append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out) {
   for (uint32_t p = 0; p < r.part_count; ++p) {
     const Part& part = r.parts[p];
     if (groups >> part.group & 1)
-      out.push_back({part.group, part.writer, part.segment, part.offset, part.length, part.committed & ~kCommitted});
+      out->push_back({part.group, part.writer, part.segment, part.offset, part.length, part.committed & ~kCommitted});
   }
+}
+
+std::vector<PartAt> Table::parts_of(const Record& r, uint32_t groups) {
+  std::vector<PartAt> out;
+  append_parts(r, groups, &out);
   return out;
 }
 

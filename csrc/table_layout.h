@@ -80,7 +80,7 @@ struct Record {
   uint32_t temporary;
   uint64_t last_used;  // mutable: use tick
   uint64_t temp_seen;  // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
-  uint64_t spare;
+  uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
   Part parts[0];
 
   RecordState state() const { return static_cast<RecordState>(word & 7); }
@@ -181,7 +181,7 @@ struct Member {
 };
 
 struct SegmentEntry {
-  uint64_t word;  // 1 = live
+  uint64_t word;  // 1 = live, 2 = retiring, 3 = gone: ids are not used again
   uint64_t data_offset;
   uint64_t data_bytes;
 };

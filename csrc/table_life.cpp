@@ -208,6 +208,7 @@ void Table::tick(uint64_t now) {
           now > grants_[at].deadline_ms)
         late.push_back(at);
   }
+  expire_kept(now);
   for (uint32_t at : late) close_reservation(at);
   for (uint32_t cell : empty) close_session(cell);
   for (uint32_t cell : settled) gone(cell);
@@ -256,7 +257,7 @@ std::vector<GrantInfo> Table::grants(uint64_t session) {
       const Grant& g = grants_[at];
       GrantInfo info{g.id, g.kind, session_id(cell), g.request, g.epoch, g.readers, remaining(g), g.line_count, 0, g.opened_ms,
                      g.state() == GrantState::kClosed};
-      for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(record(line.record)); });
+      for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(line.record); });
       out.push_back(std::move(info));
     }
   }

@@ -24,9 +24,17 @@ Table::Scan Table::scan(uint32_t space, const std::vector<Key>& keys) {
                                                         : (group.window_tokens + ns.chunk_tokens - 1) / ns.chunk_tokens);
   }
   s.runs.resize(ns.group_count);
-  for (const Key& key : keys) {
-    KeyEntry* e = index_.find(space, key);
-    uint32_t id = e ? e->ready : kNone;
+  // The table does not fit the caches: ask for what every key will touch before looking at the first.
+  for (const Key& key : keys) index_.prefetch(space, key);
+  std::vector<uint32_t> ids(keys.size(), kNone);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    KeyEntry* e = index_.find(space, keys[i]);
+    if (!e || e->ready == kNone) continue;
+    ids[i] = e->ready;
+    prefetch_record(e->ready);
+  }
+  s.found.reserve(keys.size());
+  for (uint32_t id : ids) {
     uint32_t has = id == kNone ? 0 : record(id).groups;
     if ((has & s.full_groups) != s.full_groups) break;
     for (uint32_t g = 0; g < ns.group_count; ++g) {
@@ -59,7 +67,7 @@ uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uin
     uint32_t id = s.found[i];
     if (id == kNone) continue;
     const RecordInfo& in = info_[id];
-    uint64_t bytes = record_bytes(record(id));
+    uint64_t bytes = record_bytes(id);
     if (in.pins == 0) all += bytes;
     bool held = in.sole == session || (in.sole == kMany && shared_pins_.count(uint64_t{session} << 32 | id));
     if (!held) mine += bytes;
@@ -129,6 +137,8 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     cell = static_cast<uint32_t>(g - grants_);
     seal_grant(cell);
   }
+  out.parts.reserve((hit - first) * ns.writers * ns.group_count);
+  out.part_ends.reserve(hit - first);
   std::vector<Line> have(hit, Line{0, kNone, 0, 0});
   for_each_line(*g, [&](const Line& line) {
     if (line.index < hit) have[line.index] = line;
@@ -141,7 +151,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     for (uint32_t w = 0; w < ns.group_count; ++w)
       if (s.needs[w] && i + s.needs[w] >= hit) groups |= 1u << w;
     if (!groups || s.found[i] == kNone) {
-      out.chunks.emplace_back();
+      out.part_ends.push_back(static_cast<uint32_t>(out.parts.size()));
       continue;
     }
     Record& r = record(s.found[i]);
@@ -149,7 +159,8 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
       add_line(cell, {r.generation(), s.found[i], static_cast<uint16_t>(groups | (have[i].record == s.found[i] ? have[i].groups : 0)), static_cast<uint16_t>(i)});
     if (r.temporary && r.temp_seen != reader && r.temp_seen != kTempKept)
       r.temp_seen = r.temp_seen ? kTempKept : reader;
-    out.chunks.push_back(parts_of(r, groups));
+    append_parts(r, groups, &out.parts);
+    out.part_ends.push_back(static_cast<uint32_t>(out.parts.size()));
   }
   if (!call.keys.empty()) {
     g->key_count = static_cast<uint32_t>(call.keys.size());

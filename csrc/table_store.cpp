@@ -94,7 +94,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
                         uint64_t tick, uint32_t* out) {
   const Namespace& ns = spaces_[space];
   storing_ = {space, parent};
-  if (!parent.is_root()) ++index_.insert(space, parent).children;
+  count_child(space, parent);
   uint32_t parts = ns.writers * static_cast<uint32_t>(std::popcount(groups));
   std::optional<uint32_t> id;
   for (int tries = 0; !(id = new_record_id(parts)) && tries < 64; ++tries) {
@@ -106,11 +106,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   std::vector<Part> taken;
   if (!id || !take_parts(ns, groups, *id, &taken)) {
     if (id) free_records_[page_sizes_[*id / kPageRecords]].push_back(*id);
-    if (parent.is_root()) return false;
-    KeyEntry& e = *index_.find(space, parent);
-    uint32_t bare = --e.children == 0 ? e.ready : kNone;
-    index_.drop_if_unused(e);
-    if (bare != kNone) offer(bare);
+    uncount_child(space, parent);
     return false;
   }
   Record& r = record(*id);
@@ -121,12 +117,16 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   r.groups = groups;
   r.temporary = temporary;
   r.temp_seen = 0;
+  r.kept_until_ms = 0;
   std::copy(taken.begin(), taken.end(), r.parts);
   uint64_t generation = ++header_->last_generation;
   r.crc = body_crc(r, generation);
   stamp(r, tick);
+  uint64_t bytes = 0;
+  for (const Part& p : taken) bytes += round_slot(p.length);
+  info_[*id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
   publish(r.word, generation << 3 | static_cast<uint64_t>(RecordState::kReserved));
-  count_state(r, 1);
+  count_state(*id, 1);
   index_.insert(space, key).reserved = *id;
   *out = *id;
   return true;

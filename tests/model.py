@@ -44,6 +44,7 @@ class Record:
     state: str = "reserved"
     sums: dict[tuple[int, int], int] = field(default_factory=dict)
     readers: set[object] = field(default_factory=set)
+    kept_until: int = 0
 
 
 @dataclass
@@ -102,7 +103,8 @@ class Model:
     def victim(self, spare: bytes | None = None, space: int = -1) -> Record | None:
         free = [
             r for r in self.records
-            if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and (r.space, r.key) != (space, spare)
+            if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and not r.kept_until
+            and (r.space, r.key) != (space, spare)
         ]
         return min(free, key=lambda r: (r.last_used, r.generation), default=None)
 
@@ -218,6 +220,7 @@ class Model:
             if len(r.sums) == self.parts(r) and r.state == "reserved":
                 if old := self.find(r.space, r.key, "ready"):
                     old.state = "quarantined"
+                    r.kept_until = old.kept_until
                 r.state = "ready"
         if all((group, rank) in r.sums for r in g.lines.values() for group in r.groups):
             g.holders.discard(rank)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, attach, eventually, keys, raw
+
 from kvdock.api.client import Client
 from kvdock.api.settings import Settings
 from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
@@ -63,9 +64,8 @@ def test_serve_says_where_it_is_and_a_signal_removes_its_pool(
     serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     unix = f"unix:{tmp_path}/kvdock.sock"
-    said = re.fullmatch(
-        r"kvdock is ready: engines at (\S+), HTTP at (http://127\.0\.0\.1:\d+) \(status page (\S+)\)", first_line(serving)
-    )
+    ready = r"kvdock is ready: engines at (\S+), HTTP at (http://127\.0\.0\.1:\d+) \(status page (\S+)\)"
+    said = re.fullmatch(ready, first_line(serving))
     assert said and said[1] == unix and said[3] == said[2] + "/"
     for address in (said[1], said[2]):
         assert raw(address, "GET", "/livez")[0] == 200
@@ -171,7 +171,7 @@ def test_status_as_json_is_the_servers_own_answer(server: ServerProcess) -> None
     answer = json.loads(done.stdout)
     own = json.loads(raw(server.http, "GET", "/v1/status")[2])
     assert done.returncode == 0 and set(answer) == set(own)
-    assert answer["pool_id"] == own["pool_id"] and answer["pool"] == own["pool"]
+    assert answer["pool_id"] == own["pool_id"] and answer["chunks"] == own["chunks"]
 
 
 def test_status_asks_where_serve_listens_by_default(server: ServerProcess) -> None:
@@ -202,11 +202,10 @@ def test_help_names_every_command() -> None:
 
 
 def test_the_demo_without_torch_says_what_to_install() -> None:
-    program = "import sys; sys.modules['numpy'] = sys.modules['torch'] = None; import kvdock.cli.main as m; m.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "demo", "--json", "--port", "0"], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert "kvdock[engine]" in refusal(done, 1)
+    program = "import sys; sys.modules['torch'] = None; import kvdock.cli.main as m; m.main()"
+    command = [sys.executable, "-c", program, "demo", "--json", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert "need torch: pip install 'kvdock[engine]'" in refusal(done, 1)
 
 
 @pytest.mark.parametrize(("size_bytes", "text", "exact"), [

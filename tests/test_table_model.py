@@ -233,6 +233,28 @@ class TableAgainstModel(RuleBasedStateMachine):
         if r:
             self.model.remove(r)
 
+    @rule(space=st.integers(0, 1), path=paths, ms=st.sampled_from([0, 2_000]))
+    def keep(self, space: int, path: Path, ms: int) -> None:
+        """An administrator's pin: not evicted until then, and nothing more."""
+        until = self.now + ms if ms else 0
+        r = self.model.find(space, keys_of(path)[-1], "ready")
+        assert self.table.pin(self.spaces[space], keys_of(path)[-1], until) == int(r is not None)
+        if r:
+            r.kept_until = until
+
+    @rule(space=st.integers(-1, 1), budget=st.integers(1, 300), really=seldom)
+    def clear(self, space: int, budget: int, really: bool) -> None:
+        if not really:
+            return
+        doomed = [r for r in self.model.records if r.state == "ready" and space in (-1, r.space)]
+        taken = cursor = 0
+        while cursor >= 0:
+            count, cursor = self.table.clear(self.spaces[space] if space >= 0 else -1, cursor, budget)
+            taken += count
+        assert taken == len(doomed)
+        for r in doomed:
+            self.model.remove(r)
+
     @rule(want_free=st.integers(1, SLOTS))
     def evict(self, want_free: int) -> None:
         gone = 0
@@ -248,6 +270,8 @@ class TableAgainstModel(RuleBasedStateMachine):
         for g in self.model.grants.values():
             if g.kind == "reservation" and g.is_open and g.holders and self.now > g.deadline:
                 self.model.close(g)
+        for r in self.model.records:
+            r.kept_until = r.kept_until if r.kept_until > self.now else 0
         self.model.settle()
         for (i, rank), died in list(self.died.items()):
             if self.now >= died + SETTLE_MS:

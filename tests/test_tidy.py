@@ -14,6 +14,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from tidy_rules import RULES, Rule
 
+from kvdock.api.errors import CODES
+from kvdock.api.settings import Settings
+from kvdock.cli.meanings import MEANINGS, default_text
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -143,11 +147,27 @@ def test_a_dead_link_is_found() -> None:
     assert dead_links(files) == ["docs/a.md: gone.md", "docs/a.md: b.md#nothing"]
 
 
+def table_rows(page: str) -> list[list[str]]:
+    """Cells of the rows below the rulers of a page's tables, backticks gone from those that are all code."""
+    rows = re.findall(r"^\| (.+) \|$", sources()[PurePosixPath(page)], re.MULTILINE)
+    return [[re.sub(r"^`([^`]*)`$", r"\1", cell.strip()) for cell in row.split(" | ")] for row in rows][1:]
+
+
+def test_docs_list_every_error_code_with_its_status_and_title() -> None:
+    documented = [row[:3] for row in table_rows("docs/errors.md")]
+    assert documented == [[code, str(status), title] for code, (status, title) in CODES.items()]
+
+
+def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
+    wanted = [[name, default_text(name) or "empty", MEANINGS[name]] for name in Settings.__struct_fields__]
+    assert table_rows("docs/settings.md") == wanted
+
+
 # --------------------------------------------------------------------------- dependencies
 
 
 def pins() -> dict[str, Version]:
-    pinned = {}
+    pinned: dict[str, Version] = {}
     for line in sources()[PurePosixPath("constraints.txt")].splitlines():
         name, equals, version = line.partition("==")
         if line and not line.startswith("#"):

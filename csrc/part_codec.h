@@ -1,0 +1,15 @@
+// The parts of a lookup as wire bytes, so that no Python object is made for each.
+#pragma once
+
+#include <string>
+
+#include "table.h"
+
+namespace kvdock {
+
+// One array a chunk, of [group, writer, segment, offset, length, checksum]; the checksum as 16 hex digits …
+std::string parts_json(const LookupResult& found);
+// … or as an unsigned integer.
+std::string parts_msgpack(const LookupResult& found);
+
+}  // namespace kvdock

@@ -1,0 +1,232 @@
+"""Promises: what a connector has said done of is never begun, and every question of the server is answered."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from api_helpers import ServerProcess, eventually, unique
+from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
+from kvdock.api import schemas as s
+from kvdock.api.client import Client
+from kvdock.connectors.grants import GrantBook
+from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
+from kvdock.connectors.session import Attachment
+from kvdock.datapath.identity import chunk_keys
+from kvdock.datapath.liveness import MemberLiveness
+from kvdock.datapath.segments import AttachedSegments
+
+ASK_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def curious() -> Iterator[ServerProcess]:
+    """A server that asks about leases after 0.2 s."""
+    with ServerProcess(ask_s=ASK_S, heartbeat_s=0.03) as process:
+        yield process
+
+
+@pytest.fixture
+def rig(curious: ServerProcess) -> Iterator[Rig]:
+    with Rig(curious.unix) as one:
+        yield one
+
+
+@pytest.fixture
+def asking(curious: ServerProcess) -> Iterator[Client]:
+    with Client(curious.unix) as client:
+        yield client
+
+
+def keys_of(rig: Rig, tokens: list[int]) -> list[str]:
+    return [key.hex() for key in chunk_keys(rig.attachment.namespace, tokens, CHUNK)]
+
+
+def lost_lookup(rig: Rig, client: Client, tokens: list[int]) -> s.LookupAnswer:
+    """A lookup in the connector's name whose answer never reaches it."""
+    here = rig.attachment
+    return client.lookup(s.Lookup(
+        session=here.session, member=here.member, request=unique("lost"), epoch=1, keys=keys_of(rig, tokens),
+    ))
+
+
+def leases_of(client: Client, rig: Rig) -> list[s.LeaseView]:
+    return [lease for lease in client.leases().leases if lease.session == rig.attachment.session]
+
+
+# ---------------------------------------------------------------------- the book
+
+
+def test_a_refused_grant_is_never_begun() -> None:
+    book = GrantBook()
+    assert book.ask("a")
+    assert not book.begin("a")
+    assert book.ask("a"), "the same question gets the same answer"
+    assert not book.begin("a")
+    assert book.begin("b"), "another grant is another matter"
+
+
+def test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended() -> None:
+    book = GrantBook()
+    assert book.begin("a") and book.begin("a")
+    assert not book.ask("a")
+    book.end("a")
+    assert not book.ask("a"), "one copy is still under way"
+    book.end("a")
+    assert book.ask("a")
+    assert not book.begin("a")
+
+
+def test_a_question_never_slips_between_the_check_and_the_copy() -> None:
+    """Many threads begin, end and ask about the same grants: nobody is inside once done was said."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for round_number in range(30):
+            wrong = _race(GrantBook(), round_number)
+            assert wrong == []
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _race(book: GrantBook, seed: int) -> list[str]:
+    grants = [f"{number:x}" for number in range(40)]
+    inside = dict.fromkeys(grants, 0)
+    said_done: set[str] = set()
+    wrong: list[str] = []
+    start = threading.Barrier(4)
+
+    def copies(number: int) -> None:
+        start.wait()
+        for grant in grants:
+            if book.begin(grant):
+                inside[grant] += 1
+                if grant in said_done:
+                    wrong.append(f"{grant} begun after done")
+                inside[grant] -= 1
+                book.end(grant)
+
+    def questions(number: int) -> None:
+        start.wait()
+        for grant in Random(seed + number).sample(grants, len(grants)):
+            if book.ask(grant):
+                if inside[grant]:
+                    wrong.append(f"{grant} answered for while at work")
+                said_done.add(grant)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n, work in enumerate([copies, copies, questions, questions])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(not book.begin(grant) for grant in said_done)
+    return wrong
+
+
+# ---------------------------------------------------------------------- questions of a real server
+
+
+def test_a_lease_that_waits_for_admission_is_kept_however_old(rig: Rig, asking: Client) -> None:
+    tokens = tokens_of(1, 2)
+    rig.store("s", tokens, range(8))
+    assert rig.lookup("r", tokens) == 128
+    eventually(lambda: leases_of(asking, rig)[0].age_s > 5 * ASK_S)
+    assert rig.lookup("r", tokens) == 128
+    assert rig.load("r", range(8, 16), 0, 128).valid_tokens == 128, "the lease was answered for while it was wanted"
+    eventually(lambda: leases_of(asking, rig) == [])
+
+
+def test_a_lease_nobody_remembers_is_said_done_of_and_refused_for_ever(rig: Rig, asking: Client) -> None:
+    tokens = tokens_of(2, 2)
+    rig.store("s", tokens, range(8))
+    found = lost_lookup(rig, asking, tokens)
+    assert found.lease is not None and len(leases_of(asking, rig)) == 1
+    eventually(lambda: leases_of(asking, rig) == [])
+
+    before = rig.blocks(range(128))
+    chunks = [
+        LoadChunk(index, tuple(parts), tuple(range(64 + 4 * index, 68 + 4 * index)), 0)
+        for index, parts in enumerate(found.chunks)
+    ]
+    late = LoadPlan("late", found.lease, 16, 128, CHUNK, tuple(chunks))
+    assert rig.connector.worker.load(rig.attachment, late) == 16
+    assert torch.equal(rig.blocks(range(128)), before), "a refused load wrote blocks"
+
+
+def test_a_reservation_whose_answer_was_lost_is_asked_about_and_its_memory_comes_back(
+    rig: Rig, asking: Client
+) -> None:
+    here = rig.attachment
+    tokens = tokens_of(3, 2)
+    granted = asking.reserve(s.Reserve(
+        session=here.session, member=here.member, store=unique("lost"), keys=keys_of(rig, tokens), deadline_s=0.1,
+    ))
+    assert granted.reservation is not None and asking.status().chunks.reserved == 2
+    eventually(lambda: asking.status().chunks.reserved == 0)
+    eventually(lambda: asking.status().chunks.quarantined == 0)
+
+    chunks = [StoreChunk(c.index, tuple(c.parts), (0, 1, 2, 3)) for c in granted.chunks]
+    assert rig.connector.worker.store(here, StorePlan("late", granted.reservation, 128, tuple(chunks))) == 0
+    rig.store("again", tokens, range(8))
+    assert rig.lookup("r", tokens) == 128
+
+
+def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
+    """A plan handed to the worker and begun, seen by the server as old: it is asked about and not given up."""
+    tokens = tokens_of(4, 2)
+    rig.store("s", tokens, range(8))
+    assert rig.lookup("r", tokens) == 128
+    [lease] = leases_of(asking, rig)
+    begun = rig.connector.scheduler.begin_load("r", range(8, 16), 0, 128)
+    assert begun is not None
+    attachment, plan = begun
+    assert attachment.grants.begin(plan.lease)
+    eventually(lambda: leases_of(asking, rig)[0].age_s > lease.age_s + 4 * ASK_S)
+    assert leases_of(asking, rig)[0].remaining == [0]
+    attachment.grants.end(plan.lease)
+    eventually(lambda: leases_of(asking, rig) == [])
+    assert rig.connector.worker.load(attachment, plan) == 0
+    attachment.release()
+
+
+# ---------------------------------------------------------------------- memory of a server life
+
+
+def test_memory_and_lock_of_an_attachment_stay_while_somebody_uses_it(curious: ServerProcess, rig: Rig) -> None:
+    with Client(curious.unix) as client:
+        pool = client.segments()
+    segments = AttachedSegments(int(pool.pool_id, 16))
+    segments.attach(pool.segments[0])
+    liveness = MemberLiveness(pool.lock_file, source=Random(1))
+    one = Attachment("s", "m", bytes(32), pool.pool_id, (1,), segments, liveness, 1.0)
+    assert one.acquire()
+    one.release()
+    assert segments.segments, "unmapped under a copy"
+    one.release()
+    assert not segments.segments
+    assert not one.acquire(), "memory that is gone was given out"
+
+
+def test_copies_are_cut_into_the_right_blocks_for_every_local_hit(rig: Rig) -> None:
+    tokens = tokens_of(5, 4)
+    rig.store("s", tokens, range(16))
+    wanted = rig.blocks(range(16))
+    for local in range(0, 4 * CHUNK, 16):
+        request = f"local-{local}"
+        assert rig.lookup(request, tokens, local) == 4 * CHUNK
+        begun = rig.connector.scheduler.begin_load(request, range(32, 48), local, 4 * CHUNK)
+        assert begun is not None
+        attachment, plan = begun
+        assert [chunk.index for chunk in plan.chunks] == list(range(local // CHUNK, 4))
+        assert [chunk.skip_blocks for chunk in plan.chunks] == [local % CHUNK // 16] + [0] * (3 - local // CHUNK)
+        rig.kv.k[0][32:48] = float("nan")
+        assert rig.connector.worker.load(attachment, plan) == 4 * CHUNK
+        attachment.release()
+        first = local // 16
+        assert torch.equal(rig.blocks(range(32 + first, 48)), wanted[:, first:])
+        assert rig.kv.k[0][32 : 32 + first].isnan().all()
+        assert len(plan.chunks) * PER_CHUNK >= 16 - first

@@ -1,0 +1,243 @@
+"""A connector and a server that comes late, stops, dies or returns as another: what is lost is a miss, never more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import uvicorn
+from api_helpers import ServerProcess, eventually, small_pool
+from connector_helpers import CHUNK, Rig, mapped_objects, open_descriptors, own_threads, sweep, tokens_of
+from kvdock.api.app import create_app
+from kvdock.api.client import Client
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool import Pool, open_pool
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.connectors.interface import LoadDone
+
+
+@contextmanager
+def restartable() -> Iterator[ServerProcess]:
+    """A server that a test may kill: what it leaves in shared memory is removed."""
+    with ServerProcess() as server:
+        try:
+            yield server
+        finally:
+            server.stop(signal.SIGKILL)
+            sweep(server)
+
+
+@contextmanager
+def successor(server: ServerProcess) -> Iterator[ServerProcess]:
+    with ServerProcess(socket_path=server.settings["socket_path"]) as second:
+        yield second
+
+
+def stopped(server: ServerProcess) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+
+
+def continued(server: ServerProcess) -> None:
+    server.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def unready_server(path: str) -> Iterator[tuple[str, Pool, asyncio.AbstractEventLoop]]:
+    """The real application over a pool whose first segment is not there yet."""
+    settings = Settings.load(small_pool(socket_path=path))
+    pool = open_pool(settings, secrets.randbits)
+    service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, service), uds=path, log_config=None, lifespan="off"))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield f"unix:{path}", pool, loop
+    finally:
+        server.should_exit = True
+        thread.join()
+        loop.close()
+        pool.close()
+
+
+def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
+    with ServerProcess() as somewhere:
+        path = f"{somewhere.folder.name}/early.sock"
+        with unready_server(path) as (address, pool, loop), Rig(address) as rig:
+            tokens = tokens_of(1, 2)
+            assert rig.connector.lookup("r", tokens, 16) == 16
+            asyncio.run_coroutine_threadsafe(pool.grow_first(), loop).result(10.0)
+            eventually(lambda: rig.connector.session.attachment is not None)
+            rig.store("s", tokens, range(8))
+            assert rig.lookup("r", tokens) == 128
+
+
+def test_a_killed_server_is_a_miss_and_its_memory_is_given_back() -> None:
+    before = mapped_objects()
+    with restartable() as server, Rig(server.unix) as rig:
+        tokens = tokens_of(2, 2)
+        rig.store("s", tokens, range(8))
+        assert mapped_objects() == before + 2, "a segment and the lock file"
+        server.stop(signal.SIGKILL)
+        eventually(lambda: rig.lookup("r", tokens, 32) == 32)
+        assert rig.connector.begin_store("r", tokens, range(8), 128) == ()
+        rig.connector.finished("r")
+        eventually(lambda: mapped_objects() == before)
+
+
+def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successor() -> None:
+    """A plan of the first life is carried out while the second is attached: its memory stays mapped, and that the
+    second server knows nothing of it is no reason to leave the second."""
+    before = mapped_objects()
+    with restartable() as server, Rig(server.unix) as rig:
+        tokens = tokens_of(3, 2)
+        rig.store("s", tokens, range(8))
+        assert rig.lookup("r", tokens) == 128
+        begun = rig.connector.scheduler.begin_load("r", range(64, 72), 0, 128)
+        assert begun is not None
+        server.stop(signal.SIGKILL)
+        with successor(server):
+            eventually(lambda: rig.connector.session.attachment not in (None, begun[0]))
+            second = rig.attachment
+            assert mapped_objects() == before + 4
+            assert rig.connector.worker.load(*begun) == 128
+            assert torch.equal(rig.blocks(range(64, 72)), rig.blocks(range(8)))
+            assert rig.connector.session.attachment is second
+            begun[0].release()
+            assert mapped_objects() == before + 2
+            rig.close()
+
+
+def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
+    with restartable() as server, Rig(server.unix) as rig:
+        tokens = tokens_of(4, 2)
+        rig.store("s", tokens, range(8))
+        assert rig.lookup("r", tokens) == 128
+        server.stop(signal.SIGKILL)
+        with successor(server):
+            first = rig.attachment
+            eventually(lambda: rig.connector.session.attachment not in (None, first))
+            assert rig.lookup("r", tokens) == 0
+            rig.connector.begin_load("r", range(8), 0, 128)
+            assert rig.wait_load("r") == LoadDone("r", 0)
+            wanted = rig.connector.begin_store("r", tokens, range(8), 128)
+            assert wanted == tuple(range(8)), "what the first server held must be offered to the second"
+            rig.wait_store("r", wanted)
+            assert rig.lookup("again", tokens) == 128
+            rig.close()
+
+
+def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_lease_holds() -> None:
+    with restartable() as server, Rig(server.unix, timeout_s=0.2) as rig:
+        tokens = tokens_of(5, 2)
+        rig.store("s", tokens, range(8))
+        assert rig.lookup("waits", tokens) == 128
+        before = rig.attachment
+        stopped(server)
+        rig.connector.lookup("r", tokens, 0)
+        eventually(lambda: rig.connector.session.attachment is None)
+        assert rig.connector.lookup("r", tokens, 16) == 16
+        continued(server)
+        eventually(lambda: rig.connector.session.attachment is before)
+        assert rig.lookup("new", tokens) == 128
+        assert rig.lookup("waits", tokens) == 128
+        assert rig.load("waits", range(64, 72), 0, 128).valid_tokens == 128
+        with Client(server.unix) as client:
+            for request in ("waits", "new", "r"):
+                rig.connector.finished(request)
+            assert client.status().counters["attached_members"] == 2, "wanted the same member again"
+            eventually(lambda: client.status().leases == 0)
+
+
+def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together() -> None:
+    """Not after a timeout each: the engine needs those blocks."""
+    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+        stopped(server)
+        began = time.monotonic()
+        offered = {}
+        for number in range(8):
+            tokens = tokens_of(10 + number, 1)
+            offered[f"r{number}"] = rig.connector.begin_store(f"r{number}", tokens, range(4), 64)
+        for request, blocks in offered.items():
+            assert blocks == (0, 1, 2, 3)
+            rig.wait_store(request, blocks)
+        assert time.monotonic() - began < 4.0, "each store waited for a timeout of its own"
+        continued(server)
+
+
+def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
+    """The bytes are in shared memory: only the word of release has to wait."""
+    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+        tokens = tokens_of(20, 2)
+        rig.store("s", tokens, range(8))
+        for number in range(8):
+            assert rig.lookup(f"r{number}", tokens) == 128
+        stopped(server)
+        began = time.monotonic()
+        for number in range(8):
+            rig.connector.begin_load(f"r{number}", range(64 + 8 * number, 72 + 8 * number), 0, 128)
+        for number in range(8):
+            assert rig.wait_load(f"r{number}").valid_tokens == 128
+        assert time.monotonic() - began < 4.0, "each load waited for a timeout of its own"
+        continued(server)
+
+
+def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
+    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+        before = rig.attachment
+        stopped(server)
+        for number in range(8):
+            assert rig.connector.lookup(f"r{number}", tokens_of(30, 2), 0) is None
+        eventually(lambda: rig.connector.session.attachment is None)
+        continued(server)
+        eventually(lambda: rig.connector.session.attachment is before)
+        began = time.monotonic()
+        rig.lookup("new", tokens_of(31, 1))
+        assert time.monotonic() - began < 2.0, "a new question waited for those of the time that was lost"
+
+
+def test_the_connector_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvdock.connector")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with restartable() as server, Rig(server.unix) as rig:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            server.process.kill()
+            eventually(lambda: caplog.text.count("still no server") >= 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        server.stop()
+        first = rig.connector.session.attachment
+        with successor(server):
+            eventually(lambda: rig.connector.session.attachment not in (None, first))
+            rig.close()
+
+
+def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
+    with restartable() as server:
+        before = open_descriptors(), own_threads(), mapped_objects()
+        with Rig(server.unix, timeout_s=0.2) as rig:
+            tokens = tokens_of(40, 3 * 2)
+            rig.store("s", tokens, range(24))
+            rig.lookup("r", tokens)
+            stopped(server)
+            rig.connector.begin_load("r", range(64, 88), 0, 6 * CHUNK)
+            rig.connector.begin_store("t", tokens_of(41, 2), range(8), 128)
+            rig.connector.lookup("u", tokens, 0)
+        assert (open_descriptors(), own_threads(), mapped_objects()) == before
+        continued(server)
+        with Client(server.unix) as client:
+            eventually(lambda: client.status().sessions == 0)
+            eventually(lambda: client.status().chunks.quarantined == client.status().chunks.reserved == 0)
+            assert client.leases().leases == []

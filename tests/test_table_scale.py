@@ -1,0 +1,174 @@
+"""Chunks of several sizes in one pool, a pool that grows and shrinks, and what an administrator may do."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from table_helpers import PAGE, Client, key, new_table
+
+from kvdock._core import TableError
+
+pytestmark = pytest.mark.table_model
+
+MIB = 1 << 20
+POOL = 64 * MIB
+
+
+def fill(client: Client, name: str, count: int) -> int:
+    """Stores up to `count` chunks without parents, one call each; returns how many are resident then."""
+    for n in range(count):
+        client.store([key(name, n)])
+    return sum(client.has(key(name, n)) for n in range(count))
+
+
+def used_share(table_client: Client) -> float:
+    stats = table_client.table.stats()
+    return stats["ready_bytes"] / stats["pool_bytes"]
+
+
+@pytest.mark.parametrize("small_bytes", [16 * 1024, 100 * 1024, MIB])
+def test_alternating_parts_of_sizes_one_to_three_use_nine_tenths_of_the_pool(small_bytes: int) -> None:
+    table = new_table(POOL)
+    small, large = Client(table, small_bytes, "small"), Client(table, 3 * small_bytes, "large")
+    for n in range(2 * POOL // (4 * small_bytes)):
+        assert small.store([key("small", n)]) == 1
+        assert large.store([key("large", n)]) == 1
+    table.check_integrity()
+    assert used_share(small) >= 0.9
+
+
+def test_a_model_that_leaves_gives_its_memory_to_another_size() -> None:
+    table = new_table(POOL)
+    old, new = Client(table, 100 * 1024, "old"), Client(table, 300 * 1024, "new")
+    assert fill(old, "old", POOL // (100 * 1024)) * 100 * 1024 > 0.9 * POOL
+    table.leave(old.member, 0)
+    resident = fill(new, "new", POOL // (300 * 1024))
+    table.check_integrity()
+    assert resident * 300 * 1024 >= 0.9 * POOL
+    assert used_share(new) >= 0.9
+
+
+def test_a_part_larger_than_any_slab_finds_room_among_small_ones() -> None:
+    table = new_table(POOL)
+    small, huge = Client(table, 8 * 1024, "small"), Client(table, 48 * MIB, "huge")
+    fill(small, "small", POOL // (8 * 1024))
+    assert huge.store([key("huge")]) == 1
+    table.check_integrity()
+
+
+def test_a_pinned_slab_is_never_emptied_for_another_size() -> None:
+    table = new_table(POOL)
+    small, large = Client(table, MIB, "small"), Client(table, 48 * MIB, "large")
+    fill(small, "small", 64)
+    leases = [small.lookup([key("small", n)], request=n).lease for n in range(0, 64, 8)]
+    assert large.store([key("large")]) == 0
+    assert all(small.has(key("small", n)) for n in range(0, 64, 8))
+    for lease in leases:
+        table.release(small.session, lease, [0], 0)
+    assert large.store([key("large")]) == 1
+    table.check_integrity()
+
+
+def test_chunks_that_name_each_other_as_parent_do_not_block_the_pool() -> None:
+    table = new_table(8 * PAGE)
+    liar = Client(table, PAGE)
+    ring = [key("ring", n) for n in range(8)]
+    for n, one in enumerate(ring):
+        assert liar.store([one], parent=ring[n - 1]) == 1
+    assert table.stats()["free_bytes"] == 0
+    assert liar.store([key("honest")]) == 1
+    table.check_integrity()
+
+
+def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:
+    table = new_table(8 * MIB, segments=2)
+    engine = Client(table, MIB)
+    keys = [key("k", n) for n in range(6)]
+    assert engine.store(keys) == 6
+    found = engine.lookup(keys)
+    segments = {part[2] for parts in found.chunks for part in parts}
+    victim = max(segments)
+    with pytest.raises(TableError, match="not retired"):
+        table.remove_segment(victim)
+    left = table.retire_segment(victim, 1000)
+    assert left > 0, "what a lease holds stays"
+    with pytest.raises(TableError, match="still in use"):
+        table.remove_segment(victim)
+    assert not any(p[2] == victim for n in range(8) for _, parts in engine.reserve([key("new", n)]).chunks for p in parts)
+    table.release(engine.session, found.lease, [0], 0)
+    assert table.retire_segment(victim, 1000) == 0
+    table.remove_segment(victim)
+    table.check_integrity()
+    with pytest.raises(TableError, match="added before"):
+        table.add_segment(victim, PAGE, 4 * MIB)
+
+
+def test_retiring_counts_nothing_free_in_the_segment_that_goes() -> None:
+    table = new_table(8 * MIB, segments=2)
+    assert table.free_bytes() == 8 * MIB
+    table.retire_segment(1, 0)
+    assert table.free_bytes() == 4 * MIB
+    table.set_limits(limit_bytes=8 * MIB, session_cap=1.0, total_cap=1.0)
+    with pytest.raises(TableError, match="retire some first"):
+        table.set_limits(limit_bytes=4 * MIB, session_cap=1.0, total_cap=1.0)
+    table.remove_segment(1)
+    table.set_limits(limit_bytes=4 * MIB, session_cap=1.0, total_cap=1.0)
+
+
+def test_a_kept_chunk_outlives_the_others_until_its_time() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)
+    fill(engine, "old", 8)
+    assert table.pin(engine.space, key("old", 0), 1_000) == 1
+    assert fill(engine, "new", 20) == 7
+    assert engine.has(key("old", 0))
+    table.tick(1_000)
+    fill(engine, "newer", 8)
+    assert not engine.has(key("old", 0))
+    table.check_integrity()
+
+
+def test_lower_caps_leave_what_is_held_and_refuse_more() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)
+    keys = [key(n) for n in range(4)]
+    engine.store(keys)
+    held = engine.lookup(keys)
+    table.set_limits(limit_bytes=8 * PAGE, session_cap=0.25, total_cap=1.0)
+    assert len(held.chunks) == 4
+    assert engine.reserve([key("more")]).limited == "held_bytes"
+    table.check_integrity()
+
+
+def test_json_and_messagepack_say_what_the_lookup_found() -> None:
+    table = new_table(64 * MIB)
+    engine = Client(table, 70_000)
+    keys = [key(n) for n in range(300)]
+    engine.store(keys)
+    found = engine.lookup(keys)
+    assert len(found.chunks) == 300
+    as_lists = [[list(part) for part in parts] for parts in found.chunks]
+    assert msgspec.msgpack.decode(found.chunks_msgpack) == as_lists
+    with_hex = [[[*part[:5], f"{part[5]:016x}"] for part in parts] for parts in found.chunks]
+    assert msgspec.json.decode(found.chunks_json) == with_hex
+    nothing = engine.lookup([key("absent")], request="other")
+    assert (nothing.chunks_json, msgspec.msgpack.decode(nothing.chunks_msgpack)) == (b"[]", [])
+
+
+def test_ids_are_never_used_twice_however_often_cells_are() -> None:
+    table = new_table(8 * MIB)
+    engine = Client(table, PAGE)
+    engine.store([key("k")])
+    seen = set()
+    for n in itertools.islice(itertools.count(), 600):  # more than twice the grant cells
+        lease = engine.lookup([key("k")], request=n).lease
+        assert lease not in seen
+        seen.add(lease)
+        table.release(engine.session, lease, [0], 0)
+    assert table.release(engine.session, min(seen), [0], 0) == [], "a forgotten release is harmless"
+    with pytest.raises(TableError) as unknown:
+        table.release(engine.session, max(seen) + 256, [0], 0)
+    assert unknown.value.code == "unknown_grant"
+    table.check_integrity()

@@ -6,7 +6,7 @@
 #
 # Engines map the pool themselves, so they need the server's /dev/shm, its socket and its user:
 #
-#     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … an engine at unix:/run/kvdock/kvdock.sock
+#     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … engine at unix:/run/kvdock/kvdock.sock
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (62 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, `--user` of the engines and a bind mount that they can

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvdock._core import TableError
-from kvdock.api import routes_engine, routes_people, wire
+from kvdock.api import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.errors import ApiError
 from kvdock.api.guard import Guard
 from kvdock.api.openapi import openapi_schema
@@ -50,8 +50,8 @@ def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = n
         lifespan=lifespan,
         redirect_slashes=False,
         exception_handlers={
-            ApiError: wire.on_api_error,
-            TableError: wire.on_table_error,
+            ApiError: wire.on_refusal,
+            TableError: wire.on_refusal,
             HTTPException: wire.on_http_exception,
             RequestValidationError: wire.on_bad_parameters,
             Exception: wire.on_failure,
@@ -61,7 +61,11 @@ def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = n
     app.state.service = service
     app.include_router(routes_engine.router)
     app.include_router(routes_people.router)
+    app.include_router(routes_admin.router)
     routes_people.add_page(app)
-    app.add_middleware(Guard, settings=settings, counters=service.counters)
-
+    routes = (*routes_engine.router.routes, *routes_people.router.routes, *routes_admin.router.routes)
+    app.add_middleware(
+        Guard, settings=settings, counters=service.counters, timings=service.timings, perf_ns=service.perf_ns,
+        routes=routes,
+    )
     return app

@@ -35,9 +35,10 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     table_id = pool.table.add_member(
         session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms
     )
-    session.members[member.id] = MemberRecord(
-        member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset
-    )
+    if member.id not in session.members:
+        session.members[member.id] = MemberRecord(
+            member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset, len(pool.retired)
+        )
     return session
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvdock._core import TableError
 from kvdock.api.errors import ApiError
-from kvdock.api.schemas import Manifest, PartDone
+from kvdock.api.schemas import KEY_BYTES, Manifest, PartDone
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -24,8 +24,13 @@ def grant_text(grant: int) -> str:
     return f"{grant:016x}"
 
 
-def key_bytes(keys: list[str]) -> bytes:
-    """Hex keys, each already known to be 64 characters, to bytes, concatenated."""
+def key_bytes(keys: list[str] | bytes) -> bytes:
+    """Keys, concatenated. Hex ones are already known to be 64 characters each."""
+    if isinstance(keys, bytes):
+        if len(keys) % KEY_BYTES:
+            wanted = f"a multiple of {KEY_BYTES} bytes"
+            raise ApiError("invalid_body", "keys are 32 bytes each", found=len(keys), wanted=wanted)
+        return keys
     joined = "".join(keys)
     try:
         raw = bytes.fromhex(joined)
@@ -38,10 +43,11 @@ def key_bytes(keys: list[str]) -> bytes:
 
 def committed_parts(parts: list[PartDone]) -> list[tuple[int, int, int]]:
     """(index, group, checksum) of each part, as the table wants them."""
-    if not _HEX.issuperset("".join([part.checksum for part in parts])):
-        bad = next(part.checksum for part in parts if not _HEX.issuperset(part.checksum))
+    texts = [part.checksum for part in parts if isinstance(part.checksum, str)]
+    if not _HEX.issuperset("".join(texts)):
+        bad = next(text for text in texts if not _HEX.issuperset(text))
         raise ApiError("invalid_body", "checksums are 16 lower-case hex digits", found=bad, wanted="hex digits")
-    return [(part.index, part.group, int(part.checksum, 16)) for part in parts]
+    return [(part.index, part.group, part.checksum_value) for part in parts]
 
 
 def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:

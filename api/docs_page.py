@@ -20,6 +20,7 @@ summary{cursor:pointer;padding:.3rem 0}
 table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-bottom:1px solid #8884}
 section{margin:0 0 1rem}
+pre{overflow-x:auto;background:#8881;padding:.5rem}
 .method{display:inline-block;min-width:4.5rem;font-weight:600}
 """
 
@@ -59,6 +60,10 @@ def _calls(schema: dict[str, Any]) -> Iterator[str]:
                 f'<details><summary><code><span class="method">{method.upper()}</span> {escape(path)}</code> '
                 f"{escape(call['summary'])}</summary>"
             )
+            for paragraph in call["description"].split("\n\n"):
+                yield f"<p>{_code_spans(paragraph)}</p>"
+            for sample in call["x-codeSamples"]:
+                yield f"<pre>{escape(sample['source'])}</pre>"
             rows = [(f"{item['name']} ({item['in']})", _kind(item["schema"])) for item in call.get("parameters", [])]
             if "requestBody" in call:
                 rows.append(("body", _content(call["requestBody"])))
@@ -116,9 +121,10 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _code_spans(text: str) -> str:
-    """Escaped text with `code` in backticks marked up and linked to the errors table."""
-    pieces = text.split("`")
-    return "".join(
-        f'<a href="#{escape(piece)}"><code>{escape(piece)}</code></a>' if index % 2 else escape(piece)
-        for index, piece in enumerate(pieces)
-    )
+    """Escaped text with `code` in backticks marked up, and error codes linked to their table."""
+    pieces = [escape(piece) for piece in text.split("`")]
+    pieces[1::2] = [
+        f'<a href="#{piece}"><code>{piece}</code></a>' if piece in CODES else f"<code>{piece}</code>"
+        for piece in pieces[1::2]
+    ]
+    return "".join(pieces)

@@ -50,18 +50,23 @@ CODES: dict[str, Code] = {
     "skip_misaligned": Code(422, "The skip is not a whole number of blocks"),
     "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
     "table_full": Code(507, "The chunk table has no room"),
+    "too_many_grants": Code(429, "The session has as many leases and reservations open as it may"),
     "corrupt": Code(500, "The chunk table failed its integrity check"),
     # requests
     "bad_argument": Code(422, "An argument is out of range"),
     "invalid_body": Code(422, "The body does not match the schema"),
     "malformed_json": Code(400, "The body is not JSON"),
-    "unsupported_media_type": Code(415, "Bodies are application/json"),
+    "malformed_msgpack": Code(400, "The body is not MessagePack"),
+    "unsupported_media_type": Code(415, "Bodies are application/json or application/msgpack"),
     "too_large": Code(413, "The body is too large"),
     "not_found": Code(404, "No such page"),
     "method_not_allowed": Code(405, "The page does not answer this method"),
     "wrong_host": Code(421, "This server does not answer for that host name"),
+    "unknown_parameter": Code(422, "The call has no such query parameter"),
+    "unsupported_version": Code(400, "The server does not speak that version of the API"),
     # the server
     "not_ready": Code(503, "The server is not ready"),
+    "no_memory": Code(507, "The machine has less memory than that"),
     "internal": Code(500, "The server failed; its log says where"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -128,9 +129,16 @@ class RecentRequests:
 
     def __init__(self, keep: int) -> None:
         self._ring: deque[RequestView] = deque(maxlen=keep)
+        self._count = 0
+        """Of all that were added: the newest has this number, and numbers are the cursors of its pages."""
 
     def add(self, request: RequestView) -> None:
+        self._count += 1
         self._ring.appendleft(request)
 
-    def view(self, limit: int) -> list[RequestView]:
-        return [request for request, _ in zip(self._ring, range(limit), strict=False)]
+    def view(self, limit: int, cursor: int) -> tuple[list[RequestView], str | None]:
+        """From request number `cursor` (0: the newest) back in time, and the cursor of those before."""
+        start = max(0, self._count - cursor) if cursor else 0
+        end = start + limit
+        following = str(self._count - end) if end < len(self._ring) else None
+        return list(islice(self._ring, start, end)), following

@@ -1,4 +1,5 @@
-"""What the server does by itself: watches members' locks, lets deadlines pass, keeps memory free, samples.
+"""What the server does by itself: watches members' locks, lets deadlines pass, keeps memory free, drains
+segments that retire, samples.
 
 One task, on the event loop, every `watch_s`. A round is short; eviction goes in small slices so that
 calls are answered in between. Time comes from the server clock: a server that was stopped finds nobody
@@ -31,11 +32,14 @@ class Keeper:
         await service.pool.grow_first()
         self.ready.set()
         next_sample_ms = service.clock.now_ms()
+        pulse = asyncio.create_task(service.pulse.watch())
         try:
             while True:
                 self.watch_members()
                 service.forget_closed()
                 await self.keep_free()
+                await service.pool.drain()
+                service.pulse.made_round()
                 now_ms = service.clock.now_ms()
                 if now_ms >= next_sample_ms:
                     service.history.sample(service.totals(), pool_view(service), now_ms / 1000)
@@ -43,6 +47,7 @@ class Keeper:
                 until_sample_s = (next_sample_ms - now_ms) / 1000
                 await asyncio.sleep(max(0.005, min(service.settings.watch_s, until_sample_s)))
         finally:
+            pulse.cancel()
             if self._growth is not None:
                 self._growth.cancel()
 
@@ -61,9 +66,9 @@ class Keeper:
 
     async def keep_free(self) -> None:
         """Below the low mark: grow in the background, or, when full, evict up to the high mark."""
-        service, pool = self._service, self._service.pool
-        low_bytes = int(service.settings.low_water * pool.limit_bytes)
-        high_bytes = int(service.settings.high_water * pool.limit_bytes)
+        service, pool, limits = self._service, self._service.pool, self._service.limits
+        low_bytes = int(limits.low_water * pool.limit_bytes)
+        high_bytes = int(limits.high_water * pool.limit_bytes)
         if service.table.free_bytes() >= low_bytes:
             return
         if pool.can_grow():

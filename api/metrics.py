@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
@@ -56,6 +56,8 @@ class _ServiceCollector(Collector):
         for state in ("reserved", "ready", "quarantined"):
             chunks.add_metric([state], getattr(status.chunks, state))
         yield chunks
+        yield from _hits(service)
+        yield _times(service)
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
@@ -64,9 +66,36 @@ class _ServiceCollector(Collector):
             ("kvdock_sessions", "Sessions attached", status.sessions),
             ("kvdock_leases", "Leases with a rank that has not said done", status.leases),
             ("kvdock_open_reservations", "Reservations with a rank that has not said done", status.reservations),
+            ("kvdock_pool_retiring_segments", "Segments that are being drained", len(service.pool.retiring)),
+            ("kvdock_ready", "1 when slots can be given out", int(status.status == "ok")),
+            ("kvdock_pool_growing", "0 while the pool cannot grow for want of memory",
+             int(not service.pool.growth_error)),
+            ("kvdock_loop_lag_seconds", "Longest wait for the event loop within the last 10 to 20 s",
+             service.pulse.worst_lag_s),
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+
+
+def _hits(service: CacheService) -> Iterator[Metric]:
+    """Every token looked up, by where it was found: the samples sum to kvdock_lookup_tokens_total."""
+    counters = service.counters
+    hits = CounterMetricFamily(
+        "kvdock_lookup_tier_tokens", "Tokens looked up, by the tier that had them; none: to be computed",
+        labels=["tier"],
+    )
+    hits.add_metric(["memory"], counters.hit_tokens)
+    hits.add_metric(["none"], counters.lookup_tokens - counters.hit_tokens)
+    yield hits
+
+
+def _times(service: CacheService) -> Metric:
+    times = HistogramMetricFamily(
+        "kvdock_call_seconds", "Time in the server, body included, per route", labels=["method", "route"]
+    )
+    for route in service.timings.view():
+        times.add_metric([route.method, route.route], route.cumulative, route.total_s)
+    return times
 
 
 def metrics_text(service: CacheService) -> bytes:

@@ -2,19 +2,22 @@
 
 Ownership: made by `open_pool` in that order, undone by `close` in the reverse one; when opening fails
 half-way nothing is left behind. The table and all methods are used from the event loop; only the
-making of a segment (a fraction of a second per GiB) runs in a thread.
-Invariant: the table knows a segment only once all of its memory is allocated.
+making and removing of a segment (a fraction of a second per GiB) runs in a thread.
+Invariants: the table knows a segment only once all of its memory is allocated, and a segment's memory
+goes only after the table has forgotten it; growth and resizing never overlap.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table
-from kvdock.api.errors import StartupError
+from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
+from kvdock.api.errors import ApiError, StartupError
+from kvdock.api.limits import Limits
 from kvdock.api.schemas import Segment
 from kvdock.api.settings import Settings
 from kvdock.datapath import shm
@@ -23,6 +26,8 @@ from kvdock.datapath.liveness import PoolLock, remove_stale
 from kvdock.datapath.segments import SegmentInfo, SegmentPool
 
 KEY_BYTES = 32
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
 
 
@@ -31,7 +36,7 @@ class Pool:
 
     def __init__(
         self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, incarnation: int,
-        undo: ExitStack,
+        undo: ExitStack, now_s: Callable[[], float],
     ) -> None:
         self.table = table
         self.pool_id = segments.pool_id
@@ -40,11 +45,19 @@ class Pool:
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
-        """Why the pool stopped growing below its limit; '' while it may."""
+        """Why the last attempt to grow failed; '' while it may grow, and after the next that succeeds."""
+        self.retired: list[int] = []
+        """Ids of segments removed in this server's life, in that order."""
         self._lock = lock
         self._segments = segments
         self._undo = undo
         self._added: list[SegmentInfo] = []
+        self._retiring: list[int] = []
+        self._limits = Limits.of(settings)
+        self._segment_bytes = settings.segment_bytes
+        self._now_s = now_s
+        self._retry_s = FIRST_RETRY_S
+        self._retry_at_s = 0.0
         self._growing = asyncio.Lock()
 
     def close(self) -> None:
@@ -76,17 +89,29 @@ class Pool:
     def segment_count(self) -> int:
         return len(self._added)
 
-    def can_grow(self) -> bool:
-        return not self.growth_error and self._segments.can_grow()
+    @property
+    def retiring(self) -> list[int]:
+        """Ids of the segments that are being drained."""
+        return list(self._retiring)
 
-    def segments(self) -> list[Segment]:
+    def can_grow(self) -> bool:
+        """False at the limit, and for a while after an attempt that failed."""
+        return (not self.growth_error or self._now_s() >= self._retry_at_s) and self._segments.can_grow()
+
+    @property
+    def segment_infos(self) -> Sequence[SegmentInfo]:
+        """In rising order of their ids, those that are being drained included."""
+        return self._added
+
+    def segments(self, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
+        """All of them, or those that `infos` names."""
         return [
             Segment(
                 id=info.id, name=info.name, bytes=info.bytes, data_offset=info.data_offset,
                 prefaulted_bytes=self._segments.prefaulted_bytes(info.id),
-                used_bytes=self.table.segment_used_bytes(info.id),
+                used_bytes=self.table.segment_used_bytes(info.id), retiring=info.id in self._retiring,
             )
-            for info in self._added
+            for info in (self._added if infos is None else infos)
         ]
 
     async def make_room(self, space: int, keys: bytes, chunk_bytes: int) -> None:
@@ -123,20 +148,96 @@ class Pool:
                     raise StartupError("pool_too_small", self.growth_error)
 
     async def _grow(self) -> None:
-        """One more segment; a refusal is remembered and ends growth for this server's life."""
+        """One more segment; after a refusal none is tried for a while, and a longer one each time."""
         try:
             info = await asyncio.to_thread(self._segments.grow)
-        except (PoolFull, PoolTooSmall, OSError) as error:
+            try:
+                self.table.add_segment(info.id, info.data_offset, info.data_bytes)
+            except TableError:
+                await asyncio.to_thread(self._segments.retire, info.id)
+                raise
+        except (PoolFull, PoolTooSmall, OSError, TableError) as error:
             self.growth_error = str(error)
-            log.warning("the pool stops growing at %d bytes: %s", self.allocated_bytes, error)
+            self._retry_at_s = self._now_s() + self._retry_s
+            log.warning(
+                "the pool cannot grow beyond %d bytes, next try in %g s: %s",
+                self.allocated_bytes, self._retry_s, error,
+            )
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             return
-        self.table.add_segment(info.id, info.data_offset, info.data_bytes)
+        self.growth_error, self._retry_s = "", FIRST_RETRY_S
         self._added.append(info)
         log.info("segment %s added: %d bytes", info.name, info.bytes)
 
+    # ---------------------------------------------------------------- limits
 
-def open_pool(settings: Settings, randbits: Callable[[int], int]) -> Pool:
+    async def resize(self, limits: Limits) -> None:
+        """New caps and a new size. A smaller one only begins here: `drain` goes on with it.
+
+        Raises ApiError(no_memory) when the machine cannot hold the pool; then nothing has changed.
+        """
+        async with self._growing:
+            more_bytes = limits.pool_bytes - max(self.limit_bytes, self.allocated_bytes)
+            if more_bytes > 0:
+                missing = limits.pool_bytes - self.allocated_bytes
+                available = await asyncio.to_thread(self._segments.available_bytes)
+                if missing > available:
+                    raise ApiError(
+                        "no_memory", "shared memory or the control group has less room than the pool would take",
+                        found=missing, wanted=f"<= {available} bytes more than the pool has",
+                    )
+            self._limits = limits
+            self.limit_bytes = self._segments.limit_bytes = limits.pool_bytes
+            self._retry_at_s = 0.0
+            self._choose_retiring()
+            self._limit_table()
+
+    async def drain(self) -> None:
+        """Takes what nobody holds out of retiring segments, and removes those that are empty; in slices."""
+        for segment in tuple(self._retiring):
+            before = -1
+            in_use = self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
+            while in_use not in (0, before):
+                await asyncio.sleep(0)
+                before, in_use = in_use, self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
+            if in_use == 0:
+                async with self._growing:
+                    await self._remove(segment)
+
+    async def _remove(self, segment: int) -> None:
+        """From here on nobody is told of it, and its id is told to all who were."""
+        self.table.remove_segment(segment)
+        self._added = [info for info in self._added if info.id != segment]
+        self._retiring.remove(segment)
+        self.retired.append(segment)
+        await asyncio.to_thread(self._segments.retire, segment)
+        self._limit_table()
+        log.info("segment %d removed: %d bytes are allocated", segment, self.allocated_bytes)
+
+    def _choose_retiring(self) -> None:
+        """The segments with the fewest bytes in use, until the others fit; what is retiring stays so."""
+        staying = [info for info in self._added if info.id not in self._retiring]
+        excess_bytes = sum(info.bytes for info in staying) - self.limit_bytes
+        for info in sorted(staying, key=lambda info: (self.table.segment_used_bytes(info.id), -info.id)):
+            if excess_bytes <= 0:
+                return
+            self._retiring.append(info.id)
+            excess_bytes -= info.bytes
+
+    def _limit_table(self) -> None:
+        """The table's caps are shares of its limit, which is never below what it has."""
+        self.table.set_limits(
+            limit_bytes=max(self.limit_bytes, self.allocated_bytes),
+            session_cap=self._limits.session_cap, total_cap=self._limits.total_cap,
+        )
+
+
+def open_pool(
+    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic
+) -> Pool:
     """A new, empty pool; what dead servers left is removed first. `randbits(k)`: k random bits.
+
+    `now_s` times the attempts to grow.
 
     Raises StartupError(pool_too_small) naming what the machine has and what was wanted.
     """
@@ -170,7 +271,8 @@ def open_pool(settings: Settings, randbits: Callable[[int], int]) -> Pool:
             total_cap=settings.total_cap,
         )
         return Pool(
-            settings, lock=lock, segments=segments, table=table, incarnation=incarnation, undo=undo.pop_all()
+            settings, lock=lock, segments=segments, table=table, incarnation=incarnation, undo=undo.pop_all(),
+            now_s=now_s,
         )
 
 

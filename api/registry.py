@@ -43,6 +43,8 @@ class MemberRecord:
     ranks: tuple[int, ...]
     scheduler: bool
     lock_offset: int
+    retired_before: int = 0
+    """Segments the pool had removed when the member attached: it never mapped them."""
     dead: bool = False
     """Its lock was seen free. It never comes back: a new process is a new member."""
 
@@ -59,7 +61,11 @@ class SessionRecord:
     instance: str
     label: str
     namespace: NamespaceRecord
+    number: int
+    """Rises from session to session: the order in which they are listed."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
+    grants: int = 0
+    """Open leases and reservations, or more: limits.check_grants."""
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)
@@ -77,8 +83,10 @@ class Registry:
         self._by_instance: dict[str, SessionRecord] = {}
         self._by_table_id: dict[int, SessionRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
+        self._opened = 0
 
     def sessions(self) -> list[SessionRecord]:
+        """In the order in which they were opened."""
         return list(self._by_id.values())
 
     def session(self, session_id: str) -> SessionRecord:
@@ -93,6 +101,10 @@ class Registry:
     def of_table_id(self, table_id: int) -> SessionRecord | None:
         return self._by_table_id.get(table_id)
 
+    def namespaces(self) -> list[NamespaceRecord]:
+        """In rising order of their table ids."""
+        return list(self._namespaces.values())
+
     def namespace(self, digest: bytes) -> NamespaceRecord:
         found = self._namespaces.get(digest)
         if found is None:
@@ -104,7 +116,8 @@ class Registry:
 
     def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
         """The wire id carries the incarnation, so an id of another server life is never found here."""
-        record = SessionRecord(f"{self._prefix}-{table_id}", table_id, instance, label, namespace)
+        self._opened += 1
+        record = SessionRecord(f"{self._prefix}-{table_id}", table_id, instance, label, namespace, self._opened)
         self._by_id[record.id] = self._by_instance[instance] = self._by_table_id[table_id] = record
         return record
 
@@ -113,10 +126,13 @@ class Registry:
         self._by_instance.pop(record.instance, None)
         self._by_table_id.pop(record.table_id, None)
 
-    def prune(self, open_sessions: set[int]) -> None:
+    def prune(self, grants: dict[int, int]) -> None:
+        """`grants`: open ones by the table ids of all open sessions."""
         for record in tuple(self._by_id.values()):
-            if record.table_id not in open_sessions:
+            if record.table_id not in grants:
                 self.drop_session(record)
+            else:
+                record.grants = grants[record.table_id]
 
 
 class Names:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvdock.api.version import API_VERSION
 from kvdock.api.wire_types import Answer, Hex64
 
 
@@ -30,6 +31,8 @@ class LeaseView(Answer, kw_only=True):
 
 class Leases(Answer, kw_only=True):
     leases: list[LeaseView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
 
 
 class RequestView(Answer, kw_only=True):
@@ -50,6 +53,8 @@ class RequestView(Answer, kw_only=True):
 
 class Requests(Answer, kw_only=True):
     requests: list[RequestView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
 
 
 class Series(Answer, kw_only=True):
@@ -91,6 +96,7 @@ class Status(Answer, kw_only=True):
     status: Literal["ok", "not ready"]
     reasons: list[str]
     version: str
+    api_version: int = API_VERSION
     pool_id: Hex64
     incarnation: int
     uptime_s: float

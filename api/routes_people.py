@@ -1,21 +1,28 @@
-"""What people, probes and scrapers read: health, status, history, metrics, the status page and /docs."""
+"""What people, probes and scrapers read: health, lists, status, history, metrics, the status page and /docs."""
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
-from typing import Annotated
+from pathlib import PurePosixPath
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
+from kvdock.api import probes, views
 from kvdock.api import schemas as s
-from kvdock.api import views
+from kvdock.api.admin_schemas import SessionDetail
 from kvdock.api.docs_page import docs_page, docs_style
+from kvdock.api.errors import CODES
 from kvdock.api.metrics import CONTENT_TYPE, metrics_text
 from kvdock.api.openapi import doc, openapi_schema
+from kvdock.api.paging import DEFAULT_LIMIT, Cursor, Limit
 from kvdock.api.routes_engine import service_of
 from kvdock.api.wire import answer
+
+_WELL_OR_NOT = (200, CODES["not_ready"].status)
+PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
 
 router = APIRouter()
 
@@ -28,27 +35,72 @@ def add_page(app: FastAPI) -> None:
         return FileResponse(index, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
 
     app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
-    app.mount("/static", StaticFiles(directory=index.removesuffix("/index.html")), name="static")
+    app.mount("/static", PageFiles(directory=index.removesuffix("/index.html")), name="static")
 
 
-@router.get("/livez", tags=["health"], **doc("The process answers", answer=s.Health))
-async def livez() -> Response:
-    return answer(s.Health(status="ok"))
+class PageFiles(StaticFiles):
+    """Files of the page, by what they are: the folder is a Python package too."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if PurePosixPath(path).suffix not in PAGE_SUFFIXES:
+            return "", None
+        return super().lookup_path(path)
 
 
-@router.get("/startupz", tags=["health"], **doc("The server has started", answer=s.Health, errors=("not_ready",)))
-@router.get("/readyz", tags=["health"], **doc("There is memory to give out", answer=s.Health, errors=("not_ready",)))
-@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=s.Health, errors=("not_ready",)))
+# ------------------------------------------------------------------ probes
+
+
+@router.get("/livez", tags=["health"], **doc("The event loop turns", answer=s.Health, statuses=_WELL_OR_NOT))
+async def livez(request: Request) -> Response:
+    return _health(probes.live(service_of(request)))
+
+
+@router.get("/startupz", tags=["health"], **doc("The server has started", answer=s.Health, statuses=_WELL_OR_NOT))
+async def startupz(request: Request) -> Response:
+    return _health(probes.started(service_of(request)))
+
+
+@router.get("/readyz", tags=["health"], **doc("Slots can be given out", answer=s.Health, statuses=_WELL_OR_NOT))
+@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=s.Health, statuses=_WELL_OR_NOT))
 async def readyz(request: Request) -> Response:
-    health = views.health(service_of(request))
+    return _health(probes.ready(service_of(request)))
+
+
+def _health(health: s.Health) -> Response:
     response = answer(health)
-    response.status_code = 200 if health.status == "ok" else 503
+    response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
     return response
 
 
-@router.get("/v1/segments", tags=["pool"], **doc("The pool's shared memory, and its lock file", answer=s.Segments))
-async def segments(request: Request) -> Response:
-    return answer(views.segments(service_of(request)))
+# ------------------------------------------------------------------ lists, and the pool at a glance
+
+
+@router.get("/v1/sessions", tags=["sessions"], **doc("Who is attached", answer=s.Sessions, errors=("bad_argument",)))
+async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.sessions(service_of(request), limit, cursor))
+
+
+@router.get("/v1/sessions/{session}", tags=["sessions"], **doc(
+    "One session: members, grants, bytes held", answer=SessionDetail, errors=("unknown_session", "bad_argument")
+))
+async def show_session(
+    request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0
+) -> Response:
+    return answer(views.session(service_of(request), session, limit, cursor))
+
+
+@router.get("/v1/leases", tags=["reading"], **doc(
+    "Open leases and reservations, oldest first", answer=s.Leases, errors=("bad_argument",)
+))
+async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.leases(service_of(request), limit, cursor))
+
+
+@router.get("/v1/segments", tags=["pool"], **doc(
+    "The pool's shared memory, and its lock file", answer=s.Segments, errors=("bad_argument",)
+))
+async def segments(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.segments(service_of(request), limit, cursor))
 
 
 @router.get("/v1/status", tags=["pool"], **doc("The server at a glance", answer=s.Status))
@@ -64,8 +116,8 @@ async def stats(request: Request) -> Response:
 @router.get("/v1/requests", tags=["pool"], **doc(
     "The last lookups and stores, newest first", answer=s.Requests, errors=("bad_argument",)
 ))
-async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 100) -> Response:
-    return answer(views.requests(service_of(request), limit))
+async def requests(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.requests(service_of(request), limit, cursor))
 
 
 @router.get("/metrics", tags=["health"], **doc("Prometheus text", text="text/plain"))

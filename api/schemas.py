@@ -106,6 +106,9 @@ from kvdock.api.wire_types import (
 from kvdock.api.wire_types import (
     Tokens as Tokens,
 )
+from kvdock.api.wire_types import (
+    checksum_value as checksum_value,
+)
 
 # --------------------------------------------------------------------------- identity
 
@@ -173,12 +176,16 @@ class Segment(Answer, kw_only=True):
     data_offset: int
     prefaulted_bytes: int
     used_bytes: int
+    retiring: bool = False
+    """Nothing new goes in; it is removed as soon as nobody holds any of it."""
 
 
 class Segments(Answer, kw_only=True):
     pool_id: Hex64
     lock_file: str
     segments: list[Segment]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
 
 
 class SessionAttached(Answer, kw_only=True):
@@ -210,7 +217,9 @@ class HeartbeatAnswer(Carried, kw_only=True):
     heartbeat_s: float
     questions: list[GrantRanks]
     segments: int
-    """How many segments the pool has had: a member that knows fewer asks GET /v1/segments."""
+    """How many segments the pool has: a member that knows fewer asks GET /v1/segments."""
+    retired: list[int] = msgspec.field(default_factory=list)
+    """Segments removed since the member attached: nobody holds any of them, so unmap them. Ids are not reused."""
 
 
 MemberState = Literal["live", "suspect", "dead", "gone"]
@@ -239,6 +248,8 @@ class SessionView(Answer, kw_only=True):
 
 class Sessions(Answer, kw_only=True):
     sessions: list[SessionView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
 
 
 # --------------------------------------------------------------------------- lookups and leases
@@ -256,8 +267,7 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
 
     @property
     def checksum_value(self) -> int:
-        """The number, whichever form it came in."""
-        return self.checksum if isinstance(self.checksum, int) else int(self.checksum, 16)
+        return checksum_value(self.checksum)
 
 
 class Lookup(Carrier, kw_only=True):
@@ -378,6 +388,10 @@ class PartDone(Body, array_like=True, gc=False):
     index: ChunkIndex
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     checksum: Checksum
+
+    @property
+    def checksum_value(self) -> int:
+        return checksum_value(self.checksum)
 
 
 class Commit(Carrier, kw_only=True):

@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
+from kvdock.api.hot_path import HotPath
 from kvdock.api.keeper import Keeper
 from kvdock.api.listen import bind_tcp, bind_unix
 from kvdock.api.pool import open_pool
@@ -97,7 +99,8 @@ class Server:
                 await keeper.ready.wait()
                 self._on_ready(addresses)
 
-            self._uvicorn = _Uvicorn(_config(create_app(settings, service, lifespan)), announce)
+            app = HotPath(create_app(settings, service, lifespan), service)
+            self._uvicorn = _Uvicorn(uvicorn_config(app), announce)
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
@@ -135,7 +138,7 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -147,6 +150,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -1,8 +1,8 @@
 """The cache service: each call of the API, in the table's terms. It decides; it never touches a KV byte.
 
 Ownership: pool (table, segments, lock file) and registry (names) belong to one service and are used
-from one event loop; only hashing of long token lists and growing the pool leave it. Time comes from
-the clock passed in. Refusals are ApiError or the table's own TableError; after one nothing is half done.
+from one event loop; only growing the pool leaves it. Time comes from the clock passed in.
+Refusals are ApiError or the table's own TableError; after one nothing is half done.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from kvdock._core import Reservation as Granted
+from kvdock._core import TableError
 from kvdock.api import schemas as s
 from kvdock.api.attach import attach
 from kvdock.api.clock import ServerClock
@@ -24,15 +27,16 @@ from kvdock.api.convert import (
     limited_by,
 )
 from kvdock.api.errors import ApiError
+from kvdock.api.forms import Form, LookupReply, ReserveReply
 from kvdock.api.history import TABLE_COUNTERS, Counters, History, RecentRequests
+from kvdock.api.limits import Limits, check_grants
 from kvdock.api.pool import Pool
-from kvdock.api.registry import Names, NamespaceRecord, Registry
+from kvdock.api.pulse import Pulse
+from kvdock.api.registry import Names, NamespaceRecord, Registry, SessionRecord
 from kvdock.api.settings import Settings
 from kvdock.api.tally import Tally
-from kvdock.datapath.identity import chunk_keys
-
-HASH_ON_LOOP_TOKENS = 2048
-"""Longer token lists are hashed in a thread."""
+from kvdock.api.timing import Timings
+from kvdock.api.tokens import hash_tokens
 
 
 class CacheService:
@@ -54,11 +58,16 @@ class CacheService:
         self.wall_s = wall_s
         self.registry = Registry(pool.incarnation)
         self.names = Names(keep=4 * settings.table_grants)
+        self.limits = Limits.of(settings)
+        self.configuring = asyncio.Lock()
+        """Held while limits change: a change is checked against the limits it replaces."""
         self.counters = Counters()
         self.history = History(settings.history_values, settings.history_interval_s)
         self.recent = RecentRequests(settings.recent_requests)
         self._tally = Tally(self.counters, self.recent, keep=4 * settings.table_grants)
-        self._perf_ns = perf_ns
+        self.perf_ns = self._perf_ns = perf_ns
+        self.pulse = Pulse(perf_ns)
+        self.timings = Timings()
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps."""
@@ -70,9 +79,9 @@ class CacheService:
     # ---------------------------------------------------------------- sessions
 
     def forget_closed(self) -> None:
-        """Drops the names of sessions that the table has closed."""
+        """Drops the names of sessions that the table has closed, and counts the grants of the others."""
         if self.registry.sessions():
-            self.registry.prune({view.session for view in self.table.sessions()})
+            self.registry.prune({view.session: view.leases + view.reservations for view in self.table.sessions()})
 
     def attach(self, body: s.AttachSession) -> s.SessionAttached:
         self.forget_closed()
@@ -92,7 +101,9 @@ class CacheService:
         )
 
     def heartbeat(self, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
-        member = self.registry.session(session_id).member(body.member)
+        session = self.registry.session(session_id)
+        refused = self._carried(session, body)
+        member = session.member(body.member)
         now_ms = self.clock.now_ms()
         for said in body.done:
             with ignore_unknown_grant():
@@ -102,9 +113,11 @@ class CacheService:
                 self.table.keep(member.table_id, grant_id(kept), now_ms)
         questions = self.table.heartbeat(member.table_id, now_ms)
         return s.HeartbeatAnswer(
+            refused_releases=refused,
             heartbeat_s=self.settings.heartbeat_s,
             questions=[s.GrantRanks(grant=grant_text(grant), ranks=ranks) for grant, ranks in questions],
             segments=self.pool.segment_count,
+            retired=self.pool.retired[member.retired_before :],
         )
 
     def leave(self, session_id: str, member_id: str | None) -> None:
@@ -123,38 +136,41 @@ class CacheService:
 
     # ---------------------------------------------------------------- reading
 
-    async def lookup(self, body: s.Lookup) -> s.LookupAnswer:
+    async def lookup(self, body: s.Lookup, form: Form) -> s.LookupHead:
         if body.session is None:
             return await self._peek(body)
         if body.namespace is not None:
             raise ApiError("invalid_body", "a session has its namespace", found="$.namespace", wanted="session only")
         started_ns = self._perf_ns()
         session = self.registry.session(body.session)
+        refused = self._carried(session, body)
         member = session.member(body.member)
         keys = await self._keys(session.namespace, body.keys, body.tokens, parent=b"")
         request = self.names.digest(body.request)
+        check_grants(self.table, session, request, self.limits.session_grants)
         found = self.table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self.clock.now_ms(),
         )
+        session.grants += found.lease != 0
         took_us = (self._perf_ns() - started_ns) // 1000
         self._tally.lookup(session, body, request, keys, found, at=self.wall_s(), took_us=took_us)
-        return s.LookupAnswer(
+        return LookupReply(
+            refused_releases=refused,
             hit_tokens=found.hit_tokens,
             lease=grant_text(found.lease) if found.lease else None,
             first_chunk=found.first_chunk,
-            chunks=[
-                [s.Part(group, writer, segment, offset, length, f"{checksum:016x}")
-                 for group, writer, segment, offset, length, checksum in parts]
-                for parts in found.chunks
-            ],
             limited_by="held_bytes" if found.limited else None,
+            chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
     def release(self, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
         session = self.registry.session(body.session)
         remaining = self.table.release(session.table_id, grant_id(lease), body.ranks, self.clock.now_ms())
         return s.ReleaseAnswer(remaining=remaining)
+
+    def release_many(self, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
+        return s.ReleaseManyAnswer(refused_releases=self._carried(self.registry.session(body.session), body))
 
     def cancel(self, lease: str, body: s.CancelLease) -> None:
         session = self.registry.session(body.session)
@@ -170,15 +186,17 @@ class CacheService:
 
     # ---------------------------------------------------------------- writing
 
-    async def reserve(self, body: s.Reserve) -> s.ReserveAnswer:
+    async def reserve(self, body: s.Reserve, form: Form) -> s.ReserveHead:
         started_ns = self._perf_ns()
         session = self.registry.session(body.session)
+        refused = self._carried(session, body)
         member = session.member(body.member)
         groups = group_indices(session.namespace.manifest, body.groups)
         parent = b"" if body.parent is None else key_bytes([body.parent])
         keys = await self._keys(session.namespace, body.keys, body.tokens, parent=parent)
         await self.pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self.names.digest(body.store)
+        check_grants(self.table, session, store, self.limits.session_grants)
 
         def ask() -> Granted:
             return self.table.reserve(
@@ -191,26 +209,26 @@ class CacheService:
         # What is free may lie in slots of another size; a call that was granted nothing left no trace.
         while not granted.grant and granted.limited == "no_space" and await self.pool.grow_once():
             granted = ask()
+        session.grants += granted.grant != 0
         took_us = (self._perf_ns() - started_ns) // 1000
         self._tally.reservation(session, body, keys, granted, at=self.wall_s(), took_us=took_us)
-        return s.ReserveAnswer(
+        return ReserveReply(
+            refused_releases=refused,
             reservation=grant_text(granted.grant) if granted.grant else None,
             deadline_s=body.deadline_s,
-            chunks=[
-                s.GrantedChunk(index=index, parts=[s.WritePart(*part) for part in parts])
-                for index, parts in granted.chunks
-            ],
             present=granted.present,
             busy=granted.busy,
             limited_by=limited_by(granted.limited),
+            chunks=msgspec.Raw(granted.chunks_msgpack if form.packed else granted.chunks_json),
         )
 
     def commit(self, reservation: str, body: s.Commit) -> s.CommitAnswer:
         session = self.registry.session(body.session)
+        refused = self._carried(session, body)
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
         ready, remaining = self.table.commit(session.table_id, grant, body.rank, parts, self.clock.now_ms())
-        return s.CommitAnswer(ready=ready, remaining=remaining)
+        return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
     def abort(self, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
         session = self.registry.session(body.session)
@@ -227,6 +245,8 @@ class CacheService:
 
     async def _peek(self, body: s.Lookup) -> s.LookupAnswer:
         """Without a session: a length, and nothing is held."""
+        if body.releases:
+            raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
         if body.namespace is None:
             raise ApiError("invalid_body", "without a session say which namespace", found="$", wanted="namespace")
         namespace = self.registry.namespace(key_bytes([body.namespace]))
@@ -235,8 +255,18 @@ class CacheService:
         hit_tokens = self.table.peek(namespace.table_id, keys)
         return s.LookupAnswer(hit_tokens=hit_tokens, lease=None, first_chunk=0, chunks=[])
 
+    def _carried(self, session: SessionRecord, body: s.Carrier) -> list[s.ReleaseRefused]:
+        """Handles the releases that a call carries; the refused ones are for its answer."""
+        refused: list[s.ReleaseRefused] = []
+        for said in body.releases:
+            try:
+                self.table.release(session.table_id, grant_id(said.lease), said.ranks, self.clock.now_ms())
+            except (ApiError, TableError) as error:
+                refused.append(s.ReleaseRefused(said.lease, error.code))
+        return refused
+
     async def _keys(
-        self, namespace: NamespaceRecord, keys: list[str] | None, tokens: list[int] | None, *, parent: bytes
+        self, namespace: NamespaceRecord, keys: list[str] | bytes | None, tokens: list[int] | None, *, parent: bytes
     ) -> bytes:
         if (keys is None) == (tokens is None):
             found = "neither" if keys is None else "both"
@@ -249,8 +279,5 @@ class CacheService:
         count = len(tokens) // namespace.manifest.chunk_tokens
         if count > s.MAX_KEYS:
             raise ApiError("bad_argument", "too many chunks of tokens in one call", found=count, wanted=s.MAX_KEYS)
-        arguments = (namespace.digest, tokens, namespace.manifest.chunk_tokens)
-        if len(tokens) <= HASH_ON_LOOP_TOKENS:
-            return b"".join(chunk_keys(*arguments))
-        return b"".join(await asyncio.to_thread(chunk_keys, *arguments))
+        return await hash_tokens(namespace.digest, tokens, namespace.manifest.chunk_tokens)
 

@@ -81,6 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     session_cap: Share = 0.25
     """Share of the pool one session may hold pinned."""
     total_cap: Share = 0.75
+    session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
+    """Leases and reservations one session may have open."""
 
     # life and death
     heartbeat_s: Seconds = 2.0

@@ -13,12 +13,10 @@ from kvdock._core import Lookup as Found
 from kvdock._core import Reservation as Granted
 from kvdock.api.history import Counters, RecentRequests
 from kvdock.api.registry import SessionRecord
-from kvdock.api.schemas import Lookup, RequestView, Reserve
+from kvdock.api.schemas import KEY_BYTES, Lookup, RequestView, Reserve
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-
-KEY_BYTES = 32
 
 
 class Recent(Generic[K, V]):
@@ -63,17 +61,17 @@ class Tally:
             counters.limited_lookups += found.limited
         else:
             counters.lookup_renewals += 1
-        fresh = found.chunks[counted or 0 :]
+        chunks, before = found.chunk_count, counted or 0
         # Each reader of a part that all writers share (MLA) fetches it once more.
         fetches = max(1, body.readers // manifest.writers)
-        loaded_bytes = fetches * sum(part[4] for parts in fresh for part in parts)
-        counters.loaded_chunks += len(fresh)
+        loaded_bytes = fetches * found.bytes_from(before)
+        counters.loaded_chunks += max(0, chunks - before)
         counters.loaded_bytes += loaded_bytes
-        self._lookups.put(key, max(counted or 0, len(found.chunks)))
+        self._lookups.put(key, max(before, chunks))
         if counted is None:
             self._recent.add(RequestView(
                 at=at, kind="lookup", session=session.id, label=session.label, request=body.request, tokens=tokens,
-                hit_tokens=found.hit_tokens, chunks=len(found.chunks), bytes=loaded_bytes, took_us=took_us,
+                hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
             ))
 
     def reservation(
@@ -83,12 +81,11 @@ class Tally:
             return
         self._counters.reservations += 1
         self._counters.short_reservations += bool(granted.limited)
-        chunk_bytes = sum(part[4] for part in granted.chunks[0][1]) if granted.chunks else 0
         if granted.grant:
             self._stores.put(granted.grant, None)
         chunk_tokens = session.namespace.manifest.chunk_tokens
         self._recent.add(RequestView(
             at=at, kind="store", session=session.id, label=session.label, request=body.store,
             tokens=len(keys) // KEY_BYTES * chunk_tokens, hit_tokens=len(granted.present) * chunk_tokens,
-            chunks=len(granted.chunks), bytes=chunk_bytes * len(granted.chunks), took_us=took_us,
+            chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=took_us,
         ))

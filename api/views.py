@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
-from kvdock._core import GrantView, MemberView
+from kvdock._core import GrantView, MemberView, SessionView
+from kvdock.api import probes
 from kvdock.api import schemas as s
+from kvdock.api.admin_schemas import MemberDetail, SessionDetail
 from kvdock.api.convert import grant_text
 from kvdock.api.errors import ApiError
+from kvdock.api.paging import page_of
 from kvdock.api.registry import SessionRecord
 from kvdock.api.service import CacheService
 
 VERSION = version("kvdock")
-
-
-def health(service: CacheService) -> s.Health:
-    if service.pool.ready:
-        return s.Health(status="ok")
-    return s.Health(status="not ready", reasons=["the first segment is being allocated"])
 
 
 def pool_view(service: CacheService) -> s.PoolView:
@@ -39,8 +38,8 @@ def pool_view(service: CacheService) -> s.PoolView:
 
 def status(service: CacheService) -> s.Status:
     stats = service.table.stats()
-    now = health(service)
-    growth = [f"the pool stopped growing: {service.pool.growth_error}"] if service.pool.growth_error else []
+    now = probes.ready(service)
+    growth = [f"the pool cannot grow now: {service.pool.growth_error}"] if service.pool.growth_error else []
     sessions = service.table.sessions()
     return s.Status(
         status=now.status,
@@ -61,47 +60,84 @@ def status(service: CacheService) -> s.Status:
     )
 
 
-def sessions(service: CacheService) -> s.Sessions:
-    return s.Sessions(sessions=[session(service, record.id) for record in service.registry.sessions()])
+def sessions(service: CacheService, limit: int, cursor: int) -> s.Sessions:
+    shown, following = page_of(service.registry.sessions(), lambda record: record.number, limit, cursor)
+    views = {view.session: view for view in service.table.sessions()}
+    members = _members_by_session(service)
+    now_ms = service.clock.now_ms()
+    return s.Sessions(
+        sessions=[
+            s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
+                s.MemberView(**_member_fields(record, member, now_ms)) for member in members[record.table_id]
+            ])
+            for record in shown if record.table_id in views
+        ],
+        next=following,
+    )
 
 
-def session(service: CacheService, session_id: str) -> s.SessionView:
+def session(service: CacheService, session_id: str, limit: int, cursor: int) -> SessionDetail:
+    """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""
     record = service.registry.session(session_id)
     view = next((view for view in service.table.sessions() if view.session == record.table_id), None)
     if view is None:
         raise ApiError("unknown_session", "the session has just ended", found=session_id)
     now_ms = service.clock.now_ms()
-    return s.SessionView(
-        session=record.id,
-        instance=record.instance,
-        label=record.label,
-        model=record.namespace.manifest.model,
-        namespace=record.namespace.digest.hex(),
-        members=_members(record, service.table.members(), now_ms),
-        leases=view.leases,
-        reservations=view.reservations,
-        held_bytes=view.held_bytes,
-        age_s=(now_ms - view.opened_ms) / 1000,
+    grants = _grants(service, record.table_id)
+    shown, following = page_of(grants, lambda grant: grant.grant, limit, cursor)
+    return SessionDetail(
+        **_session_fields(record, view, now_ms),
+        members=[
+            MemberDetail(**_member_fields(record, member, now_ms), grants=[
+                grant_text(grant.grant) for grant in shown if not set(member.ranks).isdisjoint(grant.remaining)
+            ])
+            for member in _members_by_session(service)[record.table_id]
+        ],
+        grants=[_lease(service, grant) for grant in shown],
+        next=following,
     )
 
 
-def _members(record: SessionRecord, views: list[MemberView], now_ms: int) -> list[s.MemberView]:
-    names = {member.table_id: member.id for member in record.members.values()}
-    return [
-        s.MemberView(
-            id=names.get(view.member, view.nonce.hex()),
-            ranks=view.ranks,
-            scheduler=view.scheduler,
-            state=_state(view.state),
-            heartbeat_age_s=(now_ms - view.heartbeat_ms) / 1000,
-        )
-        for view in views
-        if view.session == record.table_id
-    ]
+def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> dict[str, Any]:
+    return {
+        "session": record.id,
+        "instance": record.instance,
+        "label": record.label,
+        "model": record.namespace.manifest.model,
+        "namespace": record.namespace.digest.hex(),
+        "leases": view.leases,
+        "reservations": view.reservations,
+        "held_bytes": view.held_bytes,
+        "age_s": (now_ms - view.opened_ms) / 1000,
+    }
 
 
-def leases(service: CacheService) -> s.Leases:
-    return s.Leases(leases=[_lease(service, view) for view in service.table.grants()])
+def _members_by_session(service: CacheService) -> dict[int, list[MemberView]]:
+    members: dict[int, list[MemberView]] = defaultdict(list)
+    for view in service.table.members():
+        members[view.session].append(view)
+    return members
+
+
+def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict[str, Any]:
+    name = next((member.id for member in record.members.values() if member.table_id == view.member), view.nonce.hex())
+    return {
+        "id": name,
+        "ranks": view.ranks,
+        "scheduler": view.scheduler,
+        "state": _state(view.state),
+        "heartbeat_age_s": (now_ms - view.heartbeat_ms) / 1000,
+    }
+
+
+def leases(service: CacheService, limit: int, cursor: int) -> s.Leases:
+    """Oldest first."""
+    shown, following = page_of(_grants(service), lambda view: view.grant, limit, cursor)
+    return s.Leases(leases=[_lease(service, view) for view in shown], next=following)
+
+
+def _grants(service: CacheService, session: int = 0) -> list[GrantView]:
+    return sorted(service.table.grants(session), key=lambda view: view.grant)
 
 
 def lease(service: CacheService, lease_id: str, session_id: str) -> s.LeaseView:
@@ -139,14 +175,19 @@ def _state(text: str) -> s.MemberState:
     raise ValueError(f"member state found {text!r}, wanted live, suspect, dead or gone")
 
 
-def segments(service: CacheService) -> s.Segments:
+def segments(service: CacheService, limit: int, cursor: int) -> s.Segments:
+    shown, following = page_of(service.pool.segment_infos, lambda info: info.id, limit, cursor)
     return s.Segments(
-        pool_id=grant_text(service.pool.pool_id), lock_file=service.pool.lock_path, segments=service.pool.segments()
+        pool_id=grant_text(service.pool.pool_id),
+        lock_file=service.pool.lock_path,
+        segments=service.pool.segments(shown),
+        next=following,
     )
 
 
-def requests(service: CacheService, limit: int) -> s.Requests:
-    return s.Requests(requests=service.recent.view(limit))
+def requests(service: CacheService, limit: int, cursor: int) -> s.Requests:
+    shown, following = service.recent.view(limit, cursor)
+    return s.Requests(requests=shown, next=following)
 
 
 def stats(service: CacheService) -> s.Stats:

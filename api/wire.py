@@ -1,13 +1,12 @@
 """Between HTTP and structs: bodies in, answers and problems out. Decides nothing.
 
 Invariants: no more than `body_limit_bytes` of a body is ever held; every error leaves as problem
-details; a body is JSON by its content type (a web page's cross-site form can never be one).
+details; a body is JSON or MessagePack by its content type (a web page's cross-site form can never be one).
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -15,9 +14,12 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from kvdock._core import TableError
 from kvdock.api.errors import CODES, ApiError, problem_of
+from kvdock.api.forms import JSON, invalid_body
 from kvdock.api.schemas import Answer, Problem
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ T = TypeVar("T")
 log = logging.getLogger("kvdock.api")
 
 _ENCODER = msgspec.json.Encoder()
-_NO_STORE = {"cache-control": "no-store"}
+NO_STORE = {"cache-control": "no-store"}
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -38,14 +40,12 @@ SECURITY_HEADERS = {
 }
 """On every answer. Pages of this server load nothing from elsewhere and are framed by nobody."""
 
-_AT_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
-
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The decoded body. Raises ApiError: unsupported_media_type, too_large, malformed_json, invalid_body."""
     media_type = request.headers.get("content-type", "")
-    if media_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted="application/json")
+    if media_type.partition(";")[0].strip().lower() != JSON.media_type:
+        raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted=JSON.media_type)
     raw = await read_limited(request)
     try:
         return decoder.decode(raw)
@@ -56,35 +56,36 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 async def read_limited(request: Request) -> bytes:
-    """The whole body, refused as soon as it is known to be longer than the limit."""
+    """The whole body. Raises ApiError(too_large)."""
     limit: int = request.app.state.settings.body_limit_bytes
-    declared = request.headers.get("content-length", "")
+    return await read_all(request.receive, request.headers.get("content-length", ""), limit)
+
+
+async def read_all(receive: Receive, declared: str, limit: int) -> bytes:
+    """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError(too_large)."""
     if declared.isdecimal() and int(declared) > limit:
         raise ApiError("too_large", "the body is longer than body_limit_bytes", found=int(declared), wanted=limit)
     pieces: list[bytes] = []
     size = 0
-    async for piece in request.stream():
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece: bytes = message.get("body", b"")
         size += len(piece)
         if size > limit:
             raise ApiError("too_large", "the body is longer than body_limit_bytes", found=size, wanted=limit)
+        if not message.get("more_body", False):
+            return b"".join([*pieces, piece]) if pieces else piece
         pieces.append(piece)
-    return b"".join(pieces)
-
-
-def invalid_body(error: msgspec.ValidationError) -> ApiError:
-    """`Expected `int`, got `str` - at `$.parts[0]`` → found: the path, wanted: what was expected there."""
-    match = _AT_PATH.match(str(error))
-    path = (match and match["path"]) or "$"
-    what = match["what"] if match else str(error)
-    return ApiError("invalid_body", str(error), found=path, wanted=what)
 
 
 def answer(body: Answer) -> Response:
-    return Response(_ENCODER.encode(body), media_type="application/json", headers=_NO_STORE)
+    return Response(_ENCODER.encode(body), media_type="application/json", headers=NO_STORE)
 
 
 def no_content() -> Response:
-    return Response(status_code=204, headers=_NO_STORE)
+    return Response(status_code=204, headers=NO_STORE)
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
@@ -92,26 +93,26 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
         _ENCODER.encode(problem),
         status_code=problem.status,
         media_type="application/problem+json",
-        headers={**_NO_STORE, **(headers or {})},
+        headers={**NO_STORE, **(headers or {})},
     )
 
 
 # --------------------------------------------------------------------------- exception → problem
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    problem = problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=request.url.path)
-    return problem_response(problem)
-
-
-async def on_table_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TableError)
+def refusal(error: ApiError | TableError, path: str) -> Problem:
+    """What a call that was refused answers."""
+    if isinstance(error, ApiError):
+        return problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=path)
     code = error.code if error.code in CODES else "internal"
     if CODES[code].status >= 500:
-        log.error("%s %s: the table answered %s: %s", request.method, request.url.path, error.code, error)
-    problem = problem_of(code, str(error), found=error.found, wanted=error.wanted, path=request.url.path)
-    return problem_response(problem)
+        log.error("%s: the table answered %s: %s", path, error.code, error)
+    return problem_of(code, str(error), found=error.found, wanted=error.wanted, path=path)
+
+
+async def on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | TableError)
+    return problem_response(refusal(error, request.url.path))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

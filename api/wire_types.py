@@ -16,7 +16,9 @@ Key = Annotated[
     str, msgspec.Meta(min_length=64, max_length=64, extra_json_schema={"pattern": "^[0-9a-f]{64}$"})
 ]
 Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-Tokens = Annotated[list[Token], msgspec.Meta(max_length=1 << 20)]
+MAX_TOKENS = 1 << 20
+"""Of one call."""
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=127)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=128)]
 MAX_KEYS = 4096
@@ -33,7 +35,14 @@ Keys = (
 )
 Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """16 hex digits in JSON, which browsers would round as a number; an integer in MessagePack."""
-MAX_RELEASES = 1024
+
+
+def checksum_value(checksum: str | int) -> int:
+    """The number, whichever form it came in."""
+    return checksum if isinstance(checksum, int) else int(checksum, 16)
+
+
+MAX_RELEASES = 256
 """Carried by one call."""
 
 

@@ -25,6 +25,7 @@ MEANINGS: dict[str, str] = {
     "table_grants": "How many leases and reservations may be open at once.",
     "session_cap": "Share of the pool that one session may hold pinned.",
     "total_cap": "Share of the pool that all sessions together may hold pinned.",
+    "session_grants": "How many leases and reservations one session may have open at once.",
     "heartbeat_s": "How often engines report; three missed make a member suspect.",
     "settle_s": "From a member's death until the memory it held is used again.",
     "ask_s": "The server asks about a lease that is older.",

@@ -24,7 +24,6 @@ from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.identity import KeyChain
 
-
 MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 

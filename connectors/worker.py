@@ -115,7 +115,7 @@ class WorkerHalf:
             slot=self._address(attachment, part.segment, part.offset, part.length),
             block_ids=chunk.block_ids,
             skip_blocks=chunk.skip_blocks,
-            checksum=int(part.checksum, 16),
+            checksum=part.checksum_value,
         )
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:

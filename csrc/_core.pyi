@@ -28,12 +28,23 @@ class Lookup:
     """`chunks` as the wire's JSON: a list of lists of [group, writer, segment, offset, length, "16 hex digits"]."""
     chunks_msgpack: bytes
     """The same in MessagePack, with the checksum as an unsigned integer."""
+    chunk_count: int
+
+    def bytes_from(self, chunk: int) -> int:
+        """Bytes of the parts of `chunks[chunk:]`."""
 
 class Reservation:
     grant: int
     """0 when nothing was granted."""
     chunks: list[tuple[int, list[tuple[int, int, int, int, int]]]]
     """(index into keys, [(group, writer, segment, offset, length)])."""
+    chunks_json: bytes
+    """`chunks` as the wire's JSON: a list of {"index": …, "parts": [[group, writer, segment, offset, length]]}."""
+    chunks_msgpack: bytes
+    """The same in MessagePack."""
+    chunk_count: int
+    part_bytes: int
+    """Of all parts granted."""
     present: list[int]
     busy: list[int]
     limited: str

@@ -117,6 +117,13 @@ void bind_views(py::module_& m) {
       .def_readonly("first_chunk", &LookupResult::first_chunk)
       .def_readonly("lease", &LookupResult::lease)
       .def_readonly("limited", &LookupResult::limited)
+      .def_property_readonly("chunk_count", [](const LookupResult& r) { return r.part_ends.size(); })
+      .def("bytes_from", [](const LookupResult& r, size_t chunk) {
+        size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
+        uint64_t sum = 0;
+        for (; at < r.parts.size(); ++at) sum += r.parts[at].length;
+        return sum;
+      }, py::arg("chunk"))
       .def_property_readonly("chunks_json", [](const LookupResult& r) { return py::bytes(parts_json(r)); })
       .def_property_readonly("chunks_msgpack", [](const LookupResult& r) { return py::bytes(parts_msgpack(r)); })
       .def_property_readonly("chunks", [](const LookupResult& r) {
@@ -130,6 +137,15 @@ void bind_views(py::module_& m) {
       .def_readonly("present", &ReserveResult::present)
       .def_readonly("busy", &ReserveResult::busy)
       .def_readonly("limited", &ReserveResult::limited)
+      .def_property_readonly("chunk_count", [](const ReserveResult& r) { return r.chunks.size(); })
+      .def_property_readonly("part_bytes", [](const ReserveResult& r) {
+        uint64_t sum = 0;
+        for (const auto& [index, parts] : r.chunks)
+          for (const PartAt& p : parts) sum += p.length;
+        return sum;
+      })
+      .def_property_readonly("chunks_json", [](const ReserveResult& r) { return py::bytes(granted_json(r)); })
+      .def_property_readonly("chunks_msgpack", [](const ReserveResult& r) { return py::bytes(granted_msgpack(r)); })
       .def_property_readonly("chunks", [](const ReserveResult& r) {
         py::list out(r.chunks.size());
         for (size_t i = 0; i < r.chunks.size(); ++i)

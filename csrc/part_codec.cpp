@@ -74,4 +74,43 @@ std::string parts_msgpack(const LookupResult& found) {
   return out;
 }
 
+std::string granted_json(const ReserveResult& granted) {
+  std::string out = "[";
+  out.reserve(granted.chunks.size() * 80 + 2);
+  for (const auto& [index, parts] : granted.chunks) {
+    out += out.size() > 1 ? ",{\"index\":" : "{\"index\":";
+    put_decimal(&out, index);
+    out += ",\"parts\":[";
+    for (const PartAt& p : parts) {
+      out += out.back() == '[' ? "[" : ",[";
+      for (uint64_t v : {uint64_t{p.group}, uint64_t{p.writer}, uint64_t{p.segment}, p.offset}) {
+        put_decimal(&out, v);
+        out += ',';
+      }
+      put_decimal(&out, p.length);
+      out += ']';
+    }
+    out += "]}";
+  }
+  return out += ']';
+}
+
+std::string granted_msgpack(const ReserveResult& granted) {
+  std::string out;
+  out.reserve(granted.chunks.size() * 40 + 5);
+  put_array(&out, static_cast<uint32_t>(granted.chunks.size()));
+  for (const auto& [index, parts] : granted.chunks) {
+    out += "\x82\xa5index";  // a map of 2; the keys are strings of 5
+    put_uint(&out, index);
+    out += "\xa5parts";
+    put_array(&out, static_cast<uint32_t>(parts.size()));
+    for (const PartAt& p : parts) {
+      put_array(&out, 5);
+      for (uint64_t v : {uint64_t{p.group}, uint64_t{p.writer}, uint64_t{p.segment}, p.offset, p.length})
+        put_uint(&out, v);
+    }
+  }
+  return out;
+}
+
 }  // namespace kvdock

@@ -1,4 +1,4 @@
-// The parts of a lookup as wire bytes, so that no Python object is made for each.
+// The parts of a lookup or reservation as wire bytes, so that no Python object is made for each.
 #pragma once
 
 #include <string>
@@ -11,5 +11,9 @@ namespace kvdock {
 std::string parts_json(const LookupResult& found);
 // … or as an unsigned integer.
 std::string parts_msgpack(const LookupResult& found);
+
+// One map a chunk: {"index": into the keys of the call, "parts": arrays of [group, writer, segment, offset, length]}.
+std::string granted_json(const ReserveResult& granted);
+std::string granted_msgpack(const ReserveResult& granted);
 
 }  // namespace kvdock

@@ -9,8 +9,8 @@ AttachedSegments (engine) maps segments by name and turns (segment, offset, leng
 Offsets count from the start of the object, header included.
 
 Thread safety: all methods of both may be called from any thread; close() once no copy is in flight.
-Invariants: allocated_bytes <= limit_bytes; segment ids rise and are never reused; when a constructor
-or grow() raises, no object that it made is left behind.
+Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never reused; when a
+constructor or grow() raises, no object that it made is left behind.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class SegmentPool:
         if prefault_threads < 1:
             raise ValueError(f"prefault_threads: found {prefault_threads}, wanted at least 1")
         self.pool_id = pool_id
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes  # may be changed between two calls of grow()
         self._segment_bytes = _whole_pages(segment_bytes)
         self._capacity = capacity if capacity is not None else Capacity(shm_dir=Path(shm_dir))
         self._prefault_threads = prefault_threads
@@ -233,6 +233,21 @@ class SegmentPool:
         """Address in this process of bytes [offset, offset + length); SlotOutOfBounds."""
         found = self._segments.get(segment)
         return _address(found.info if found else None, found.mapping if found else None, segment, offset, length)
+
+    def retire(self, segment: int) -> None:
+        """Removes one segment: its name goes, and its memory as soon as nobody maps it. KeyError when it is not there.
+
+        Only for a segment of which nobody holds a slot. Takes some ms a GiB.
+        """
+        with self._lock:
+            gone = self._segments.pop(segment)
+            shm.unlink(gone.info.name)
+            gone.prefault.stop()
+            gone.mapping.close()
+
+    def available_bytes(self) -> int:
+        """What the machine could still give to segments."""
+        return min(available for _, available in self._capacity.limits())
 
     def close(self, *, unlink: bool = True) -> None:
         """Joins the prefault threads, unmaps, and removes the names unless a later server shall adopt them."""

@@ -11,6 +11,7 @@ import http.client
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -215,11 +216,30 @@ def attach(
     return Engine(client, attached, body.member.id, liveness, body)
 
 
+class _UnixHTTPConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=10.0)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def http_connection(address: str) -> http.client.HTTPConnection:
+    """Somebody else's HTTP, over either kind of socket."""
+    at = Address.parse(address)
+    return _UnixHTTPConnection(at.socket_path) if at.socket_path else http.client.HTTPConnection(
+        at.host, at.port, timeout=10.0
+    )
+
+
 def raw(
     address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers by lower-case name, body) of one request on its own connection."""
-    connection = Address.parse(address).connection(10.0)
+    connection = http_connection(address)
     try:
         connection.request(method, path, body, {} if headers is None else headers)
         response: http.client.HTTPResponse = connection.getresponse()

@@ -6,7 +6,6 @@ threads. A Rig is what an engine process has, minus the model: its blocks hold w
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,9 +14,10 @@ from typing import Any
 
 import msgspec
 import torch
-from api_helpers import ServerProcess, attach, unique
 from api_helpers import Engine as Member
+from api_helpers import ServerProcess, attach, unique
 from engine_helpers import config, poison, prompt
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
@@ -186,7 +186,7 @@ def tokens_of(seed: int, chunks: int, tail: int = 0) -> list[int]:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def mapped_objects() -> int:

@@ -44,7 +44,7 @@ def test_a_lookup_finds_the_longest_stored_prefix_and_says_where_each_part_lies(
     assert [len(parts) for parts in found.chunks] == [1] * 4
     part = found.chunks[0][0]
     assert (part.group, part.writer, part.segment, part.length) == (0, 0, 0, 16384)
-    assert part.checksum == f"{7:016x}"
+    assert part.checksum_value == 7
     assert len({part.offset for parts in found.chunks for part in parts}) == 4
 
 

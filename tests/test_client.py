@@ -210,7 +210,7 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
 
     bodies = {
         name: inspect.signature(method).parameters["body"].annotation
-        for name, method in vars(Client).items()
+        for name, method in inspect.getmembers(Client)
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
     assert len(bodies) == 10

@@ -21,6 +21,7 @@ from connector_helpers import (
     tokens_of,
 )
 from engine_helpers import config
+
 from kvdock.api.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.session import Identity, Refused
@@ -276,9 +277,10 @@ def test_a_layout_that_does_not_yield_the_manifests_parts_is_refused_with_both_v
 
 def test_a_refused_engine_is_told_why_and_leaves_nothing_behind(server: ServerProcess, rig: Rig) -> None:
     before = open_descriptors(), own_threads(), mapped_objects()
+    taken = rig.connector.session.identity.instance
     for _ in range(3):
         with pytest.raises(Refused, match="layout_mismatch"):
-            connector_over(KVCache(config()), server.unix, salt="other", instance=rig.connector.session.identity.instance)
+            connector_over(KVCache(config()), server.unix, salt="other", instance=taken)
     assert (open_descriptors(), own_threads(), mapped_objects()) == before
 
 

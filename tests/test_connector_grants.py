@@ -11,6 +11,7 @@ import pytest
 import torch
 from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
+
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.connectors.grants import GrantBook
@@ -118,7 +119,8 @@ def _race(book: GrantBook, seed: int) -> list[str]:
                     wrong.append(f"{grant} answered for while at work")
                 said_done.add(grant)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n, work in enumerate([copies, copies, questions, questions])]
+    work = [copies, copies, questions, questions]
+    threads = [threading.Thread(target=one, args=(number,)) for number, one in enumerate(work)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,12 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
+from api_helpers import Engine, ServerProcess, attach, http_connection, keys, post, raw, unique
 
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES, ApiError, problem_of
-from kvdock.api.transport import Address
 
 SHAPE = set(s.Problem.__struct_fields__)
 JSON = {"Content-Type": "application/json"}
@@ -203,7 +202,7 @@ def test_a_request_that_is_none_is_a_problem_too(
 
 
 def test_a_body_that_does_not_say_how_long_it_is_still_meets_the_limit(server: ServerProcess) -> None:
-    connection = Address.parse(server.unix).connection(10.0)
+    connection = http_connection(server.unix)
     pieces = iter([b" " * (1 << 20)] * 9)
     connection.request("POST", "/v1/lookups", pieces, JSON, encode_chunked=True)
     response = connection.getresponse()

@@ -1,0 +1,63 @@
+"""The limits an operator may change while the server runs, and the check of those that count grants.
+
+Invariant: a `Limits` is a whole, checked set and never changed: another one takes its place.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvdock._core import Table
+from kvdock.api.errors import ApiError
+from kvdock.api.registry import SessionRecord
+from kvdock.api.settings import Settings
+from kvdock.api.wire_types import Answer
+
+
+class Limits(Answer, kw_only=True):
+    """Those of the settings that `PATCH /v1/config` changes; they last until the server ends."""
+
+    pool_bytes: int
+    session_cap: float
+    """Share of the pool one session may hold pinned."""
+    total_cap: float
+    """Share of the pool all sessions together may hold pinned."""
+    low_water: float
+    high_water: float
+    session_grants: int
+    """Leases and reservations one session may have open."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> Limits:
+        return cls(**{name: getattr(settings, name) for name in cls.__struct_fields__})
+
+    def changed(self, changes: dict[str, object], segment_bytes: int) -> Limits:
+        """These limits with some replaced. ApiError(bad_argument) when they do not fit together."""
+        limits = msgspec.structs.replace(self, **changes)
+        if limits.pool_bytes < segment_bytes:
+            raise ApiError(
+                "bad_argument", "a pool is at least one segment: serve with a smaller segment_bytes",
+                found=limits.pool_bytes, wanted=f"pool_bytes >= {segment_bytes}",
+            )
+        if limits.high_water < limits.low_water:
+            raise ApiError(
+                "bad_argument", "high_water is at least low_water",
+                found=limits.high_water, wanted=f">= {limits.low_water}",
+            )
+        return limits
+
+
+def check_grants(table: Table, session: SessionRecord, request: bytes, limit: int) -> None:
+    """Refuses one grant too many: ApiError(too_many_grants). A repeat of a call that has its grant is none.
+
+    `session.grants` is never below the true number (the service counts up, the keeper sets it right), so
+    the table is asked only near the limit.
+    """
+    if session.grants < limit:
+        return
+    held = [view for view in table.grants(session.table_id) if view.remaining]
+    session.grants = len(held)
+    if len(held) >= limit and all(view.request != request for view in held):
+        raise ApiError(
+            "too_many_grants", "release leases and finish reservations first", found=len(held), wanted=f"< {limit}"
+        )

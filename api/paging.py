@@ -1,0 +1,32 @@
+"""Lists in pages: at most `limit` items, and a cursor from which the next page goes on.
+
+A cursor is the id to start from. Ids rise and are never reused, so items that come or go between two pages
+shift nothing: no item is shown twice, and none that was there all the time is missed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import Query
+
+T = TypeVar("T")
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Items of one page")]
+Cursor = Annotated[
+    int, Query(ge=0, lt=1 << 64, description="`next` of the page before; without it the first page", examples=[0])
+]
+
+
+def page_of(
+    items: Sequence[T], id_of: Callable[[T], int], limit: int, cursor: int
+) -> tuple[Sequence[T], str | None]:
+    """`items`, in rising order of their ids, from `cursor` on; and the next cursor, None after the last."""
+    start = bisect_left(items, cursor, key=id_of)
+    end = start + limit
+    return items[start:end], str(id_of(items[end])) if end < len(items) else None

@@ -1,0 +1,62 @@
+"""Answers to probes: is the process alive, has it started, can slots be given out; and if not, why not.
+
+Reads only. Every reason is a sentence that docs/api.md explains.
+"""
+
+from __future__ import annotations
+
+from kvdock._core import SLOT_ALIGN
+from kvdock.api.reports import Health
+from kvdock.api.service import CacheService
+
+STUCK_ROUNDS = 20
+"""A keeper that has missed so many rounds does not come back."""
+STUCK_LEAST_S = 10.0
+
+STARTING = "the first segment is being allocated"
+ALL_HELD = "every byte of the pool is held by engines, kept by pins or waits for engines' word"
+CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
+TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
+
+
+def live(service: CacheService) -> Health:
+    """Whoever reads the answer knows that the loop turns; the keeper must make its rounds as well."""
+    since_s = service.pulse.since_round_s
+    if service.pool.ready and since_s > max(STUCK_LEAST_S, STUCK_ROUNDS * service.settings.watch_s):
+        return _health([f"the keeper has made no round for {since_s:.0f} s: restart the server"])
+    return _health([])
+
+
+def started(service: CacheService) -> Health:
+    """Once true it stays so."""
+    return _health([] if service.pool.ready else [STARTING])
+
+
+def ready(service: CacheService) -> Health:
+    """A slot could be given out now: something is free, can be had, or can be evicted.
+
+    What is free may be the ends of segments, too short for any slot: less than a slot a segment is nothing.
+    """
+    if not service.pool.ready:
+        return _health([STARTING])
+    stats, pool, limits = service.table.stats(), service.pool, service.limits
+    leased_bytes = max(0, stats["held_bytes"] - stats["reserved_bytes"])
+    evictable_bytes = stats["ready_bytes"] - leased_bytes
+    records = stats["reserved_chunks"] + stats["ready_chunks"] + stats["quarantined_chunks"]
+    slot_bytes = min(
+        (group.part_bytes for space in service.registry.namespaces() for group in space.manifest.groups),
+        default=SLOT_ALIGN,
+    )
+    too_little_bytes = pool.segment_count * slot_bytes
+    reasons = []
+    if service.table.free_bytes() < too_little_bytes and evictable_bytes <= 0 and not pool.can_grow():
+        reasons.append(ALL_HELD)
+    if stats["held_bytes"] >= limits.total_cap * stats["limit_bytes"]:
+        reasons.append(CAP_REACHED)
+    if records >= service.settings.table_records and evictable_bytes <= 0:
+        reasons.append(TABLE_HELD)
+    return _health(reasons)
+
+
+def _health(reasons: list[str]) -> Health:
+    return Health(status="not ready" if reasons else "ok", reasons=reasons)

@@ -1,0 +1,78 @@
+"""Long token lists, decoded and hashed in slices, so that no call keeps the event loop for more than a few ms.
+
+A JSON body of a million tokens takes a decoder some 50 ms in one go, and a thread would not help: it
+would hold the interpreter just as long. So the array is cut out of the body by searching for its ends,
+which is fast, and decoded piece by piece, with other calls answered in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+
+from kvdock.api.errors import ApiError
+from kvdock.api.wire_types import MAX_TOKENS, Token
+from kvdock.datapath.identity import KeyChain
+
+LONG_BODY_BYTES = 64 << 10
+"""Shorter bodies are decoded in one go."""
+SLICE_BYTES = 32 << 10
+SLICE_TOKENS = 8192
+
+_TOKENS = re.compile(rb'"tokens"\s*:\s*\[')
+_PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
+
+
+async def cut_tokens(raw: bytes) -> tuple[bytes, list[int] | None]:
+    """A long JSON body with its `tokens` emptied, and the tokens; any other body as it is, and None.
+
+    Raises ApiError(invalid_body) for an array that does not hold token ids only, or too many.
+    """
+    if len(raw) < LONG_BODY_BYTES:
+        return raw, None
+    # Quotes inside a JSON string are escaped, so what the pattern matches is a field's name.
+    fields = _TOKENS.finditer(raw)
+    field, again = next(fields, None), next(fields, None)
+    end = -1 if field is None else raw.find(b"]", field.end())
+    if field is None or again is not None or end < 0:
+        return raw, None  # the decoder says what is wrong with it, if anything is
+    tokens: list[int] = []
+    start = field.end()
+    while start <= end:
+        cut = raw.find(b",", min(start + SLICE_BYTES, end), end)
+        stop = end if cut < 0 else cut
+        tokens += _decode_piece(raw[start:stop], len(tokens), more=cut >= 0)
+        start = stop + 1
+        await asyncio.sleep(0)
+    return raw[: field.end()] + raw[end:], tokens
+
+
+def _decode_piece(piece: bytes, before: int, *, more: bool) -> list[int]:
+    try:
+        tokens = _PIECE.decode(b"[" + piece + b"]")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(
+            "invalid_body", f"{error}, in the piece of the array that begins with token {before}",
+            found="$.tokens", wanted="token ids, 0..2**32-1",
+        ) from error
+    if not tokens and (before or more):  # nothing between two commas, or behind the last
+        raise ApiError("invalid_body", "a token is missing", found="$.tokens", wanted="token ids, 0..2**32-1")
+    if before + len(tokens) > MAX_TOKENS:
+        raise ApiError("invalid_body", "too many tokens", found="$.tokens", wanted=f"at most {MAX_TOKENS}")
+    return tokens
+
+
+async def hash_tokens(namespace: bytes, tokens: list[int], chunk_tokens: int) -> bytes:
+    """Keys of the whole chunks, concatenated. It empties a long list: freeing a million ints takes its time too."""
+    chain = KeyChain(namespace, chunk_tokens)
+    if len(tokens) <= SLICE_TOKENS:
+        return b"".join(chain.extend(tokens))
+    for start in range(0, len(tokens), SLICE_TOKENS):
+        chain.extend(tokens[start : start + SLICE_TOKENS])
+        await asyncio.sleep(0)
+    while tokens:
+        del tokens[-SLICE_TOKENS:]
+        await asyncio.sleep(0)
+    return b"".join(chain.keys)

@@ -1,0 +1,143 @@
+"""Servers to measure, each a process of its own: kvdock, and the bare ASGI floor under the same uvicorn settings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from kvdock.api import schemas as s
+from kvdock.api import server
+from kvdock.api.client import Client
+from kvdock.api.forms import PACKED
+from kvdock.api.listen import bind_unix
+from kvdock.api.settings import Settings
+from kvdock.datapath.liveness import MemberLiveness
+
+MIB = 1 << 20
+PART_BYTES = 4096
+CHUNK_TOKENS = 16
+START_TIMEOUT_S = 60.0
+
+
+def serve(values: dict[str, object]) -> None:
+    server.run(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True))
+
+
+def serve_floor(values: dict[str, object]) -> None:
+    """An app that reads the body and answers the same few bytes to every call."""
+    content = PACKED.encode(s.ReleaseAnswer(remaining=[]))
+    headers = [(b"content-type", b"application/msgpack"), (b"content-length", str(len(content)).encode())]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    config = server.uvicorn_config(app)
+    config.lifespan = "off"
+    with bind_unix(str(values["socket_path"])) as sock:
+        floor = uvicorn.Server(config)
+
+        async def run() -> None:
+            serving = asyncio.create_task(floor.serve([sock]))
+            while not floor.started:
+                await asyncio.sleep(0.01)
+            print(json.dumps({"unix": f"unix:{values['socket_path']}"}), flush=True)
+            await serving
+
+        asyncio.run(run())
+
+
+class ServerProcess:
+    """`with ServerProcess("serve", pool_bytes=…) as server`: stopped at the end, its shared memory gone."""
+
+    def __init__(self, kind: str, **settings: object) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvdock-bench-")
+        values = {"socket_path": f"{self._folder.name}/s.sock", "port": 0, **settings}
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.serving", kind, json.dumps(values)], stdout=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parent.parent,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.ready_s = time.perf_counter() - began
+        if not line:
+            self._folder.cleanup()
+            raise RuntimeError(f"the {kind} process did not start")
+        self.unix: str = json.loads(line)["unix"]
+
+    def private_mib(self) -> float:
+        """Anonymous memory: none of it is the pool's or the table's, which are shared."""
+        for line in Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) / 1024
+        raise RuntimeError("smaps_rollup without Anonymous")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.terminate()
+        self._process.wait(START_TIMEOUT_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+def chain(count: int, seed: str) -> bytes:
+    """Keys in a row."""
+    return b"".join(hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=32).digest() for at in range(count))
+
+
+class Engine:
+    """One attached member of an instance of its own; all share a namespace."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.client = client
+        self._liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
+        self.member = f"member-{name}"
+        self.session = client.attach(s.AttachSession(
+            instance=f"{name}-{random.getrandbits(64):016x}",
+            manifest=s.Manifest(
+                model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
+                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=PART_BYTES),),
+            ),
+            member=s.Member(id=self.member, ranks=[0], scheduler=True, lock_offset=self._liveness.offset),
+        )).session
+        self._stores = 0
+
+    def store(self, keys: bytes) -> None:
+        """Reserves and commits; the bytes are whatever lies in the slots."""
+        self._stores += 1
+        body = s.Reserve(session=self.session, member=self.member, store=str(self._stores), keys=keys)
+        granted = self.client.reserve(body)
+        count = len(keys) // s.KEY_BYTES
+        if granted.reservation is None or len(granted.chunks) != count:
+            raise RuntimeError(f"reserved {len(granted.chunks)} chunks of {count}: {granted.limited_by}")
+        parts = [s.PartDone(chunk.index, 0, chunk.index + 1) for chunk in granted.chunks]
+        self.client.commit(granted.reservation, s.Commit(session=self.session, rank=0, parts=parts))
+
+    def beat(self) -> None:
+        self.client.heartbeat(self.session, s.Heartbeat(member=self.member))
+
+    def close(self) -> None:
+        self.client.leave(self.session, self.member)
+        self._liveness.close()
+
+
+if __name__ == "__main__":
+    {"serve": serve, "floor": serve_floor}[sys.argv[1]](json.loads(sys.argv[2]))

@@ -20,6 +20,7 @@ test: setup
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
+	@$(BIN)/python -m bench.control --json
 
 lint: setup
 	$(BIN)/ruff check .

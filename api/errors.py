@@ -34,7 +34,7 @@ CODES: dict[str, Code] = {
     "lock_not_visible": Code(409, "Nobody holds the member's byte of the lock file"),
     "layout_mismatch": Code(409, "The instance is attached with another manifest"),
     "ambiguous_member": Code(422, "The session has several members: say which one leaves"),
-    "pool_too_small": Code(507, "Not one chunk of this manifest fits in the pool"),
+    "pool_too_small": Code(422, "Not one chunk of this manifest fits in the pool"),
     # grants
     "unknown_grant": Code(404, "No such lease or reservation"),
     "grant_closed": Code(410, "The lease or reservation is closed"),
@@ -66,7 +66,7 @@ CODES: dict[str, Code] = {
     "unsupported_version": Code(400, "The server does not speak that version of the API"),
     # the server
     "not_ready": Code(503, "The server is not ready"),
-    "no_memory": Code(507, "The machine has less memory than that"),
+    "no_memory": Code(422, "The machine has less memory than that"),
     "internal": Code(500, "The server failed; its log says where"),
 }
 

@@ -113,6 +113,9 @@ from kvdock.api.wire_types import (
 # --------------------------------------------------------------------------- identity
 
 
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
 class Group(Identity, frozen=True, kw_only=True):
     """One KV group of the model: what a hit must hold of it, and how large one writer's part is."""
 
@@ -129,9 +132,9 @@ class Manifest(Identity, frozen=True, kw_only=True):
     adapter: str = ""
     kv_dtype: Name
     scale_mode: str = ""
-    layers: Annotated[int, msgspec.Meta(ge=1)]
-    kv_heads: Annotated[int, msgspec.Meta(ge=1)]
-    head_size: Annotated[int, msgspec.Meta(ge=1)]
+    layers: Count
+    kv_heads: Count
+    head_size: Count
     token_order: str = "NHD"
     """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

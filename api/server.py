@@ -8,6 +8,7 @@ torch nor numpy: the server has no GPU context and starts in under a second.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
 import signal
@@ -97,6 +98,7 @@ class Server:
 
             async def announce() -> None:
                 await keeper.ready.wait()
+                gc.freeze()  # what start-up made stays to the end: no collection need walk it and stall calls
                 self._on_ready(addresses)
 
             app = HotPath(create_app(settings, service, lifespan), service)

@@ -33,8 +33,8 @@ Keys = (
         description="All keys in a row, 32 bytes each: one bin in MessagePack, base64 in JSON.",
     )]
 )
-Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""16 hex digits in JSON, which browsers would round as a number; an integer in MessagePack."""
+Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, lt=(1 << 61) - 1)]
+"""16 hex digits in JSON, as browsers round large numbers; an integer in MessagePack. Below 2⁶¹ - 1."""
 
 
 def checksum_value(checksum: str | int) -> int:

@@ -4,10 +4,11 @@
 
 Lookup-and-lock of resident keys over the Unix socket, seen by the client: from the call to its typed answer, every
 part decoded. Each lookup carries the release of the lease before it (release_later), so a figure holds one lock and
-one unlock. Calls of all kinds are made in turns with calls of the floor: the same client, uvicorn with the same
-settings, an app that reads the body and answers 11 fixed bytes. `*_per_s_8_clients`: eight processes on whatever
-cores there are. The table alone: lookup and release of 512 keys from Python. `server_anon_rss_mib`: anonymous memory
-of the server with 100 000 chunks stored through the API. A key of 32 bytes names a chunk of one 4 KiB part.
+one unlock. Calls of all kinds come in random order, each after a call of the floor, so that both servers are equally
+warm: the same client, uvicorn with the same settings, an app that reads the body and answers 12 fixed bytes.
+`*_per_s_8_clients`: 32-key lookups of eight processes on whatever cores there are. The table alone: lookup and
+release of 512 keys from Python. `server_anon_rss_mib`: anonymous memory of the server with 100 000 chunks stored
+through the API. A key of 32 bytes names a chunk of one 4 KiB part.
 """
 
 from __future__ import annotations
@@ -90,14 +91,14 @@ def latencies(server: ServerProcess, floor: ServerProcess, rounds: int) -> dict[
         engines = [Engine(packed, name) for name in ("two", "thirty-two", "all", "json", "httpx")]
         engines[0].store(keys)
         calls: dict[str, Timed] = {
-            "floor": floor_calls(bare),
             "2": lookups(engines[0], packed, keys[: 2 * 32], 2),
             "32": lookups(engines[1], packed, keys[: 32 * 32], 32),
             "512": lookups(engines[2], packed, keys, 512),
             "json": lookups(engines[3], plain, hex_keys, 512),
             "httpx": lookups(engines[4], other, hex_keys[:32], 32),
         }
-        took: dict[str, list[int]] = {name: [] for name in calls}
+        floor_call = floor_calls(bare)
+        took: dict[str, list[int]] = {name: [] for name in ("floor", *calls)}
         order = random.Random(1)
         beaten_s = 0.0
         for number in range(-20, rounds):
@@ -106,9 +107,10 @@ def latencies(server: ServerProcess, floor: ServerProcess, rounds: int) -> dict[
                 for engine in engines:
                     engine.beat()
             for name in order.sample(list(calls), len(calls)):  # so that none always comes after the slowest
-                took_ns = calls[name]()
+                pair = (("floor", floor_call()), (name, calls[name]()))
                 if number >= 0:
-                    took[name].append(took_ns)
+                    for kind, took_ns in pair:
+                        took[kind].append(took_ns)
         for engine in engines:
             engine.close()
     return {

@@ -179,11 +179,13 @@ def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict
 def demo(*, port: int, as_json: bool, preset: str = "small", turns: int = 4, pool: str = "1GiB") -> int:
     """Runs the demo; returns the exit status: 0 when every token was the same and something was reused."""
     console = Console(stderr=as_json)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both unwind the stack: nothing is left behind
     began = time.monotonic()
     try:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
-            live = stack.enter_context(Live(Spinner("dots", "starting a server, two engines that share it, and one without"), console=console))
+            starting = Spinner("dots", "starting a server, two engines that share it, and one without")
+            live = stack.enter_context(Live(starting, console=console))
             url, address = stack.enter_context(serving(port, pool, folder))
             engines = [EngineProcess(name, address, preset) for name in ("engine A", "engine B")]
             alone = EngineProcess("engine alone", None, preset)
@@ -203,6 +205,8 @@ def demo(*, port: int, as_json: bool, preset: str = "small", turns: int = 4, poo
     except DemoFailed as error:
         console.print(f"demo: {error}", style="red")
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def linger(console: Console, url: str, found: dict[str, Any]) -> None:

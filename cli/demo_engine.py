@@ -1,6 +1,6 @@
 """One engine process of the demo: JSON lines in (prompts), JSON lines out (what happened).
 
-    python -m kvdock.cli.demo_engine '{"name": "engine A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256}'
+    python -m kvdock.cli.demo_engine '{"name": "A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256}'
 
 The engine's own prefix cache is off, so that every reuse seen is kvdock's, and a prefill chunk is as
 long as a kvdock chunk, so that a run with reuse computes in the same shapes as one without and gives

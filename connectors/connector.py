@@ -68,7 +68,7 @@ class KvdockConnector:
         if isinstance(found, Fetch):
             self._run(self._asking, self._fetch, found)
             return None
-        if found == local_tokens:  # another request computed meanwhile what this one was to load
+        if found == local_tokens:  # nothing to load, perhaps because another request computed it meanwhile
             self._cancel(self.scheduler.give_up_lease(request_id, local_tokens))
         return found
 

@@ -228,12 +228,14 @@ class SchedulerHalf:
     # ------------------------------------------------------------------ forgetting
 
     def give_up_lease(self, request_id: str, local_tokens: int) -> tuple[Attachment, str] | None:
-        """The lease of a lookup that is of no use with so much at hand: to be cancelled in the background."""
+        """The lease of a lookup that found no more than is at hand by now: to be cancelled in the background."""
         with self._lock:
             request = self._requests.get(request_id)
-            if request is None or request.answer is None or request.answer.lease is None:
+            if request is None or request.answer is None or request.answer.hit_tokens > local_tokens:
                 return None
             lease = request.answer.lease
+            if lease is None:
+                return None
             request.asked, request.answer = (len(request.chain.keys[:MAX_KEYS]), local_tokens), MISS
             request.epoch = 0  # a cancelled lease ends its epoch
             return request.attachment, lease

@@ -20,13 +20,13 @@ from kvdock.api.schemas import Abort, Commit, PartDone, ReleaseLease, ReportMism
 from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CpuCopier, PartCopy
-from kvdock.datapath.errors import AttachError, CopyError, SlotOutOfBounds
+from kvdock.datapath.errors import CopyError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.connector")
 
 CallFailed = (ServerUnavailable, ApiError)
-CopyFailed = (AttachError, SlotOutOfBounds, CopyError, OSError)
+CopyFailed = (DatapathError, CopyError, OSError, MemoryError)
 
 
 class LayoutMismatch(Exception):

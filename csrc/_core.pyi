@@ -195,7 +195,7 @@ class Table:
     def check_integrity(self) -> None:
         """Walks everything, rebuilds what is derived and compares; raises TableError('corrupt', …)."""
 
-# ------------------------------------------------------------------ bytes (csrc/{mapping,liveness,checksum,copy}.cpp, csrc/bind_bytes.cpp)
+# ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind_bytes.cpp)
 
 class LayoutError(ValueError):
     """Strides that no copy can follow; `found` and `wanted` name the values."""

@@ -18,7 +18,8 @@ using Unlocked = py::gil_scoped_release;
 
 std::vector<Key> keys_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (v.size() % 32) throw Refusal("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
+  if (v.size() % 32)
+    throw TableRefusal("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
   std::vector<Key> out(v.size() / 32);
   std::memcpy(out.data(), v.data(), v.size());
   return out;
@@ -27,7 +28,7 @@ std::vector<Key> keys_of(const py::bytes& raw) {
 Key key_of(const py::bytes& raw, bool root_allowed = false) {
   std::string_view v = raw;
   if (root_allowed && v.empty()) return Key{};
-  if (v.size() != 32) throw Refusal("bad_argument", "a key is 32 bytes", int64_t(v.size()), 32);
+  if (v.size() != 32) throw TableRefusal("bad_argument", "a key is 32 bytes", int64_t(v.size()), 32);
   Key k;
   std::memcpy(k.bytes, v.data(), 32);
   return k;
@@ -35,7 +36,7 @@ Key key_of(const py::bytes& raw, bool root_allowed = false) {
 
 Id16 id_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (v.size() != 16) throw Refusal("bad_argument", "an id is 16 bytes", int64_t(v.size()), 16);
+  if (v.size() != 16) throw TableRefusal("bad_argument", "an id is 16 bytes", int64_t(v.size()), 16);
   Id16 id;
   std::memcpy(id.bytes, v.data(), 16);
   return id;
@@ -71,7 +72,7 @@ std::vector<Group> groups_of(const std::vector<std::tuple<std::string, uint32_t,
   for (const auto& [kind, window, bytes] : specs) {
     GroupKind k = kind == "full" ? GroupKind::kFull : kind == "window" ? GroupKind::kWindow : GroupKind::kState;
     if (k == GroupKind::kState && kind != "state")
-      throw Refusal("bad_argument", "unknown kind of group", kind, "full, window or state");
+      throw TableRefusal("bad_argument", "unknown kind of group", kind, "full, window or state");
     out.push_back({k, window, bytes});
   }
   return out;
@@ -86,7 +87,8 @@ struct BoundTable {
 void bind_views(py::module_& m) {
   py::class_<GrantInfo>(m, "GrantView")
       .def_readonly("grant", &GrantInfo::grant)
-      .def_property_readonly("kind", [](const GrantInfo& g) { return g.kind == GrantKind::kLease ? "lease" : "reservation"; })
+      .def_property_readonly("kind",
+                             [](const GrantInfo& g) { return g.kind == GrantKind::kLease ? "lease" : "reservation"; })
       .def_readonly("session", &GrantInfo::session)
       .def_property_readonly("request", [](const GrantInfo& g) { return raw(g.request); })
       .def_readonly("epoch", &GrantInfo::epoch)
@@ -118,12 +120,15 @@ void bind_views(py::module_& m) {
       .def_readonly("lease", &LookupResult::lease)
       .def_readonly("limited", &LookupResult::limited)
       .def_property_readonly("chunk_count", [](const LookupResult& r) { return r.part_ends.size(); })
-      .def("bytes_from", [](const LookupResult& r, size_t chunk) {
-        size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
-        uint64_t sum = 0;
-        for (; at < r.parts.size(); ++at) sum += r.parts[at].length;
-        return sum;
-      }, py::arg("chunk"))
+      .def(
+          "bytes_from",
+          [](const LookupResult& r, size_t chunk) {
+            size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
+            uint64_t sum = 0;
+            for (; at < r.parts.size(); ++at) sum += r.parts[at].length;
+            return sum;
+          },
+          py::arg("chunk"))
       .def_property_readonly("chunks_json", [](const LookupResult& r) { return py::bytes(parts_json(r)); })
       .def_property_readonly("chunks_msgpack", [](const LookupResult& r) { return py::bytes(parts_msgpack(r)); })
       .def_property_readonly("chunks", [](const LookupResult& r) {
@@ -138,12 +143,13 @@ void bind_views(py::module_& m) {
       .def_readonly("busy", &ReserveResult::busy)
       .def_readonly("limited", &ReserveResult::limited)
       .def_property_readonly("chunk_count", [](const ReserveResult& r) { return r.chunks.size(); })
-      .def_property_readonly("part_bytes", [](const ReserveResult& r) {
-        uint64_t sum = 0;
-        for (const auto& [index, parts] : r.chunks)
-          for (const PartAt& p : parts) sum += p.length;
-        return sum;
-      })
+      .def_property_readonly("part_bytes",
+                             [](const ReserveResult& r) {
+                               uint64_t sum = 0;
+                               for (const auto& [index, parts] : r.chunks)
+                                 for (const PartAt& p : parts) sum += p.length;
+                               return sum;
+                             })
       .def_property_readonly("chunks_json", [](const ReserveResult& r) { return py::bytes(granted_json(r)); })
       .def_property_readonly("chunks_msgpack", [](const ReserveResult& r) { return py::bytes(granted_msgpack(r)); })
       .def_property_readonly("chunks", [](const ReserveResult& r) {
@@ -162,124 +168,202 @@ auto unlocked(F&& f) {
 }
 
 void bind_pool(py::class_<BoundTable>& c) {
-  c.def("add_segment", [](BoundTable& t, uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
-     unlocked([&] { t.table->add_segment(segment, data_offset, data_bytes); });
-   }, py::arg("segment"), py::arg("data_offset"), py::arg("data_bytes"))
+  c.def(
+       "add_segment",
+       [](BoundTable& t, uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
+         unlocked([&] { t.table->add_segment(segment, data_offset, data_bytes); });
+       },
+       py::arg("segment"), py::arg("data_offset"), py::arg("data_bytes"))
       .def("free_bytes", [](BoundTable& t) { return unlocked([&] { return t.table->free_bytes(); }); })
-      .def("segment_used_bytes", [](BoundTable& t, uint32_t segment) {
-        return unlocked([&] { return t.table->segment_used_bytes(segment); });
-      }, py::arg("segment"))
-      .def("evict", [](BoundTable& t, uint64_t target, uint32_t max_chunks) {
-        return unlocked([&] { return t.table->evict(target, max_chunks); });
-      }, py::arg("target_free_bytes"), py::arg("max_chunks"))
-      .def("add_namespace", [](BoundTable& t, const py::bytes& digest, uint32_t chunk_tokens, uint32_t block_tokens,
-                               uint32_t writers, const std::vector<std::tuple<std::string, uint32_t, uint64_t>>& groups) {
-        return t.table->add_namespace(key_of(digest), chunk_tokens, block_tokens, writers, groups_of(groups));
-      }, py::arg("digest"), py::kw_only(), py::arg("chunk_tokens"), py::arg("block_tokens"), py::arg("writers"), py::arg("groups"))
-      .def("delete", [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
-        std::vector<Key> keys = keys_of(raw_keys);
-        return unlocked([&] { return t.table->remove(space, keys.empty() ? nullptr : &keys); });
-      }, py::arg("namespace"), py::arg("keys"))
-      .def("clear", [](BoundTable& t, int64_t space, uint64_t start, uint32_t budget) {
-        return unlocked([&] { return t.table->clear(space, start, budget); });
-      }, py::arg("namespace"), py::arg("start"), py::arg("budget"))
-      .def("pin", [](BoundTable& t, uint32_t space, const py::bytes& raw_keys, uint64_t until) {
-        std::vector<Key> keys = keys_of(raw_keys);
-        return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
-      }, py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
-      .def("set_limits", [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
-        t.table->set_limits(limit_bytes, session_cap, total_cap);
-      }, py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"))
-      .def("retire_segment", [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
-        return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
-      }, py::arg("segment"), py::arg("max_chunks"))
-      .def("remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); }, py::arg("segment"))
-      .def("state_of", [](BoundTable& t, uint32_t space, const py::bytes& key) { return t.table->state_of(space, key_of(key)); },
-           py::arg("namespace"), py::arg("key"))
+      .def(
+          "segment_used_bytes",
+          [](BoundTable& t, uint32_t segment) {
+            return unlocked([&] { return t.table->segment_used_bytes(segment); });
+          },
+          py::arg("segment"))
+      .def(
+          "evict",
+          [](BoundTable& t, uint64_t target, uint32_t max_chunks) {
+            return unlocked([&] { return t.table->evict(target, max_chunks); });
+          },
+          py::arg("target_free_bytes"), py::arg("max_chunks"))
+      .def(
+          "add_namespace",
+          [](BoundTable& t, const py::bytes& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
+             const std::vector<std::tuple<std::string, uint32_t, uint64_t>>& groups) {
+            return t.table->add_namespace(key_of(digest), chunk_tokens, block_tokens, writers, groups_of(groups));
+          },
+          py::arg("digest"), py::kw_only(), py::arg("chunk_tokens"), py::arg("block_tokens"), py::arg("writers"),
+          py::arg("groups"))
+      .def(
+          "delete",
+          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
+            std::vector<Key> keys = keys_of(raw_keys);
+            return unlocked([&] { return t.table->remove(space, keys.empty() ? nullptr : &keys); });
+          },
+          py::arg("namespace"), py::arg("keys"))
+      .def(
+          "clear",
+          [](BoundTable& t, int64_t space, uint64_t start, uint32_t budget) {
+            return unlocked([&] { return t.table->clear(space, start, budget); });
+          },
+          py::arg("namespace"), py::arg("start"), py::arg("budget"))
+      .def(
+          "pin",
+          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys, uint64_t until) {
+            std::vector<Key> keys = keys_of(raw_keys);
+            return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
+          },
+          py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
+      .def(
+          "set_limits",
+          [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
+            t.table->set_limits(limit_bytes, session_cap, total_cap);
+          },
+          py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"))
+      .def(
+          "retire_segment",
+          [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
+            return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
+          },
+          py::arg("segment"), py::arg("max_chunks"))
+      .def(
+          "remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); },
+          py::arg("segment"))
+      .def(
+          "state_of",
+          [](BoundTable& t, uint32_t space, const py::bytes& key) { return t.table->state_of(space, key_of(key)); },
+          py::arg("namespace"), py::arg("key"))
       .def("stats", [](BoundTable& t) { return unlocked([&] { return t.table->stats(); }); })
       .def("check_integrity", [](BoundTable& t) { unlocked([&] { t.table->check_integrity(); }); });
 }
 
 void bind_life(py::class_<BoundTable>& c) {
-  c.def("open_session", [](BoundTable& t, const py::bytes& nonce, uint32_t space, uint64_t now) {
-     return t.table->open_session(id_of(nonce), space, now);
-   }, py::arg("nonce"), py::arg("namespace"), py::arg("now_ms"))
-      .def("add_member", [](BoundTable& t, uint64_t session, const py::bytes& nonce, const std::vector<uint32_t>& ranks,
-                            bool scheduler, uint64_t now) {
-        return t.table->add_member(session, id_of(nonce), ranks, scheduler, now);
-      }, py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"))
-      .def("find_member", [](BoundTable& t, uint64_t session, const py::bytes& nonce) {
-        return t.table->find_member(session, id_of(nonce));
-      }, py::arg("session"), py::arg("nonce"))
-      .def("heartbeat", [](BoundTable& t, uint64_t member, uint64_t now) {
-        std::vector<std::pair<uint64_t, std::vector<uint32_t>>> out;
-        for (auto& q : unlocked([&] { return t.table->heartbeat(member, now); })) out.emplace_back(q.grant, std::move(q.ranks));
-        return out;
-      }, py::arg("member"), py::arg("now_ms"))
-      .def("keep", [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },
-           py::arg("member"), py::arg("grant"), py::arg("now_ms"))
-      .def("done", [](BoundTable& t, uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-        unlocked([&] { t.table->done(member, grant, ranks, now); });
-      }, py::arg("member"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
-      .def("member_dead", [](BoundTable& t, uint64_t member, uint64_t now) {
-        unlocked([&] { t.table->member_dead(member, now); });
-      }, py::arg("member"), py::arg("now_ms"))
-      .def("leave", [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->leave(member, now); }); },
-           py::arg("member"), py::arg("now_ms"))
-      .def("tick", [](BoundTable& t, uint64_t now) { unlocked([&] { t.table->tick(now); }); }, py::arg("now_ms"))
+  c.def(
+       "open_session",
+       [](BoundTable& t, const py::bytes& nonce, uint32_t space, uint64_t now) {
+         return t.table->open_session(id_of(nonce), space, now);
+       },
+       py::arg("nonce"), py::arg("namespace"), py::arg("now_ms"))
+      .def(
+          "add_member",
+          [](BoundTable& t, uint64_t session, const py::bytes& nonce, const std::vector<uint32_t>& ranks,
+             bool scheduler,
+             uint64_t now) { return t.table->add_member(session, id_of(nonce), ranks, scheduler, now); },
+          py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"))
+      .def(
+          "find_member",
+          [](BoundTable& t, uint64_t session, const py::bytes& nonce) {
+            return t.table->find_member(session, id_of(nonce));
+          },
+          py::arg("session"), py::arg("nonce"))
+      .def(
+          "heartbeat",
+          [](BoundTable& t, uint64_t member, uint64_t now) {
+            std::vector<std::pair<uint64_t, std::vector<uint32_t>>> out;
+            for (auto& q : unlocked([&] { return t.table->heartbeat(member, now); }))
+              out.emplace_back(q.grant, std::move(q.ranks));
+            return out;
+          },
+          py::arg("member"), py::arg("now_ms"))
+      .def(
+          "keep",
+          [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },
+          py::arg("member"), py::arg("grant"), py::arg("now_ms"))
+      .def(
+          "done",
+          [](BoundTable& t, uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
+            unlocked([&] { t.table->done(member, grant, ranks, now); });
+          },
+          py::arg("member"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
+      .def(
+          "member_dead",
+          [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->member_dead(member, now); }); },
+          py::arg("member"), py::arg("now_ms"))
+      .def(
+          "leave", [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->leave(member, now); }); },
+          py::arg("member"), py::arg("now_ms"))
+      .def(
+          "tick", [](BoundTable& t, uint64_t now) { unlocked([&] { t.table->tick(now); }); }, py::arg("now_ms"))
       .def("sessions", [](BoundTable& t) { return unlocked([&] { return t.table->sessions(); }); })
       .def("members", [](BoundTable& t) { return unlocked([&] { return t.table->members(); }); })
-      .def("grants", [](BoundTable& t, uint64_t session) { return unlocked([&] { return t.table->grants(session); }); },
-           py::arg("session") = 0)
-      .def("session_namespace", [](BoundTable& t, uint64_t session) { return t.table->session_namespace(session); },
-           py::arg("session"));
+      .def(
+          "grants", [](BoundTable& t, uint64_t session) { return unlocked([&] { return t.table->grants(session); }); },
+          py::arg("session") = 0)
+      .def(
+          "session_namespace", [](BoundTable& t, uint64_t session) { return t.table->session_namespace(session); },
+          py::arg("session"));
 }
 
 void bind_grants(py::class_<BoundTable>& c) {
-  c.def("lookup", [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& request, uint32_t epoch,
-                     const py::bytes& keys, uint32_t readers, uint64_t skip_tokens, uint64_t now) {
-     LookupCall call{id_of(request), epoch, keys_of(keys), readers, skip_tokens};
-     return unlocked([&] { return t.table->lookup(session, member, call, now); });
-   }, py::arg("session"), py::arg("member"), py::arg("request"), py::arg("epoch"), py::arg("keys"), py::kw_only(),
-        py::arg("readers"), py::arg("skip_tokens"), py::arg("now_ms"))
-      .def("peek", [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
-        std::vector<Key> keys = keys_of(raw_keys);
-        return unlocked([&] { return t.table->peek(space, keys); });
-      }, py::arg("namespace"), py::arg("keys"))
-      .def("release", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-        return unlocked([&] { return t.table->release(session, grant, ranks, now); });
-      }, py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
-      .def("cancel", [](BoundTable& t, uint64_t session, uint64_t member, uint64_t grant, uint64_t now) {
-        unlocked([&] { t.table->cancel(session, member, grant, now); });
-      }, py::arg("session"), py::arg("member"), py::arg("grant"), py::arg("now_ms"))
-      .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& store, const py::bytes& parent,
-                         const py::bytes& keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
-        ReserveCall call{id_of(store), key_of(parent, true), keys_of(keys), groups, temporary, deadline_ms};
-        return unlocked([&] { return t.table->reserve(session, member, call, now); });
-      }, py::arg("session"), py::arg("member"), py::arg("store"), py::arg("parent"), py::arg("keys"), py::kw_only(),
-           py::arg("groups"), py::arg("temporary"), py::arg("deadline_ms"), py::arg("now_ms"))
-      .def("commit", [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,
-                        const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& parts, uint64_t now) {
-        std::vector<PartCommit> in;
-        for (const auto& [index, group, sum] : parts) in.push_back({index, group, sum});
-        return unlocked([&] { return t.table->commit(session, grant, rank, in, now); });
-      }, py::arg("session"), py::arg("grant"), py::arg("rank"), py::arg("parts"), py::arg("now_ms"))
-      .def("abort", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-        return unlocked([&] { return t.table->abort(session, grant, ranks, now); });
-      }, py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
-      .def("mismatch", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks, uint64_t now) {
-        return unlocked([&] { return t.table->mismatch(session, grant, chunks, now); });
-      }, py::arg("session"), py::arg("grant"), py::arg("chunks"), py::arg("now_ms"));
+  c.def(
+       "lookup",
+       [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& request, uint32_t epoch,
+          const py::bytes& keys, uint32_t readers, uint64_t skip_tokens, uint64_t now) {
+         LookupCall call{id_of(request), epoch, keys_of(keys), readers, skip_tokens};
+         return unlocked([&] { return t.table->lookup(session, member, call, now); });
+       },
+       py::arg("session"), py::arg("member"), py::arg("request"), py::arg("epoch"), py::arg("keys"), py::kw_only(),
+       py::arg("readers"), py::arg("skip_tokens"), py::arg("now_ms"))
+      .def(
+          "peek",
+          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
+            std::vector<Key> keys = keys_of(raw_keys);
+            return unlocked([&] { return t.table->peek(space, keys); });
+          },
+          py::arg("namespace"), py::arg("keys"))
+      .def(
+          "release",
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
+            return unlocked([&] { return t.table->release(session, grant, ranks, now); });
+          },
+          py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
+      .def(
+          "cancel",
+          [](BoundTable& t, uint64_t session, uint64_t member, uint64_t grant, uint64_t now) {
+            unlocked([&] { t.table->cancel(session, member, grant, now); });
+          },
+          py::arg("session"), py::arg("member"), py::arg("grant"), py::arg("now_ms"))
+      .def(
+          "reserve",
+          [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& store, const py::bytes& parent,
+             const py::bytes& keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
+            ReserveCall call{id_of(store), key_of(parent, true), keys_of(keys), groups, temporary, deadline_ms};
+            return unlocked([&] { return t.table->reserve(session, member, call, now); });
+          },
+          py::arg("session"), py::arg("member"), py::arg("store"), py::arg("parent"), py::arg("keys"), py::kw_only(),
+          py::arg("groups"), py::arg("temporary"), py::arg("deadline_ms"), py::arg("now_ms"))
+      .def(
+          "commit",
+          [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,
+             const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& parts, uint64_t now) {
+            std::vector<PartCommit> in;
+            for (const auto& [index, group, sum] : parts) in.push_back({index, group, sum});
+            return unlocked([&] { return t.table->commit(session, grant, rank, in, now); });
+          },
+          py::arg("session"), py::arg("grant"), py::arg("rank"), py::arg("parts"), py::arg("now_ms"))
+      .def(
+          "abort",
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
+            return unlocked([&] { return t.table->abort(session, grant, ranks, now); });
+          },
+          py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
+      .def(
+          "mismatch",
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks, uint64_t now) {
+            return unlocked([&] { return t.table->mismatch(session, grant, chunks, now); });
+          },
+          py::arg("session"), py::arg("grant"), py::arg("chunks"), py::arg("now_ms"));
 }
 
 }  // namespace
 
 void bind_table(py::module_& m) {
-  static py::exception<Refusal> error(m, "TableError");
+  static py::exception<TableRefusal> error(m, "TableError");
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
-    } catch (const Refusal& r) {
+    } catch (const TableRefusal& r) {
       py::object e = py::reinterpret_borrow<py::object>(error)(r.message);
       e.attr("code") = r.code;
       e.attr("found") = value(r.found);
@@ -290,15 +374,17 @@ void bind_table(py::module_& m) {
   bind_views(m);
   py::class_<BoundTable> c(m, "Table");
   c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
-                    uint64_t max_records, uint64_t max_grants, uint64_t ask_ms,
-                    uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap) {
+                    uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
+                    double session_cap, double total_cap) {
           Mapping& mapping = region.cast<Mapping&>();
-          TableOptions options{pool_id, incarnation, limit_bytes, max_records, max_grants, ask_ms, settle_ms, suspect_ms, session_cap, total_cap};
-          return BoundTable{region, std::make_unique<Table>(reinterpret_cast<uint8_t*>(mapping.data()), mapping.bytes(), options)};
+          TableOptions options{pool_id, incarnation, limit_bytes, max_records, max_grants,
+                               ask_ms,  settle_ms,   suspect_ms,  session_cap, total_cap};
+          return BoundTable{
+              region, std::make_unique<Table>(reinterpret_cast<uint8_t*>(mapping.data()), mapping.bytes(), options)};
         }),
         py::arg("region"), py::kw_only(), py::arg("pool_id"), py::arg("incarnation"), py::arg("limit_bytes"),
-        py::arg("max_records"), py::arg("max_grants"), py::arg("ask_ms") = 60'000, py::arg("settle_ms") = 3'000, py::arg("suspect_ms") = 6'000,
-        py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75)
+        py::arg("max_records"), py::arg("max_grants"), py::arg("ask_ms") = 60'000, py::arg("settle_ms") = 3'000,
+        py::arg("suspect_ms") = 6'000, py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75)
       .def_static("region_bytes", &Table::region_bytes, py::arg("max_records"), py::arg("max_grants"));
   bind_pool(c);
   bind_life(c);

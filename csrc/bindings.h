@@ -1,3 +1,4 @@
+// What each room of csrc/ adds to the extension module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -233,8 +233,8 @@ void SlotAllocator::check() const {
       require(b.word == 1 && b.segment == id && b.offset == at, "slab entry disagrees with its place");
       require(all.emplace(at, b.count * b.slot_bytes).second, "slab lies on a free extent");
       const Live& live = live_.at(slab);
-      uint64_t owned = static_cast<uint64_t>(std::count_if(live.owner.begin(), live.owner.end(),
-                                                           [](uint32_t r) { return r != kNone; }));
+      uint64_t owned = static_cast<uint64_t>(
+          std::count_if(live.owner.begin(), live.owner.end(), [](uint32_t r) { return r != kNone; }));
       require(owned > 0 && owned + live.free.size() == b.count, "slab's owners and free slots do not add up");
       used += owned * b.slot_bytes;
     }

@@ -96,7 +96,7 @@ class SlotAllocator {
   uint32_t next_slab_ = 0;
   std::vector<uint32_t> spare_slabs_;
   std::map<uint32_t, Segment> segments_;
-  std::vector<Live> live_;  // by slab; no owners: closed
+  std::vector<Live> live_;                            // by slab; no owners: closed
   std::map<uint64_t, std::set<uint32_t>> with_room_;  // slot bytes → slabs with a free slot
   std::map<uint64_t, uint32_t> slabs_of_size_;
   uint64_t total_bytes_ = 0;

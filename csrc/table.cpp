@@ -15,7 +15,7 @@ struct Capacity {
       : grants(static_cast<uint32_t>(max_grants)),
         line_blocks(static_cast<uint32_t>(max_grants * 4 + 1024)),
         // Pages for records of up to 4 parts, and a few more, since each record size starts its own page.
-        pages(static_cast<uint32_t>(max_records / (kPageBytes / (sizeof(Record) + 4 * sizeof(Part))) + 8)) {}
+        pages(static_cast<uint32_t>(max_records / (kPageBytes / (sizeof(Record) + 4 * sizeof(StoredPart))) + 8)) {}
 };
 }  // namespace
 
@@ -25,12 +25,16 @@ uint64_t Table::region_bytes(uint64_t max_records, uint64_t max_grants) {
 }
 
 Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
-    : options_(options), base_(region), header_(reinterpret_cast<TableHeader*>(region)), slots_(nullptr, 0),
+    : options_(options),
+      base_(region),
+      header_(reinterpret_cast<TableHeader*>(region)),
+      slots_(nullptr, 0),
       policy_(std::make_unique<LruPolicy>()) {
   if (options.max_records == 0 || options.max_grants == 0)
-    throw Refusal("bad_argument", "a table needs room for records and grants", 0, "1 or more");
+    throw TableRefusal("bad_argument", "a table needs room for records and grants", 0, "1 or more");
   uint64_t need = region_bytes(options.max_records, options.max_grants);
-  if (bytes < need) throw Refusal("bad_argument", "the region is too small for the table", int64_t(bytes), int64_t(need));
+  if (bytes < need)
+    throw TableRefusal("bad_argument", "the region is too small for the table", int64_t(bytes), int64_t(need));
   Capacity capacity(options.max_records, options.max_grants);
   header_->max_grants = capacity.grants;
   header_->max_line_blocks = capacity.line_blocks;
@@ -67,11 +71,12 @@ Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
 
 void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
   std::lock_guard lock(mutex_);
-  if (segment >= kMaxSegments) throw Refusal("bad_argument", "segment id out of range", segment, kMaxSegments - 1);
+  if (segment >= kMaxSegments) throw TableRefusal("bad_argument", "segment id out of range", segment, kMaxSegments - 1);
   SegmentEntry& s = segments_[segment];
-  if (s.word) throw Refusal("bad_argument", "segment was added before", segment);
+  if (s.word) throw TableRefusal("bad_argument", "segment was added before", segment);
   if (data_offset % kSlotAlign || data_bytes % kSlotAlign)
-    throw Refusal("bad_argument", "segment data is not aligned to slots", int64_t(data_offset | data_bytes), int64_t(kSlotAlign));
+    throw TableRefusal("bad_argument", "segment data is not aligned to slots", int64_t(data_offset | data_bytes),
+                       int64_t(kSlotAlign));
   s.data_offset = data_offset;
   s.data_bytes = data_bytes;
   publish(s.word, 1);
@@ -84,17 +89,17 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
   for (uint32_t i = 0; i < space_count_; ++i)
     if (spaces_[i].digest == digest) return i;
   if (block_tokens == 0 || chunk_tokens == 0 || chunk_tokens % block_tokens)
-    throw Refusal("bad_argument", "chunk_tokens is not a multiple of block_tokens", chunk_tokens, block_tokens);
-  if (writers < 1 || writers > kMaxRanks) throw Refusal("bad_argument", "writers out of range", writers, "1..128");
+    throw TableRefusal("bad_argument", "chunk_tokens is not a multiple of block_tokens", chunk_tokens, block_tokens);
+  if (writers < 1 || writers > kMaxRanks) throw TableRefusal("bad_argument", "writers out of range", writers, "1..128");
   if (groups.empty() || groups.size() > kMaxGroups)
-    throw Refusal("bad_argument", "number of groups out of range", int64_t(groups.size()), "1..16");
-  if (space_count_ == kMaxNamespaces) throw Refusal("table_full", "no namespace left", kMaxNamespaces);
+    throw TableRefusal("bad_argument", "number of groups out of range", int64_t(groups.size()), "1..16");
+  if (space_count_ == kMaxNamespaces) throw TableRefusal("table_full", "no namespace left", kMaxNamespaces);
   Namespace& ns = spaces_[space_count_];
   std::vector<uint64_t> shape;
   for (size_t g = 0; g < groups.size(); ++g) {
-    if (groups[g].part_bytes == 0) throw Refusal("bad_argument", "part_bytes is 0", 0, "1 or more");
+    if (groups[g].part_bytes == 0) throw TableRefusal("bad_argument", "part_bytes is 0", 0, "1 or more");
     if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
-      throw Refusal("bad_argument", "a window group has no window", 0, "1 or more tokens");
+      throw TableRefusal("bad_argument", "a window group has no window", 0, "1 or more tokens");
     ns.groups[g] = groups[g];
     shape.push_back(round_slot(groups[g].part_bytes));
   }
@@ -116,7 +121,7 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
 // ---- records
 
 std::optional<uint32_t> Table::new_record_id(uint32_t parts) {
-  auto size = static_cast<uint32_t>((sizeof(Record) + parts * sizeof(Part) + 15) / 16 * 16);
+  auto size = static_cast<uint32_t>((sizeof(Record) + parts * sizeof(StoredPart) + 15) / 16 * 16);
   auto& free = free_records_[size];
   if (free.empty()) {
     if (next_page_ == header_->max_pages) return std::nullopt;
@@ -308,8 +313,8 @@ bool Table::make_room(uint64_t bytes) {
   return evict_lying_chain();
 }
 
-// No leaf is left. Records above a pinned or RESERVED one wait for it; any other READY record without pins is
-// part of a chain that names itself as ancestor, and the oldest of those goes.
+// No leaf is left. Records above one that is pinned, kept or RESERVED wait for it; any other READY record without
+// pins is part of a chain that names itself as ancestor, and the oldest of those goes.
 bool Table::evict_lying_chain() {
   std::vector<bool> above(info_.size(), false);
   std::optional<uint32_t> victim;
@@ -330,7 +335,7 @@ bool Table::evict_lying_chain() {
     });
   };
   each([&](uint32_t id) {
-    if (info_[id].pins) walk_up(record(id).space, record(id).parent);
+    if (info_[id].pins || info_[id].kept) walk_up(record(id).space, record(id).parent);
   });
   walk_up(storing_.first, storing_.second);
   each([&](uint32_t id) {
@@ -371,7 +376,7 @@ uint32_t Table::evict(uint64_t target, uint32_t max_chunks) {
 
 uint32_t Table::remove(uint32_t space, const std::vector<Key>* keys) {
   std::lock_guard lock(mutex_);
-  if (space >= space_count_) throw Refusal("unknown_namespace", "no such namespace", space);
+  if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
   std::vector<uint32_t> doomed;
   if (keys) {
     for (const Key& k : *keys)

@@ -30,10 +30,10 @@ namespace kvdock {
 
 using Value = std::variant<std::monostate, int64_t, std::string>;
 
-struct Refusal : std::exception {
+struct TableRefusal : std::exception {
   std::string code, message;
   Value found, wanted;
-  Refusal(std::string c, std::string m, Value f = {}, Value w = {})
+  TableRefusal(std::string c, std::string m, Value f = {}, Value w = {})
       : code(std::move(c)), message(std::move(m)), found(std::move(f)), wanted(std::move(w)) {}
   const char* what() const noexcept override { return message.c_str(); }
 };
@@ -161,7 +161,7 @@ class Table {
 
  private:
   struct RecordInfo {
-    uint32_t pins = 0;  // lines of grants with a holder that has not said done
+    uint32_t pins = 0;      // lines of grants with a holder that has not said done
     uint32_t sole = kNone;  // the one session pinning it, kMany, or kNone
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
     uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
@@ -200,7 +200,7 @@ class Table {
   void prefetch_record(uint32_t id) {
     const uint8_t* at = pages_ + record_at(id);
     __builtin_prefetch(&info_[id]);
-    for (uint32_t line = 0; line < sizeof(Record) + sizeof(Part); line += 64) __builtin_prefetch(at + line, 1);
+    for (uint32_t line = 0; line < sizeof(Record) + sizeof(StoredPart); line += 64) __builtin_prefetch(at + line, 1);
   }
   void count_child(uint32_t space, const Key& parent);
   void uncount_child(uint32_t space, const Key& parent);
@@ -256,13 +256,14 @@ class Table {
   Scan scan(uint32_t space, const std::vector<Key>& keys);
   uint32_t best_hit(const Namespace& ns, const Scan& s, uint32_t limit) const;
   uint32_t within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
+  void lock_chunks(uint32_t cell, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader, LookupResult* out);
   Grant* current_lease(uint32_t session, const LookupCall& call, uint32_t* cell);
 
   // -- stores (table_store.cpp)
   void check_chain(uint32_t space, const ReserveCall& call, uint32_t groups);
   bool reserve_one(uint32_t space, const Key& key, const Key& parent, uint32_t groups, bool temporary, uint64_t tick,
                    uint32_t* out);
-  bool take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<Part>* out);
+  bool take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<StoredPart>* out);
   void stamp_path(uint32_t space, Key key, uint64_t tick);
   void repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t now, ReserveResult* out);
 
@@ -313,11 +314,11 @@ class Table {
   std::pair<uint32_t, Key> storing_{};  // namespace and parent of the chunk that room is being made for
   std::map<uint32_t, SessionState> session_state_;
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
-  std::vector<RequestKey> grant_request_;  // by grant cell
+  std::vector<RequestKey> grant_request_;               // by grant cell
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
   uint64_t held_bytes_ = 0;
   double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes
-  std::array<uint64_t, 4> bytes_in_{}, records_in_{};  // by state
+  std::array<uint64_t, 4> bytes_in_{}, records_in_{};     // by state
   Counters counters_;
 };
 

@@ -9,7 +9,7 @@ namespace kvdock {
 // In slices, so that no caller waits long: `start` is a cursor over records, `budget` how many to look at.
 std::pair<uint32_t, int64_t> Table::clear(int64_t space, uint64_t start, uint32_t budget) {
   std::lock_guard lock(mutex_);
-  if (space >= int64_t{space_count_}) throw Refusal("unknown_namespace", "no such namespace", space);
+  if (space >= int64_t{space_count_}) throw TableRefusal("unknown_namespace", "no such namespace", space);
   uint32_t taken = 0;
   uint64_t end = uint64_t{next_page_} * kPageRecords;
   for (uint64_t id = start; id < end; ++id) {
@@ -38,7 +38,7 @@ void Table::set_kept(uint32_t id, uint64_t until) {
 
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until) {
   std::lock_guard lock(mutex_);
-  if (space >= space_count_) throw Refusal("unknown_namespace", "no such namespace", space);
+  if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
   uint32_t found = 0;
   for (const Key& key : keys) {
     KeyEntry* e = index_.find(space, key);
@@ -64,10 +64,11 @@ void Table::expire_kept(uint64_t now) {
 void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_cap) {
   std::lock_guard lock(mutex_);
   if (limit_bytes < slots_.total_bytes())
-    throw Refusal("bad_argument", "the limit is below what the segments hold; retire some first", int64_t(limit_bytes),
-                  int64_t(slots_.total_bytes()));
+    throw TableRefusal("bad_argument", "the limit is below what the segments hold; retire some first",
+                       int64_t(limit_bytes), int64_t(slots_.total_bytes()));
   for (double cap : {session_cap, total_cap})
-    if (!(cap > 0 && cap <= 1)) throw Refusal("bad_argument", "a cap is a share of the pool", std::to_string(cap), "above 0, at most 1");
+    if (!(cap > 0 && cap <= 1))
+      throw TableRefusal("bad_argument", "a cap is a share of the pool", std::to_string(cap), "above 0, at most 1");
   // What was granted under wider caps stays granted: the integrity check knows the widest there were.
   widest_session_cap_ = std::max(widest_session_cap_, session_cap * static_cast<double>(limit_bytes));
   widest_total_cap_ = std::max(widest_total_cap_, total_cap * static_cast<double>(limit_bytes));
@@ -79,7 +80,7 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
 // Drains: nothing new goes in, what nobody pins or keeps goes out. Returns the bytes still in use.
 uint64_t Table::retire_segment(uint32_t segment, uint32_t max_chunks) {
   std::lock_guard lock(mutex_);
-  if (!slots_.knows(segment)) throw Refusal("bad_argument", "no such segment", segment);
+  if (!slots_.knows(segment)) throw TableRefusal("bad_argument", "no such segment", segment);
   if (!slots_.retired(segment)) {
     publish(segments_[segment].word, 2);
     slots_.retire_segment(segment);
@@ -97,9 +98,9 @@ uint64_t Table::retire_segment(uint32_t segment, uint32_t max_chunks) {
 void Table::remove_segment(uint32_t segment) {
   std::lock_guard lock(mutex_);
   if (!slots_.knows(segment) || !slots_.retired(segment))
-    throw Refusal("bad_argument", "the segment was not retired", segment);
+    throw TableRefusal("bad_argument", "the segment was not retired", segment);
   if (uint64_t used = slots_.used_bytes(segment))
-    throw Refusal("bad_argument", "the segment is still in use", int64_t(used), 0);
+    throw TableRefusal("bad_argument", "the segment is still in use", int64_t(used), 0);
   publish(segments_[segment].word, 3);
   slots_.remove_segment(segment);
 }

@@ -8,7 +8,7 @@ namespace kvdock {
 
 namespace {
 void require(bool ok, const char* what, int64_t where = 0) {
-  if (!ok) throw Refusal("corrupt", what, where);
+  if (!ok) throw TableRefusal("corrupt", what, where);
 }
 }  // namespace
 
@@ -18,7 +18,7 @@ void Table::check_integrity() {
   try {
     slots_.check();
   } catch (const std::logic_error& e) {
-    throw Refusal("corrupt", std::string("slots: ") + e.what());
+    throw TableRefusal("corrupt", std::string("slots: ") + e.what());
   }
   check_records();
   check_grants();
@@ -49,7 +49,7 @@ void Table::check_records() {
       bytes[static_cast<size_t>(r.state())] += record_bytes(id);
       ++count[static_cast<size_t>(r.state())];
       for (uint32_t p = 0; p < r.part_count; ++p) {
-        const Part& part = r.parts[p];
+        const StoredPart& part = r.parts[p];
         auto it = owned.find({part.segment, part.offset});
         require(it != owned.end() && it->second == id, "I1: a slot's owner is not the record that names it", id);
         require(r.state() != RecordState::kReady || (part.committed & kCommitted), "I4: READY with a part missing", id);
@@ -57,7 +57,8 @@ void Table::check_records() {
         if (info_[id].pins) ++pinned_in[part.slab];
         if (info_[id].kept) ++kept_in[part.slab];
       }
-      require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
+      require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE",
+              id);
       require(!evictable(r, id) || policy_->lists(id, r.generation()), "an evictable chunk is not listed", id);
     }
   }
@@ -89,10 +90,12 @@ void Table::check_grants() {
     require(g.crc == body_crc(g), "a grant's body does not match its CRC", cell);
     blocks += (g.line_count + kLinesPerBlock - 1) / kLinesPerBlock;
     if (!g.live_holders()) continue;
-    require(session_state_.count(g.session) && session_state_[g.session].grants.count(cell), "L1: a grant outlived its session", cell);
+    require(session_state_.count(g.session) && session_state_[g.session].grants.count(cell),
+            "L1: a grant outlived its session", cell);
     for_each_line(g, [&](const Line& line) {
       const Record& r = record(line.record);
-      require(r.state() != RecordState::kFree && r.generation() == line.generation, "I2: a pinned record was given away", line.record);
+      require(r.state() != RecordState::kFree && r.generation() == line.generation,
+              "I2: a pinned record was given away", line.record);
       ++pins[line.record];
       held[g.session].insert(line.record);
       if (g.kind == GrantKind::kReservation && g.state() == GrantState::kClosed)
@@ -141,7 +144,8 @@ void Table::check_index() {
     auto it = want.find({e.space, name(e.key)});
     require(it != want.end() && it->second == std::array<uint32_t, 3>{e.ready, e.reserved, e.children},
             "the key index disagrees with the records", e.ready);
-    require(e.ready == kNone || info_[e.ready].children == e.children, "a READY record counts its children wrongly", e.ready);
+    require(e.ready == kNone || info_[e.ready].children == e.children, "a READY record counts its children wrongly",
+            e.ready);
     require(index_.find(e.space, e.key) != nullptr, "the key index cannot find its own entry", e.ready);
   });
   require(seen == want.size(), "the key index misses a key", int64_t(want.size()));

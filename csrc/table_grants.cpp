@@ -18,7 +18,7 @@ std::string hex(uint64_t v) {
 Grant& Table::new_grant(GrantKind kind, uint32_t session, uint32_t asker, const Id16& request, uint32_t readers,
                         uint64_t now) {
   if (free_grants_.empty() && !reclaim_tombstone())
-    throw Refusal("table_full", "every grant is held", header_->max_grants);
+    throw TableRefusal("table_full", "every grant is held", header_->max_grants);
   uint32_t cell = free_grants_.back();
   free_grants_.pop_back();
   Grant& g = grants_[cell];
@@ -65,9 +65,9 @@ Grant* Table::find_grant(uint64_t session, uint64_t id, GrantKind kind, uint32_t
   bool forgotten;
   auto at = grant_cell(id, &forgotten);
   if (!at && forgotten) return nullptr;
-  if (!at || grants_[*at].kind != kind) throw Refusal("unknown_grant", "no such grant was given", hex(id));
+  if (!at || grants_[*at].kind != kind) throw TableRefusal("unknown_grant", "no such grant was given", hex(id));
   Grant& g = grants_[*at];
-  if (g.session != session_cell) throw Refusal("foreign_grant", "the grant belongs to another session", hex(id));
+  if (g.session != session_cell) throw TableRefusal("foreign_grant", "the grant belongs to another session", hex(id));
   *cell = *at;
   return &g;
 }
@@ -95,7 +95,8 @@ bool Table::reclaim_tombstone() {
 void Table::require_lines(uint32_t count) {
   uint32_t blocks = (count + kLinesPerBlock - 1) / kLinesPerBlock + 1;
   while (free_blocks_.size() < blocks)
-    if (!reclaim_tombstone()) throw Refusal("table_full", "no room for the grant's lines", int64_t(free_blocks_.size()), blocks);
+    if (!reclaim_tombstone())
+      throw TableRefusal("table_full", "no room for the grant's lines", int64_t(free_blocks_.size()), blocks);
 }
 
 void Table::add_line(uint32_t cell, const Line& line) {
@@ -115,7 +116,7 @@ void Table::add_line(uint32_t cell, const Line& line) {
 
 void Table::check_ranks(const Grant& g, const std::vector<uint32_t>& ranks) const {
   for (uint32_t r : ranks)
-    if (r >= g.readers) throw Refusal("not_a_holder", "the grant has no such rank", r, g.readers - 1);
+    if (r >= g.readers) throw TableRefusal("not_a_holder", "the grant has no such rank", r, g.readers - 1);
 }
 
 std::vector<uint32_t> Table::remaining(const Grant& g) const {
@@ -175,16 +176,16 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id, uint64_t) {
   bool forgotten;
   auto at = grant_cell(id, &forgotten);
   if (!at && forgotten) return;
-  if (!at) throw Refusal("unknown_grant", "no such grant was given", hex(id));
+  if (!at) throw TableRefusal("unknown_grant", "no such grant was given", hex(id));
   cell = *at;
   Grant& g = grants_[cell];
-  if (g.session != session_cell) throw Refusal("foreign_grant", "the grant belongs to another session", hex(id));
-  if (g.asker != member_cell) throw Refusal("not_the_asker", "only the member that asked may cancel", hex(id));
+  if (g.session != session_cell) throw TableRefusal("foreign_grant", "the grant belongs to another session", hex(id));
+  if (g.asker != member_cell) throw TableRefusal("not_the_asker", "only the member that asked may cancel", hex(id));
   auto left = remaining(g);
   if (left.empty()) return;
   if (left.size() != g.readers)
-    throw Refusal("handed_out", "a rank has answered for this grant, so its plan was handed out",
-                  int64_t(g.readers - left.size()), 0);
+    throw TableRefusal("handed_out", "a rank has answered for this grant, so its plan was handed out",
+                       int64_t(g.readers - left.size()), 0);
   for (uint32_t r : left) discharge(cell, r);
   finish_if_done(cell);
 }
@@ -194,7 +195,7 @@ std::vector<uint32_t> Table::abort(uint64_t session, uint64_t id, const std::vec
   uint32_t cell;
   Grant* g = find_grant(session, id, GrantKind::kReservation, &cell);
   if (!g) return {};
-  if (ranks.empty()) throw Refusal("bad_argument", "an abort names the ranks that say done", 0, "1 or more ranks");
+  if (ranks.empty()) throw TableRefusal("bad_argument", "an abort names the ranks that say done", 0, "1 or more ranks");
   check_ranks(*g, ranks);
   if (g->live_holders()) close_reservation(cell);
   for (uint32_t r : ranks) discharge(cell, r);
@@ -211,9 +212,10 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
   auto cell = grant_cell(id, &forgotten);
   if (!cell) return;
   Grant& g = grants_[*cell];
-  if (g.session != m.session) throw Refusal("foreign_grant", "the grant belongs to another session", hex(id));
+  if (g.session != m.session) throw TableRefusal("foreign_grant", "the grant belongs to another session", hex(id));
   if (ranks.empty()) {
-    if (g.asker != member_cell) throw Refusal("not_the_asker", "only the member that asked has this word", hex(id));
+    if (g.asker != member_cell)
+      throw TableRefusal("not_the_asker", "only the member that asked has this word", hex(id));
     g.asker_done = 1;
     return;
   }
@@ -229,7 +231,8 @@ void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
   uint32_t member_cell;
   member_at(member, &member_cell);
   bool forgotten;
-  if (auto cell = grant_cell(id, &forgotten); cell && grants_[*cell].asker == member_cell) grants_[*cell].asked_ms = now;
+  if (auto cell = grant_cell(id, &forgotten); cell && grants_[*cell].asker == member_cell)
+    grants_[*cell].asked_ms = now;
 }
 
 uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks, uint64_t) {
@@ -252,7 +255,7 @@ uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32
 
 void Table::append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out) {
   for (uint32_t p = 0; p < r.part_count; ++p) {
-    const Part& part = r.parts[p];
+    const StoredPart& part = r.parts[p];
     if (groups >> part.group & 1)
       out->push_back({part.group, part.writer, part.segment, part.offset, part.length, part.committed & ~kCommitted});
   }

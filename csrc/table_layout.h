@@ -58,7 +58,7 @@ inline void publish(uint64_t& word, uint64_t value) {
 //        └───────────────────────────── pins = 0 ────────────────────────────────────────┘
 enum class RecordState : uint64_t { kFree = 0, kReserved = 1, kReady = 2, kQuarantined = 3 };
 
-struct Part {  // one writer's bytes of one group
+struct StoredPart {  // one writer's bytes of one group
   uint32_t slab;
   uint16_t segment;
   uint8_t group;
@@ -78,10 +78,10 @@ struct Record {
   Key parent;  // zeros: the chunk starts its sequence
   uint32_t groups;
   uint32_t temporary;
-  uint64_t last_used;  // mutable: use tick
-  uint64_t temp_seen;  // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
+  uint64_t last_used;      // mutable: use tick
+  uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
   uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
-  Part parts[0];
+  StoredPart parts[0];
 
   RecordState state() const { return static_cast<RecordState>(word & 7); }
   uint64_t generation() const { return word >> 3; }
@@ -186,7 +186,7 @@ struct SegmentEntry {
   uint64_t data_bytes;
 };
 
-struct Slab {  // slots of one size, side by side in a segment
+struct Slab {     // slots of one size, side by side in a segment
   uint64_t word;  // 1 = live
   uint32_t segment;
   uint32_t count;
@@ -200,9 +200,9 @@ struct TableHeader {
   uint64_t geometry;  // sizes of all structures, folded: builds that disagree refuse each other
   uint64_t pool_id;
   uint64_t region_bytes;
-  uint64_t incarnation;       // mutable
-  uint64_t last_generation;   // mutable: none above it was handed out
-  uint64_t use_tick;          // mutable
+  uint64_t incarnation;      // mutable
+  uint64_t last_generation;  // mutable: none above it was handed out
+  uint64_t use_tick;         // mutable
   uint64_t limit_bytes;
   uint32_t max_grants;
   uint32_t max_line_blocks;
@@ -212,7 +212,7 @@ struct TableHeader {
 };
 
 static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
-static_assert(sizeof(Part) == 32 && offsetof(Part, committed) == 24);
+static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24);
 static_assert(sizeof(Record) == 112 && offsetof(Record, key) == 16 && offsetof(Record, last_used) == 88);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 160 && offsetof(Grant, holders) == 72);
@@ -223,9 +223,10 @@ static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHe
 constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4a7c15ull; }
 constexpr uint64_t table_geometry() {
   uint64_t h = kTableVersion;
-  for (uint64_t v : {sizeof(Record), sizeof(Part), sizeof(Line), sizeof(LineBlock), sizeof(Grant), sizeof(Namespace),
-                     sizeof(Session), sizeof(Member), sizeof(SegmentEntry), sizeof(Slab), size_t{kPageBytes},
-                     size_t{kPageRecords}, size_t{kMaxSlabs}, size_t{kMaxSessions}, size_t{kMaxMembers}})
+  for (uint64_t v :
+       {sizeof(Record), sizeof(StoredPart), sizeof(Line), sizeof(LineBlock), sizeof(Grant), sizeof(Namespace),
+        sizeof(Session), sizeof(Member), sizeof(SegmentEntry), sizeof(Slab), size_t{kPageBytes}, size_t{kPageRecords},
+        size_t{kMaxSlabs}, size_t{kMaxSessions}, size_t{kMaxMembers}})
     h = fold(h, v);
   return h;
 }

@@ -13,14 +13,14 @@ constexpr const char* kStates[] = {"free", "live", "suspect", "dead", "gone"};
 Session& Table::session_at(uint64_t id, uint32_t* cell) {
   *cell = static_cast<uint32_t>(id & kCellMask);
   if (*cell >= kMaxSessions || !(sessions_[*cell].word & 1) || session_id(*cell) != id)
-    throw Refusal("unknown_session", "no such session", int64_t(id));
+    throw TableRefusal("unknown_session", "no such session", int64_t(id));
   return sessions_[*cell];
 }
 
 Member& Table::member_at(uint64_t id, uint32_t* cell) {
   *cell = static_cast<uint32_t>(id & kCellMask);
   if (*cell >= kMaxMembers || members_[*cell].state() == MemberState::kFree || member_id(*cell) != id)
-    throw Refusal("unknown_member", "no such member", int64_t(id));
+    throw TableRefusal("unknown_member", "no such member", int64_t(id));
   return members_[*cell];
 }
 
@@ -28,24 +28,25 @@ Member& Table::member_at(uint64_t id, uint32_t* cell) {
 Member& Table::asker_at(uint64_t session, uint64_t member, uint32_t* session_cell, uint32_t* member_cell) {
   session_at(session, session_cell);
   Member& m = member_at(member, member_cell);
-  if (m.session != *session_cell) throw Refusal("unknown_member", "the member belongs to another session", int64_t(member));
+  if (m.session != *session_cell)
+    throw TableRefusal("unknown_member", "the member belongs to another session", int64_t(member));
   if (m.state() == MemberState::kSuspect)
-    throw Refusal("member_suspect", "heartbeats are missing; send one first", "suspect", "live");
+    throw TableRefusal("member_suspect", "heartbeats are missing; send one first", "suspect", "live");
   if (m.state() != MemberState::kLive)
-    throw Refusal("member_dead", "the member's lock was seen free", kStates[static_cast<int>(m.state())], "live");
+    throw TableRefusal("member_dead", "the member's lock was seen free", kStates[static_cast<int>(m.state())], "live");
   return m;
 }
 
 uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   std::lock_guard lock(mutex_);
-  if (space >= space_count_) throw Refusal("unknown_namespace", "no such namespace", space);
+  if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
   for (auto& [cell, state] : session_state_) {
     if (!(sessions_[cell].nonce == nonce)) continue;
     if (sessions_[cell].space != space)
-      throw Refusal("id_reused", "the instance attached with another manifest", space, sessions_[cell].space);
+      throw TableRefusal("id_reused", "the instance attached with another manifest", space, sessions_[cell].space);
     return session_id(cell);
   }
-  if (free_sessions_.empty()) throw Refusal("table_full", "no session left", kMaxSessions);
+  if (free_sessions_.empty()) throw TableRefusal("table_full", "no session left", kMaxSessions);
   uint32_t cell = free_sessions_.back();
   free_sessions_.pop_back();
   Session& s = sessions_[cell];
@@ -67,15 +68,15 @@ uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vecto
   for (uint32_t cell : session_state_[session_cell].members) {
     if (!(members_[cell].nonce == nonce)) continue;
     if (members_[cell].state() >= MemberState::kDead)
-      throw Refusal("member_dead", "a member with this id died; come back under a new one",
-                    kStates[static_cast<int>(members_[cell].state())], "a new id");
+      throw TableRefusal("member_dead", "a member with this id died; come back under a new one",
+                         kStates[static_cast<int>(members_[cell].state())], "a new id");
     return member_id(cell);
   }
   for (uint32_t r : ranks) {
-    if (r >= kMaxRanks) throw Refusal("bad_argument", "rank out of range", r, kMaxRanks - 1);
-    if (s.rank_member[r] != kNone) throw Refusal("rank_taken", "another member has the rank", r);
+    if (r >= kMaxRanks) throw TableRefusal("bad_argument", "rank out of range", r, kMaxRanks - 1);
+    if (s.rank_member[r] != kNone) throw TableRefusal("rank_taken", "another member has the rank", r);
   }
-  if (free_members_.empty()) throw Refusal("table_full", "no member left", kMaxMembers);
+  if (free_members_.empty()) throw TableRefusal("table_full", "no member left", kMaxMembers);
   uint32_t cell = free_members_.back();
   free_members_.pop_back();
   Member& m = members_[cell];
@@ -99,7 +100,7 @@ uint64_t Table::find_member(uint64_t session, const Id16& nonce) {
   session_at(session, &session_cell);
   for (uint32_t cell : session_state_[session_cell].members)
     if (members_[cell].nonce == nonce) return member_id(cell);
-  throw Refusal("unknown_member", "the session has no such member");
+  throw TableRefusal("unknown_member", "the session has no such member");
 }
 
 void Table::set_member_state(uint32_t cell, MemberState state) {
@@ -117,7 +118,7 @@ std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
   uint32_t cell;
   Member& m = member_at(member, &cell);
   if (m.state() >= MemberState::kDead)
-    throw Refusal("member_dead", "the member's lock was seen free", kStates[static_cast<int>(m.state())], "live");
+    throw TableRefusal("member_dead", "the member's lock was seen free", kStates[static_cast<int>(m.state())], "live");
   m.heartbeat_ms = now;
   if (m.state() == MemberState::kSuspect) set_member_state(cell, MemberState::kLive);
 
@@ -255,7 +256,16 @@ std::vector<GrantInfo> Table::grants(uint64_t session) {
     if (session && session_id(cell) != session) continue;
     for (uint32_t at : state.grants) {
       const Grant& g = grants_[at];
-      GrantInfo info{g.id, g.kind, session_id(cell), g.request, g.epoch, g.readers, remaining(g), g.line_count, 0, g.opened_ms,
+      GrantInfo info{g.id,
+                     g.kind,
+                     session_id(cell),
+                     g.request,
+                     g.epoch,
+                     g.readers,
+                     remaining(g),
+                     g.line_count,
+                     0,
+                     g.opened_ms,
                      g.state() == GrantState::kClosed};
       for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(line.record); });
       out.push_back(std::move(info));

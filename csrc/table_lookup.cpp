@@ -7,9 +7,9 @@ namespace kvdock {
 
 struct Table::Scan {
   uint32_t space;
-  uint32_t full_groups = 0;         // bit mask
-  std::vector<uint32_t> found;      // per key: READY record or kNone
-  std::vector<uint32_t> needs;      // per group: how many chunks before the end it must cover; 0 for full groups
+  uint32_t full_groups = 0;     // bit mask
+  std::vector<uint32_t> found;  // per key: READY record or kNone
+  std::vector<uint32_t> needs;  // per group: how many chunks before the end it must cover; 0 for full groups
   std::vector<std::vector<uint32_t>> runs;  // per windowed group, per chunk: how many in a row up to it have the group
 };
 
@@ -19,9 +19,10 @@ Table::Scan Table::scan(uint32_t space, const std::vector<Key>& keys) {
   for (uint32_t g = 0; g < ns.group_count; ++g) {
     const Group& group = ns.groups[g];
     if (group.kind == GroupKind::kFull) s.full_groups |= 1u << g;
-    s.needs.push_back(group.kind == GroupKind::kFull    ? 0
-                      : group.kind == GroupKind::kState ? 1
-                                                        : (group.window_tokens + ns.chunk_tokens - 1) / ns.chunk_tokens);
+    s.needs.push_back(group.kind == GroupKind::kFull ? 0
+                      : group.kind == GroupKind::kState
+                          ? 1
+                          : (group.window_tokens + ns.chunk_tokens - 1) / ns.chunk_tokens);
   }
   s.runs.resize(ns.group_count);
   // The table does not fit the caches: ask for what every key will touch before looking at the first.
@@ -81,13 +82,17 @@ Grant* Table::current_lease(uint32_t session, const LookupCall& call, uint32_t* 
   Grant* g = request_grant(session, GrantKind::kLease, call.request, cell);
   if (!g || call.epoch > g->epoch) return nullptr;
   if (call.epoch < g->epoch)
-    throw Refusal("stale_epoch", "the request has looked up in a later epoch since", call.epoch, g->epoch);
-  if (!g->live_holders()) throw Refusal("grant_closed", "this epoch's lease has been released", call.epoch, call.epoch + 1);
+    throw TableRefusal("stale_epoch", "the request has looked up in a later epoch since", call.epoch, g->epoch);
+  if (!g->live_holders())
+    throw TableRefusal("grant_closed", "this epoch's lease has been released", call.epoch, call.epoch + 1);
   if (remaining(*g).size() != g->readers)
-    throw Refusal("stale_epoch", "ranks have released this epoch's lease, so it was handed out", call.epoch, call.epoch + 1);
-  if (g->readers != call.readers) throw Refusal("id_reused", "the lookup was made for other readers", call.readers, g->readers);
+    throw TableRefusal("stale_epoch", "ranks have released this epoch's lease, so it was handed out", call.epoch,
+                       call.epoch + 1);
+  if (g->readers != call.readers)
+    throw TableRefusal("id_reused", "the lookup was made for other readers", call.readers, g->readers);
   if (call.keys.size() < g->key_count || !(call.keys[g->key_count - 1] == g->last_key))
-    throw Refusal("id_reused", "the lookup does not extend the keys asked for before", int64_t(call.keys.size()), g->key_count);
+    throw TableRefusal("id_reused", "the lookup does not extend the keys asked for before", int64_t(call.keys.size()),
+                       g->key_count);
   return g;
 }
 
@@ -97,10 +102,13 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   asker_at(session, member, &session_cell, &member_cell);
   uint32_t space = sessions_[session_cell].space;
   const Namespace& ns = spaces_[space];
-  if (call.keys.size() > kMaxKeys) throw Refusal("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
-  if (call.readers < 1 || call.readers > kMaxRanks) throw Refusal("bad_argument", "readers out of range", call.readers, "1..128");
+  if (call.keys.size() > kMaxKeys)
+    throw TableRefusal("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
+  if (call.readers < 1 || call.readers > kMaxRanks)
+    throw TableRefusal("bad_argument", "readers out of range", call.readers, "1..128");
   if (call.skip_tokens % ns.block_tokens)
-    throw Refusal("skip_misaligned", "skip_prefix_tokens is not a multiple of the block size", int64_t(call.skip_tokens), ns.block_tokens);
+    throw TableRefusal("skip_misaligned", "skip_prefix_tokens is not a multiple of the block size",
+                       int64_t(call.skip_tokens), ns.block_tokens);
   Grant* g = current_lease(session_cell, call, &cell);
 
   Scan s = scan(space, call.keys);
@@ -108,7 +116,8 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   uint64_t hit_tokens = uint64_t{hit} * ns.chunk_tokens;
   ++counters_.lookups;
   if (call.skip_tokens > hit_tokens)
-    throw Refusal("skip_exceeds_hit", "skip_prefix_tokens is longer than the hit", int64_t(call.skip_tokens), int64_t(hit_tokens));
+    throw TableRefusal("skip_exceeds_hit", "skip_prefix_tokens is longer than the hit", int64_t(call.skip_tokens),
+                       int64_t(hit_tokens));
   auto first = static_cast<uint32_t>(call.skip_tokens / ns.chunk_tokens);
   LookupResult out;
   out.first_chunk = first;
@@ -137,43 +146,48 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     cell = static_cast<uint32_t>(g - grants_);
     seal_grant(cell);
   }
-  out.parts.reserve((hit - first) * ns.writers * ns.group_count);
-  out.part_ends.reserve(hit - first);
-  std::vector<Line> have(hit, Line{0, kNone, 0, 0});
-  for_each_line(*g, [&](const Line& line) {
-    if (line.index < hit) have[line.index] = line;
-  });
   uint64_t reader = 0;
   std::memcpy(&reader, call.request.bytes, 8);
-  reader = fold(reader, session) | 1;
-  for (uint32_t i = first; i < hit; ++i) {
-    uint32_t groups = s.full_groups;
-    for (uint32_t w = 0; w < ns.group_count; ++w)
-      if (s.needs[w] && i + s.needs[w] >= hit) groups |= 1u << w;
-    if (!groups || s.found[i] == kNone) {
-      out.part_ends.push_back(static_cast<uint32_t>(out.parts.size()));
-      continue;
-    }
-    Record& r = record(s.found[i]);
-    if (have[i].record != s.found[i] || have[i].generation != r.generation() || (groups & ~have[i].groups))
-      add_line(cell, {r.generation(), s.found[i], static_cast<uint16_t>(groups | (have[i].record == s.found[i] ? have[i].groups : 0)), static_cast<uint16_t>(i)});
-    if (r.temporary && r.temp_seen != reader && r.temp_seen != kTempKept)
-      r.temp_seen = r.temp_seen ? kTempKept : reader;
-    append_parts(r, groups, &out.parts);
-    out.part_ends.push_back(static_cast<uint32_t>(out.parts.size()));
-  }
-  if (!call.keys.empty()) {
-    g->key_count = static_cast<uint32_t>(call.keys.size());
-    g->last_key = call.keys.back();
-  }
+  lock_chunks(cell, s, first, hit, fold(reader, session) | 1, &out);
+  g->key_count = static_cast<uint32_t>(call.keys.size());
+  g->last_key = call.keys.back();
   g->asked_ms = now;
   out.lease = g->id;
   return out;
 }
 
+// Adds a line for each chunk of [first, hit) that the lease does not hold yet, and names its parts.
+void Table::lock_chunks(uint32_t cell, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader,
+                        LookupResult* out) {
+  const Namespace& ns = spaces_[s.space];
+  out->parts.reserve((hit - first) * ns.writers * ns.group_count);
+  out->part_ends.reserve(hit - first);
+  std::vector<Line> have(hit, Line{0, kNone, 0, 0});
+  for_each_line(grants_[cell], [&](const Line& line) {
+    if (line.index < hit) have[line.index] = line;
+  });
+  for (uint32_t i = first; i < hit; ++i) {
+    uint32_t groups = s.full_groups;
+    for (uint32_t w = 0; w < ns.group_count; ++w)
+      if (s.needs[w] && i + s.needs[w] >= hit) groups |= 1u << w;
+    if (groups && s.found[i] != kNone) {
+      Record& r = record(s.found[i]);
+      bool held = have[i].record == s.found[i] && have[i].generation == r.generation();
+      if (!held || (groups & ~have[i].groups)) {
+        auto all = static_cast<uint16_t>(groups | (held ? have[i].groups : 0));
+        add_line(cell, {r.generation(), s.found[i], all, static_cast<uint16_t>(i)});
+      }
+      if (r.temporary && r.temp_seen != reader && r.temp_seen != kTempKept)
+        r.temp_seen = r.temp_seen ? kTempKept : reader;
+      append_parts(r, groups, &out->parts);
+    }
+    out->part_ends.push_back(static_cast<uint32_t>(out->parts.size()));
+  }
+}
+
 uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
   std::lock_guard lock(mutex_);
-  if (space >= space_count_) throw Refusal("unknown_namespace", "no such namespace", space);
+  if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
   Scan s = scan(space, keys);
   return uint64_t{best_hit(spaces_[space], s, static_cast<uint32_t>(s.found.size()))} * spaces_[space].chunk_tokens;
 }

@@ -37,22 +37,24 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (ns.groups[g].kind == GroupKind::kFull) full |= 1u << g;
   if ((groups & ~all) || (groups & full) != full)
-    throw Refusal("bad_argument", "groups must name every full-attention group and none unknown", groups, all);
-  if (call.keys.size() > kMaxKeys) throw Refusal("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
+    throw TableRefusal("bad_argument", "groups must name every full-attention group and none unknown", groups, all);
+  if (call.keys.size() > kMaxKeys)
+    throw TableRefusal("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
   std::vector<uint32_t> order(call.keys.size());
   std::iota(order.begin(), order.end(), 0);
   auto less = [&](uint32_t a, uint32_t b) { return std::memcmp(call.keys[a].bytes, call.keys[b].bytes, 32) < 0; };
   std::sort(order.begin(), order.end(), less);
   for (size_t i = 1; i < order.size(); ++i)
     if (!less(order[i - 1], order[i]))
-      throw Refusal("bad_argument", "a key stands twice in one store", order[i], "distinct keys");
+      throw TableRefusal("bad_argument", "a key stands twice in one store", order[i], "distinct keys");
   for (size_t i = 0; i < call.keys.size(); ++i) {
-    if (call.keys[i].is_root()) throw Refusal("bad_argument", "a key of zeros names no chunk", int64_t(i), "a digest");
+    if (call.keys[i].is_root())
+      throw TableRefusal("bad_argument", "a key of zeros names no chunk", int64_t(i), "a digest");
     KeyEntry* e = index_.find(space, call.keys[i]);
     if (!e) continue;
     for (uint32_t id : {e->ready, e->reserved})
       if (id != kNone && !(record(id).parent == parent_of(call, i)))
-        throw Refusal("chain_mismatch", "the key is stored under another parent", int64_t(i), "its first parent");
+        throw TableRefusal("chain_mismatch", "the key is stored under another parent", int64_t(i), "its first parent");
   }
 }
 
@@ -67,7 +69,7 @@ void Table::stamp_path(uint32_t space, Key key, uint64_t tick) {
   }
 }
 
-bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<Part>* out) {
+bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<StoredPart>* out) {
   bool ok = true;
   for (uint32_t g = 0; g < ns.group_count && ok; ++g) {
     if (!(groups >> g & 1)) continue;
@@ -82,9 +84,9 @@ bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::v
                       ns.groups[g].part_bytes, 0});
     }
   }
-  for (const Part& p : *out) slots_.unpin(p.slab);
+  for (const StoredPart& p : *out) slots_.unpin(p.slab);
   if (ok) return true;
-  for (const Part& p : *out) slots_.give(p.slab, p.offset);
+  for (const StoredPart& p : *out) slots_.give(p.slab, p.offset);
   out->clear();
   return false;
 }
@@ -103,7 +105,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
     quarantine(victim->record);
     ++counters_.evicted_chunks;
   }
-  std::vector<Part> taken;
+  std::vector<StoredPart> taken;
   if (!id || !take_parts(ns, groups, *id, &taken)) {
     if (id) free_records_[page_sizes_[*id / kPageRecords]].push_back(*id);
     uncount_child(space, parent);
@@ -123,7 +125,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   r.crc = body_crc(r, generation);
   stamp(r, tick);
   uint64_t bytes = 0;
-  for (const Part& p : taken) bytes += round_slot(p.length);
+  for (const StoredPart& p : taken) bytes += round_slot(p.length);
   info_[*id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
   publish(r.word, generation << 3 | static_cast<uint64_t>(RecordState::kReserved));
   count_state(*id, 1);
@@ -134,12 +136,12 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
 
 void Table::repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t now, ReserveResult* out) {
   Grant& g = grants_[cell];
-  if (g.body_hash != hash_call(call)) throw Refusal("id_reused", "the store id was used for another body");
+  if (g.body_hash != hash_call(call)) throw TableRefusal("id_reused", "the store id was used for another body");
   if (g.state() == GrantState::kOpen && now > g.deadline_ms) {
     close_reservation(cell);
     finish_if_done(cell);
   }
-  if (g.state() != GrantState::kOpen) throw Refusal("grant_closed", "the reservation is closed");
+  if (g.state() != GrantState::kOpen) throw TableRefusal("grant_closed", "the reservation is closed");
   g.deadline_ms = now + call.deadline_ms;
   out->grant = g.id;
   std::vector<bool> granted(call.keys.size(), false);
@@ -149,8 +151,10 @@ void Table::repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t 
   });
   for (uint32_t i = 0; i < call.keys.size(); ++i) {
     KeyEntry* e = granted[i] ? nullptr : index_.find(sessions_[g.session].space, call.keys[i]);
-    if (e && e->ready != kNone) out->present.push_back(i);
-    else if (e && e->reserved != kNone) out->busy.push_back(i);
+    if (e && e->ready != kNone)
+      out->present.push_back(i);
+    else if (e && e->reserved != kNone)
+      out->busy.push_back(i);
   }
 }
 
@@ -201,7 +205,8 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
       out.limited = "no_space";
       break;
     }
-    add_line(static_cast<uint32_t>(grant - grants_), {record(id).generation(), id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
+    add_line(static_cast<uint32_t>(grant - grants_),
+             {record(id).generation(), id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
     out.chunks.emplace_back(i, parts_of(record(id), groups));
   }
   if (!grant) return out;
@@ -223,31 +228,34 @@ std::pair<uint32_t, std::vector<uint32_t>> Table::commit(uint64_t session, uint6
   std::lock_guard lock(mutex_);
   uint32_t cell;
   Grant* g = find_grant(session, id, GrantKind::kReservation, &cell);
-  if (!g) throw Refusal("grant_closed", "the reservation is closed and forgotten");
+  if (!g) throw TableRefusal("grant_closed", "the reservation is closed and forgotten");
   check_ranks(*g, {rank});
   if (g->state() == GrantState::kOpen && now > g->deadline_ms) close_reservation(cell);
 
   std::map<uint32_t, Line> lines;
   for_each_line(*g, [&](const Line& line) { lines[line.index] = line; });
-  std::vector<Part*> todo;
+  std::vector<StoredPart*> todo;
   std::vector<uint64_t> sums;
   for (const PartCommit& p : parts) {
     auto it = lines.find(p.index);
     if (it == lines.end() || p.group >= kMaxGroups || !(it->second.groups >> p.group & 1))
-      throw Refusal("not_reserved", "the reservation has no such part", p.index, int64_t(lines.size()));
-    if (p.checksum >= kChecksumPrime) throw Refusal("bad_argument", "a checksum is below 2^61 - 1", int64_t(p.checksum));
+      throw TableRefusal("not_reserved", "the reservation has no such part", p.index, int64_t(lines.size()));
+    if (p.checksum >= kChecksumPrime)
+      throw TableRefusal("bad_argument", "a checksum is below 2^61 - 1", int64_t(p.checksum));
     Record& r = record(it->second.record);
     if (r.generation() != it->second.generation) continue;  // published, read and gone since: a late repeat
-    auto part = std::find_if(r.parts, r.parts + r.part_count, [&](const Part& x) { return x.group == p.group && x.writer == rank; });
-    if (!(part->committed & kCommitted)) todo.push_back(part), sums.push_back(p.checksum);
+    auto part = std::find_if(r.parts, r.parts + r.part_count,
+                             [&](const StoredPart& x) { return x.group == p.group && x.writer == rank; });
+    if (!(part->committed & kCommitted))
+      todo.push_back(part), sums.push_back(p.checksum);
     else if (part->committed != (kCommitted | p.checksum))
-      throw Refusal("already_committed", "the part was committed with another checksum", p.index);
+      throw TableRefusal("already_committed", "the part was committed with another checksum", p.index);
   }
   if (g->state() != GrantState::kOpen) {
     if (g->completed && todo.empty()) return {static_cast<uint32_t>(lines.size()), remaining(*g)};
     discharge(cell, rank);  // late, but its word all the same
     finish_if_done(cell);
-    throw Refusal("grant_closed", "the reservation was aborted or is past its deadline");
+    throw TableRefusal("grant_closed", "the reservation was aborted or is past its deadline");
   }
   for (size_t i = 0; i < todo.size(); ++i) publish(todo[i]->committed, kCommitted | sums[i]);
 

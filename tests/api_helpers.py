@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from kvdock.api import schemas as s
-from kvdock.api.client import Client
+from kvdock.api.calls import SyncCalls
 from kvdock.api.transport import Address
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.shm import pool_objects
@@ -140,7 +140,7 @@ def unique(prefix: str) -> str:
 class Engine:
     """One attached member, which holds its lock while this object is open."""
 
-    client: Client
+    client: SyncCalls
     attached: s.SessionAttached
     member: str
     liveness: MemberLiveness
@@ -195,7 +195,7 @@ class Engine:
 
 
 def attach(
-    client: Client, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
+    client: SyncCalls, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
     member: str | None = None, label: str = "", **manifest_overrides: Any,
 ) -> Engine:
     liveness = MemberLiveness(client.segments().lock_file, source=_fresh)

@@ -11,18 +11,16 @@ from kvdock._core import Lookup, Mapping, Reservation, Table
 PAGE = 4096
 
 
-def new_table(pool_bytes: int, *, segments: int = 1, limit_bytes: int = 0, records: int = 4096, **options: object) -> Table:
-    """A table over `segments` equal segments; caps are wide open unless told otherwise."""
+def new_table(pool_bytes: int, *, segments: int = 1, records: int = 4096) -> Table:
+    """A table over `segments` equal segments, its caps wide open."""
     size = Table.region_bytes(records, 256)
     fd = os.memfd_create("kvdock-table")
     os.ftruncate(fd, size)
     region = Mapping(fd, size)
     os.close(fd)
-    settings: dict[str, float] = {"session_cap": 1.0, "total_cap": 1.0}
-    settings.update({name: float(str(value)) for name, value in options.items()})
     table = Table(
-        region, pool_id=1, incarnation=3, limit_bytes=limit_bytes or pool_bytes, max_records=records, max_grants=256,
-        session_cap=settings["session_cap"], total_cap=settings["total_cap"],
+        region, pool_id=1, incarnation=3, limit_bytes=pool_bytes, max_records=records, max_grants=256,
+        session_cap=1.0, total_cap=1.0,
     )
     for segment in range(segments):
         table.add_segment(segment, PAGE, pool_bytes // segments // PAGE * PAGE)

@@ -178,7 +178,8 @@ CASES = [
     Case(("DELETE", "/v1/sessions/{session}"), lambda e: Request(
         "DELETE", f"/v1/sessions/{e.session}?member={e.member}"), repeat_status=404),
     Case(("POST", "/v1/lookups"), lookup),
-    Case(("POST", "/v1/leases/{lease}/release"), lambda e: Request("POST", f"/v1/leases/{lease(e)}/release", one_rank(e))),
+    Case(("POST", "/v1/leases/{lease}/release"), lambda e: Request(
+        "POST", f"/v1/leases/{lease(e)}/release", one_rank(e))),
     Case(("POST", "/v1/releases"), lambda e: Request(
         "POST", "/v1/releases", {"session": e.session, "releases": [[lease(e), [0]]]})),
     Case(("POST", "/v1/leases/{lease}/renew"), lambda e: Request(
@@ -223,7 +224,8 @@ def settled(answer: dict[str, Any], engine: Engine) -> dict[str, Any]:
     for one in (engine.session, engine.member, engine.attached.namespace):
         text = text.replace(one, "")
     plain: dict[str, Any] = json.loads(text)
-    return {name: "" if name in ("lease", "reservation", "grant", "segments") else value for name, value in plain.items()}
+    ids = ("lease", "reservation", "grant", "segments")
+    return {name: "" if name in ids else value for name, value in plain.items()}
 
 
 def test_every_mutating_call_has_a_case() -> None:
@@ -248,9 +250,7 @@ def test_a_call_whose_answer_was_lost_can_be_repeated(
     status, answer = call(proxy.address, *request)
     assert status == (case.repeat_status or first_status), answer
     if not case.repeat_status:
-        chunks_differ = {"chunks": []} if "lookups" in request.path or "reservations" in request.path else {}
-        assert settled(answer, engine).keys() == settled(first, control).keys()
-        assert {**settled(answer, engine), **chunks_differ} == {**settled(first, control), **chunks_differ}
+        assert settled(answer, engine) == settled(first, control)
     assert state(engine) == wanted
     assert call(server.http, *request)[0] == status, "a third time is no different"
     assert state(engine) == wanted

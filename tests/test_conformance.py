@@ -14,23 +14,24 @@ from kvdock.connectors.conformance import Bench
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.interface import Progress
 from kvdock.connectors.session import Identity
+from kvdock.datapath.layout import paged_layout
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.kvdock import connect
+from kvdock.engine.kvdock import manifest_of
 
 
 class OurSubject:
     """KvdockConnector over the small engine's KV memory."""
 
-    def __init__(self, address: str, name: str, wrap: Callable[[KvdockConnector], KvdockConnector]) -> None:
+    def __init__(self, address: str, name: str, kind: type[KvdockConnector]) -> None:
         config = preset("tiny")
         self.label = unique(name)
         self.chunk_tokens, self.block_tokens, self.num_blocks = 64, config.block_tokens, config.num_blocks
         self.kv = KVCache(config)
         identity = Identity(self.label, self.label, label=self.label)
-        self.connector = wrap(
-            connect(config, self.kv, ConnectorSettings(address), identity, chunk_tokens=self.chunk_tokens)
-        )
+        layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
+        manifest = manifest_of(config, layout, self.chunk_tokens)
+        self.connector = kind(ConnectorSettings(address), manifest, identity, layout)
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -47,8 +48,8 @@ class OurSubject:
 SEEDS = itertools.count(7)
 
 
-def bench_of(server: ServerProcess, wrap: Callable[[KvdockConnector], KvdockConnector] = lambda c: c) -> Bench:
-    return Bench(lambda name: OurSubject(server.unix, name, wrap), server.unix, seed=next(SEEDS))
+def bench_of(server: ServerProcess, kind: type[KvdockConnector] = KvdockConnector) -> Bench:
+    return Bench(lambda name: OurSubject(server.unix, name, kind), server.unix, seed=next(SEEDS))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
@@ -56,52 +57,46 @@ def test_our_connector_conforms(server: ServerProcess, check: Callable[[Bench], 
     check(bench_of(server))
 
 
-def writes_shared_blocks(connector: KvdockConnector) -> KvdockConnector:
+class WritesSharedBlocks(KvdockConnector):
     """Loads the whole hit whatever the engine holds itself."""
-    lookup, begin_load = connector.lookup, connector.begin_load
-    connector.lookup = lambda request, tokens, local: lookup(request, tokens, 0)  # type: ignore[method-assign]  # broken on purpose
-    connector.begin_load = lambda request, blocks, local, hit: begin_load(request, blocks, 0, hit)  # type: ignore[method-assign]  # broken on purpose
-    return connector
+
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+        return super().lookup(request_id, token_ids, 0)
+
+    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+        super().begin_load(request_id, block_ids, 0, hit_tokens)
 
 
-def reports_twice(connector: KvdockConnector) -> KvdockConnector:
-    poll = connector.poll
-
-    def doubled(timeout_s: float = 0.0) -> Progress:
-        found = poll(timeout_s)
+class ReportsTwice(KvdockConnector):
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        found = super().poll(timeout_s)
         return Progress(found.loads * 2, found.stores * 2)
 
-    connector.poll = doubled  # type: ignore[method-assign]  # broken on purpose
-    return connector
+
+class StoresTheWrongBlocks(KvdockConnector):
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+    ) -> tuple[int, ...]:
+        return super().begin_store(request_id, token_ids, [*block_ids[1:], block_ids[0]], computed_tokens)
 
 
-def stores_the_wrong_blocks(connector: KvdockConnector) -> KvdockConnector:
-    begin_store = connector.begin_store
-
-    def shifted(request: str, tokens: Sequence[int], blocks: Sequence[int], computed: int) -> tuple[int, ...]:
-        return begin_store(request, tokens, [*blocks[1:], blocks[0]], computed)
-
-    connector.begin_store = shifted  # type: ignore[method-assign]  # broken on purpose
-    return connector
-
-
-def never_cancels(connector: KvdockConnector) -> KvdockConnector:
-    connector.finished = lambda request: None  # type: ignore[method-assign]  # broken on purpose
-    return connector
+class NeverCancels(KvdockConnector):
+    def finished(self, request_id: str) -> None:
+        return None
 
 
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
-        (writes_shared_blocks, conformance.blocks_the_engine_shares_are_never_written),
-        (reports_twice, conformance.what_one_stores_another_loads_byte_for_byte),
-        (stores_the_wrong_blocks, conformance.what_one_stores_another_loads_byte_for_byte),
-        (never_cancels, conformance.nothing_is_held_when_all_requests_have_ended),
+        (WritesSharedBlocks, conformance.blocks_the_engine_shares_are_never_written),
+        (ReportsTwice, conformance.what_one_stores_another_loads_byte_for_byte),
+        (StoresTheWrongBlocks, conformance.what_one_stores_another_loads_byte_for_byte),
+        (NeverCancels, conformance.nothing_is_held_when_all_requests_have_ended),
     ],
     ids=lambda item: item.__name__,
 )
 def test_a_broken_connector_is_found_out(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, broken: Callable[[KvdockConnector], KvdockConnector],
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, broken: type[KvdockConnector],
     check: Callable[[Bench], None],
 ) -> None:
     monkeypatch.setattr(conformance, "ANSWER_S", 1.0)

@@ -104,6 +104,17 @@ def test_a_chunk_is_offered_once_and_a_tail_never(rig: Rig) -> None:
     assert rig.stores == []
 
 
+def test_copies_that_fail_are_reported_and_their_memory_is_given_back_at_once(rig: Rig, client: Client) -> None:
+    tokens = stored(rig, 24, 2)
+    assert rig.lookup("r", tokens) == 128
+    rig.connector.worker.close()
+    assert rig.load("r", SECOND[:8], 16, 128).valid_tokens == 16
+    blocks = rig.connector.begin_store("s", tokens_of(25, 2), range(8), 128)
+    rig.wait_store("s", blocks)
+    status = client.status()
+    assert (status.leases, status.reservations, status.chunks.reserved) == (0, 0, 0)
+
+
 def test_what_was_loaded_is_not_offered_again(rig: Rig) -> None:
     tokens = stored(rig, 5, 2)
     longer = tokens[: 2 * CHUNK] + tokens_of(6, 1)
@@ -214,12 +225,14 @@ def test_a_lookup_with_less_local_gets_the_chunks_in_front_too(rig: Rig, client:
     assert torch.equal(rig.blocks(SECOND[:12]), before)
 
 
-def test_after_preemption_a_higher_epoch_gets_a_lease_of_its_own(rig: Rig, client: Client) -> None:
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_after_preemption_a_higher_epoch_gets_a_lease_of_its_own(rig: Rig, client: Client, forgotten: bool) -> None:
     tokens = stored(rig, 17, 2)
     rig.lookup("r", tokens)
     [first] = client.leases().leases
     rig.connector.begin_load("r", SECOND[:8], 0, 128)
-    rig.connector.finished("r")  # preempted before the news of the load was taken in
+    if forgotten:
+        rig.connector.finished("r")  # preempted before the news of the load was taken in
     assert rig.lookup("r", tokens) == 128
     rig.wait_load("r")
     eventually(lambda: len(leases_of(client, rig)) == 1)
@@ -233,6 +246,20 @@ def test_a_local_hit_longer_than_what_is_stored_is_a_miss_without_an_error(rig: 
     tokens = stored(rig, 18, 1, tail=60)
     assert rig.lookup("r", tokens, 112) == 112
     assert leases_of(client, rig) == []
+
+
+def test_an_answer_to_a_request_that_went_and_came_back_is_not_taken_for_the_new_ones(
+    rig: Rig, client: Client
+) -> None:
+    tokens = stored(rig, 22, 2)
+    for _ in range(3):
+        assert rig.connector.lookup("r", tokens, 0) is None
+        rig.connector.finished("r")
+    assert rig.lookup("r", tokens) == 128
+    rig.lookup("another", tokens_of(23, 1))
+    assert len(leases_of(client, rig)) == 1
+    assert rig.load("r", SECOND[:8], 0, 128).valid_tokens == 128
+    eventually(lambda: leases_of(client, rig) == [])
 
 
 # ---------------------------------------------------------------------- damage

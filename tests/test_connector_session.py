@@ -21,6 +21,7 @@ from connector_helpers import CHUNK, Rig, mapped_objects, open_descriptors, own_
 from kvdock.api.app import create_app
 from kvdock.api.client import Client
 from kvdock.api.clock import ServerClock
+from kvdock.api.errors import ServerUnavailable
 from kvdock.api.pool import Pool, open_pool
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
@@ -114,6 +115,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
             assert mapped_objects() == before + 4
             assert rig.connector.worker.load(*begun) == 128
             assert torch.equal(rig.blocks(range(64, 72)), rig.blocks(range(8)))
+            rig.connector.session.lost(begun[0], ServerUnavailable("a call of the first life, timed out at last"))
             assert rig.connector.session.attachment is second
             begun[0].release()
             assert mapped_objects() == before + 2
@@ -145,14 +147,19 @@ def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_leas
         rig.store("s", tokens, range(8))
         assert rig.lookup("waits", tokens) == 128
         before = rig.attachment
+        with Client(server.unix) as client:
+            [lease] = client.leases().leases
         stopped(server)
         rig.connector.lookup("r", tokens, 0)
         eventually(lambda: rig.connector.session.attachment is None)
         assert rig.connector.lookup("r", tokens, 16) == 16
+        assert rig.connector.lookup("waits", tokens, 16) == 16
         continued(server)
         eventually(lambda: rig.connector.session.attachment is before)
         assert rig.lookup("new", tokens) == 128
         assert rig.lookup("waits", tokens) == 128
+        with Client(server.unix) as client:
+            assert [one.grant for one in client.leases().leases if one.request == "waits"] == [lease.grant]
         assert rig.load("waits", range(64, 72), 0, 128).valid_tokens == 128
         with Client(server.unix) as client:
             assert client.status().counters["attached_members"] == 2, "wanted the same member again"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from api_helpers import ServerProcess, eventually
 from connector_helpers import (
@@ -19,10 +21,11 @@ from connector_helpers import (
     own_threads,
     sweep,
 )
-from engine_helpers import config, make_engine, prompt, run_one, sampling
+from engine_helpers import TINY, config, make_engine, prompt, run_one, sampling
 
 from kvdock.api.client import Client
 from kvdock.datapath.shm import pool_objects
+from kvdock.engine.config import EngineConfig
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion
 
@@ -30,8 +33,8 @@ TESTS = Path(__file__).parent
 LENGTHS = [100 + 23 * number for number in range(8)]
 
 
-def cold(tokens: list[int], max_tokens: int) -> list[int]:
-    return run_one(make_engine(), tokens, sampling(max_tokens)).output_tokens
+def cold(tokens: list[int], max_tokens: int, settings: EngineConfig = TINY) -> list[int]:
+    return run_one(make_engine(settings), tokens, sampling(max_tokens)).output_tokens
 
 
 def step_all(engines: list[Engine], done: dict[str, Completion]) -> None:
@@ -170,21 +173,21 @@ def test_an_engine_killed_in_the_middle_of_a_store_publishes_nothing_and_its_mem
 def test_engines_with_different_manifests_never_hit_each_other() -> None:
     tokens = prompt(2, 200)
     with ServerProcess() as server:
-        variants: list[tuple[dict[str, object], dict[str, object]]] = [
-            ({}, {}),
-            ({}, {"salt": "tenant"}),
-            ({}, {"chunk_tokens": 32}),
-            ({"kv_format": "NL_X_TWO_NB_NH_BS_HS"}, {}),
+        variants: list[tuple[EngineConfig, dict[str, Any]]] = [
+            (TINY, {}),
+            (TINY, {"salt": "tenant"}),
+            (TINY, {"chunk_tokens": 32}),
+            (config(kv_format="NL_X_TWO_NB_NH_BS_HS"), {}),
+            (config(model=dataclasses.replace(TINY.model, seed=1)), {}),
         ]
-        for changes, options in variants:
-            fresh = config(**changes)
+        for settings, options in variants:
             for turn in range(2):
-                engine = engine_over(server.unix, fresh, **options)  # type: ignore[arg-type]
+                engine = engine_over(server.unix, settings, **options)
                 found = run_one(engine, tokens, sampling(2))
                 assert engine.drain(20.0)
                 engine.close()
-                assert (found.metrics.loaded_tokens > 0) == (turn == 1), f"{changes} {options}"
-                assert found.output_tokens == cold(tokens, 2)
+                assert (found.metrics.loaded_tokens > 0) == (turn == 1), f"{settings} {options}"
+                assert found.output_tokens == cold(tokens, 2, settings)
         engine = engine_over(server.unix, config(kv_format="NB_NL_TWO_BS_NH_HS"))
         found = run_one(engine, tokens, sampling(2))
         assert found.metrics.loaded_tokens == 192, "formats with the same order of elements share bytes"

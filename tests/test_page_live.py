@@ -28,7 +28,8 @@ def engine_at(server: ServerProcess, label: str) -> Engine:
     config = preset("tiny")
     kv = KVCache(config)
     identity = Identity(f"page-{label}", f"page-{label}", label=label)
-    return Engine(config, connect(config, kv, ConnectorSettings(server.unix), identity, chunk_tokens=CHUNK_TOKENS), kv=kv)
+    connector = connect(config, kv, ConnectorSettings(server.unix), identity, chunk_tokens=CHUNK_TOKENS)
+    return Engine(config, connector, kv=kv)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from model import Grant, Model, Refused, Space
 
-from kvdock._core import Mapping, Table, TableError
+from kvdock._core import Lookup, Mapping, Reservation, Table, TableError
 
 pytestmark = pytest.mark.table_model
 
@@ -24,7 +24,8 @@ SETTLE_MS, SUSPECT_MS = 3_000, 10**9
 
 Path = tuple[int, ...]
 # A few trunks that share prefixes, so that stores and lookups meet.
-paths = st.tuples(st.sampled_from([(0, 0, 0, 0, 0, 0), (0, 0, 1, 1), (1, 0, 1)]), st.integers(1, 6)).map(lambda t: t[0][: t[1]])
+trunks = st.sampled_from([(0, 0, 0, 0, 0, 0), (0, 0, 1, 1), (1, 0, 1)])
+paths = st.tuples(trunks, st.integers(1, 6)).map(lambda t: t[0][: t[1]])
 sessions = st.integers(0, 2)
 seldom = st.integers(0, 7).map(lambda n: n == 5)
 
@@ -75,9 +76,11 @@ class TableAgainstModel(RuleBasedStateMachine):
         """Two members: rank 0, which is the scheduler too, and rank 1."""
         self.serial += 1
         self.state[i] = ["live", "live"]
-        self.session[i] = self.table.open_session(digest("s", self.serial)[:16], self.spaces[self.session_space[i]], self.now)
+        space = self.spaces[self.session_space[i]]
+        self.session[i] = self.table.open_session(digest("s", self.serial)[:16], space, self.now)
         self.member[i] = [
-            self.table.add_member(self.session[i], digest("m", self.serial, r)[:16], [r], r == 0, self.now) for r in (0, 1)
+            self.table.add_member(self.session[i], digest("m", self.serial, r)[:16], [r], r == 0, self.now)
+            for r in (0, 1)
         ]
 
     def live(self, kind: str) -> list[int]:
@@ -106,13 +109,13 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.serial += 1
         call = (digest("store", self.serial)[:16], keys[start - 1] if start else b"", b"".join(keys[start:]))
 
-        def ask(table: Table) -> object:
-            return table.reserve(
+        def ask() -> Reservation:
+            return self.table.reserve(
                 self.session[i], self.member[i][0], *call, groups=sum(1 << g for g in groups), temporary=temporary,
                 deadline_ms=60_000, now_ms=self.now,
             )
 
-        got = ask(self.table)
+        got = ask()
         granted, present, busy, limited = self.model.reserve(self.session[i], space, keys, start, groups, temporary)
         assert [c for c, _ in got.chunks] == sorted(granted)
         assert (got.present, got.busy, got.limited) == (present, busy, limited)
@@ -122,7 +125,7 @@ class TableAgainstModel(RuleBasedStateMachine):
                 "reservation", self.session[i], self.member[i][0], set(range(SPACES[space].writers)), granted,
                 deadline=self.now + 60_000, ranks=SPACES[space].writers,
             )
-            again = ask(self.table)
+            again = ask()
             assert (again.grant, again.chunks) == (got.grant, got.chunks), "a repeated store gets the same answer"
         return got.grant
 
@@ -159,7 +162,10 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     # -- loads
 
-    @rule(i=sessions, path=paths, skip=st.sampled_from([0, 0, 0, 1, 2]), readers=st.integers(1, 3), request=st.integers(0, 3))
+    @rule(
+        i=sessions, path=paths, skip=st.sampled_from([0, 0, 0, 1, 2]), readers=st.integers(1, 3),
+        request=st.integers(0, 3),
+    )
     def lookup(self, i: int, path: Path, skip: int, readers: int, request: int) -> None:
         if self.state[i][0] != "live":
             return
@@ -167,7 +173,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.epochs[i, request] = epoch = self.epochs.get((i, request), 0) + 1
         name = digest("request", session, request)[:16]
 
-        def ask() -> object:
+        def ask() -> Lookup:
             return self.table.lookup(
                 session, self.member[i][0], name, epoch, b"".join(keys), readers=readers, skip_tokens=skip * CHUNK,
                 now_ms=self.now,
@@ -193,9 +199,9 @@ class TableAgainstModel(RuleBasedStateMachine):
             )
             if not got.limited:
                 self.model.tick += 1
-                for r in [self.model.find(space, k, "ready") for k in keys[:hit]]:
-                    assert r is not None
-                    r.last_used = self.model.tick
+                for found in [self.model.find(space, k, "ready") for k in keys[:hit]]:
+                    assert found is not None
+                    found.last_used = self.model.tick
                 again = ask()
                 assert (again.lease, again.chunks) == (got.lease, got.chunks), "a repeated lookup renews its lease"
 

@@ -96,7 +96,8 @@ def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:
     assert left > 0, "what a lease holds stays"
     with pytest.raises(TableError, match="still in use"):
         table.remove_segment(victim)
-    assert not any(p[2] == victim for n in range(8) for _, parts in engine.reserve([key("new", n)]).chunks for p in parts)
+    new_parts = [part for n in range(8) for _, parts in engine.reserve([key("new", n)]).chunks for part in parts]
+    assert not any(segment == victim for _, _, segment, _, _ in new_parts)
     table.release(engine.session, found.lease, [0], 0)
     assert table.retire_segment(victim, 1000) == 0
     table.remove_segment(victim)

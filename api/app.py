@@ -45,6 +45,7 @@ def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = n
         title="kvdock",
         version=VERSION,
         description=DESCRIPTION,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,

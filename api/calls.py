@@ -131,6 +131,11 @@ class SyncCalls(ABC):
     def __init__(self) -> None:
         self._releases = ReleaseQueue()
 
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """`unix:/path` or `http://host:port`."""
+
     @abstractmethod
     def _do(
         self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,

@@ -15,7 +15,7 @@ from kvdock.api.calls import Call
 from kvdock.api.errors import ApiError
 from kvdock.api.forms import Codec, Form
 from kvdock.api.service import CacheService
-from kvdock.api.tokens import LONG_BODY_BYTES, cut_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
 
 B = TypeVar("B", bound=s.Body)
 Run = Callable[[CacheService, B, str, Form], Awaitable[s.Answer]]
@@ -28,11 +28,16 @@ class Endpoint(Generic[B]):
         self._codec = Codec(body)
         self._run = run
 
-    async def answer(self, service: CacheService, raw: bytes, sent: Form, wanted: Form, id_in_path: str) -> bytes:
+    async def answer(
+        self, service: CacheService, raw: bytes | bytearray, sent: Form, wanted: Form, id_in_path: str
+    ) -> bytes:
         """The encoded answer. Raises ApiError and TableError: refusals."""
         tokens = None
-        if len(raw) >= LONG_BODY_BYTES and not sent.packed:
-            raw, tokens = await cut_tokens(raw)
+        if len(raw) >= LONG_BODY_BYTES:
+            if sent.packed:
+                check_packed_tokens(raw)
+            else:
+                raw, tokens = await cut_tokens(raw)
         body = self._codec.decode(raw, sent)
         if tokens is not None and isinstance(body, s.Lookup | s.Reserve):
             body.tokens = tokens

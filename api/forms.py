@@ -49,7 +49,7 @@ class Codec(Generic[B]):
         self._json = msgspec.json.Decoder(body).decode
         self._packed = msgspec.msgpack.Decoder(body).decode
 
-    def decode(self, raw: bytes, form: Form) -> B:
+    def decode(self, raw: bytes | bytearray, form: Form) -> B:
         """Raises ApiError: malformed_json, malformed_msgpack, invalid_body."""
         try:
             return self._packed(raw) if form.packed else self._json(raw)

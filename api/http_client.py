@@ -69,9 +69,13 @@ class HttpClient(SyncCalls):
     def __init__(self, address: str, *, timeout_s: float = 5.0, http: httpx.Client | None = None) -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. `http` keeps its own transport."""
         super().__init__()
-        self.address, self.timeout_s = address, timeout_s
+        self._address, self.timeout_s = address, timeout_s
         self._base, uds = _place(address)
         self._http = http or httpx.Client(transport=httpx.HTTPTransport(uds=uds, retries=1))
+
+    @property
+    def address(self) -> str:
+        return self._address
 
     def _do(
         self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,

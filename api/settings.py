@@ -1,6 +1,7 @@
 """All settings of the server, typed and checked once; a name that is not here is refused.
 
-Sizes accept `268435456` and `256MiB`, in code, on the command line and in the environment alike.
+They come from four places, the first that names a setting wins: flag, environment, file, default. Sizes accept
+`268435456` and `256MiB` in each of them. A refusal names the setting, its value, what was wanted and where it stands.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +22,8 @@ GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
 """A slot never crosses a 1 GiB pin piece, so a segment is never larger than one."""
 ENV_PREFIX = "KVDOCK_"
+CONFIG_VARIABLE = "KVDOCK_CONFIG"
+"""Names the file; it is no setting itself."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
@@ -93,6 +97,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     watch_s: Seconds = 0.5
     """Interval of the look at members' locks, deadlines and watermarks."""
 
+    # the end
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
+    """After SIGTERM, what is under way gets so long to end."""
+    on_exit: Literal["remove", "keep"] = "remove"
+    """What SIGTERM does with the pool. Ctrl-C removes it always."""
+
     # what people read
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
@@ -109,41 +119,133 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         Raises SettingsError naming each unknown setting, or the setting, its value and what was wanted.
         """
-        _refuse_unknown(values)
-        plain = {
-            name: parse_bytes(value) if name.endswith("_bytes") and isinstance(value, str) else value
-            for name, value in values.items()
-        }
-        try:
-            settings = msgspec.convert(plain, Settings, strict=False)
-        except msgspec.ValidationError as error:
-            raise SettingsError(f"{error}; found {_offender(plain, str(error))}") from error
-        return _checked(settings, given=set(values))
+        return _load(values, {})
 
     @staticmethod
     def from_environ(environ: Mapping[str, str], **overrides: object) -> Settings:
-        """Settings from KVDOCK_POOL_BYTES and the like; `overrides` that are not None win."""
-        values: dict[str, object] = {
-            name.removeprefix(ENV_PREFIX).lower(): text for name, text in environ.items() if name.startswith(ENV_PREFIX)
-        }
-        values.update({name: value for name, value in overrides.items() if value is not None})
-        return Settings.load(values)
+        """Settings from KVDOCK_POOL_BYTES and the like, and the file that KVDOCK_CONFIG names; `overrides` that
+        are not None win."""
+        return effective(environ, flags=overrides).settings
 
 
-def _refuse_unknown(values: Mapping[str, object]) -> None:
+Source = Literal["default", "file", "environment", "flag"]
+
+
+class Origin(NamedTuple):
+    """Where a setting's value comes from."""
+
+    source: Source
+    where: str = ""
+    """`/etc/kvdock.toml, line 3`, `KVDOCK_PORT` or `--port`; empty for a default."""
+
+
+class Effective(NamedTuple):
+    settings: Settings
+    origins: dict[str, Origin]
+    """Of each setting, in the order of the settings."""
+
+
+def effective(
+    environ: Mapping[str, str], *, config: str | None = None, flags: Mapping[str, object] | None = None
+) -> Effective:
+    """All settings and where each comes from. `config`: a TOML file, else the one that KVDOCK_CONFIG names.
+
+    A flag that is None was not given. Raises SettingsError.
+    """
+    values: dict[str, object] = {}
+    origins: dict[str, Origin] = {}
+    path = environ.get(CONFIG_VARIABLE, "") if config is None else config
+    if path:
+        found, lines = _read_file(Path(path))
+        values.update(found)
+        origins.update({name: Origin("file", f"{path}, line {lines[name]}") for name in found})
+    for variable, text in environ.items():
+        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE:
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            values[name], origins[name] = text, Origin("environment", variable)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[name], origins[name] = value, Origin("flag", f"--{name.replace('_', '-')}")
+    settings = _load(values, {name: origin.where for name, origin in origins.items()})
+    return Effective(settings, {name: origins.get(name, Origin("default")) for name in Settings.__struct_fields__})
+
+
+def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:
+    """A flat TOML file: settings, and the line of each. Raises SettingsError naming the file."""
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file {path} is no TOML: {error}") from error
+    lines = {name: _line_of(name, text) for name in found}
+    for name, value in found.items():
+        if isinstance(value, dict | list):
+            raise SettingsError(
+                f"settings file {path}, line {lines[name]}: {name!r} wanted a plain value, found a table or list; "
+                "settings are written one a line, outside of any table"
+            )
+    return found, lines
+
+
+def _line_of(name: str, text: str) -> int:
+    """The line on which a top-level name is set; 1 when it is written in a way this does not see."""
+    at = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[]=.]""")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if at.match(line)), 1)
+
+
+def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
+    """`where`: where each value stands, for refusals."""
+    _refuse_unknown(values, where)
+    plain = {name: _plain(name, value, where) for name, value in values.items()}
+    try:
+        settings = msgspec.convert(plain, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_refusal(plain, str(error), where)) from error
+    return _checked(settings, given=set(values))
+
+
+def _plain(name: str, value: object, where: Mapping[str, str]) -> object:
+    """A size as bytes; everything else as it is. No setting is a yes or no, which would pass for 1 or 0."""
+    if isinstance(value, bool):
+        raise SettingsError(f"{_named(name, value, where)}: wanted a number or text")
+    if not (name.endswith("_bytes") and isinstance(value, str)):
+        return value
+    try:
+        return parse_bytes(value)
+    except SettingsError as error:
+        raise SettingsError(f"{_named(name, value, where)}: {error}") from error
+
+
+def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> None:
     known = Settings.__struct_fields__
     unknown = sorted(set(values) - set(known))
     if not unknown:
         return
-    hints = [f"{name} (meant {near[0]}?)" if (near := difflib.get_close_matches(name, known, 1)) else name
-             for name in unknown]
+    hints = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        place = f" ({where[name]})" if name in where else ""
+        hints.append(f"{name} (meant {near[0]}?){place}" if near else f"{name}{place}")
     raise SettingsError(f"unknown settings: {', '.join(hints)}; known are {', '.join(known)}")
 
 
-def _offender(values: Mapping[str, object], message: str) -> str:
-    """`name=value` of the setting that msgspec's message points at (`… - at `$.port``)."""
+def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:
+    """msgspec's message, which points at the setting (`… - at `$.port``), with its value and place."""
     match = re.search(r"\$\.(\w+)", message)
-    return f"{match[1]}={values[match[1]]!r}" if match and match[1] in values else "other values"
+    if match is None or match[1] not in values:
+        return f"{message}; found other values"
+    choices = _CHOICES.get(match[1])
+    wanted = f"wanted {' or '.join(choices)}" if choices else message
+    return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
+
+
+_CHOICES = {"on_exit": ("remove", "keep")}
+
+
+def _named(name: str, value: object, where: Mapping[str, str]) -> str:
+    return f"{name}={value!r}" + (f" ({where[name]})" if name in where else "")
 
 
 def _checked(settings: Settings, given: set[str]) -> Settings:

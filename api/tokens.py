@@ -21,11 +21,14 @@ LONG_BODY_BYTES = 64 << 10
 SLICE_BYTES = 32 << 10
 SLICE_TOKENS = 8192
 
+MAX_PACKED_TOKENS = 1 << 16
+_PACKED_TOKENS = b"\xa6tokens\xdd"
+"""The field's name and the mark of an array with a 4-byte count."""
 _TOKENS = re.compile(rb'"tokens"\s*:\s*\[')
 _PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
 
 
-async def cut_tokens(raw: bytes) -> tuple[bytes, list[int] | None]:
+async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, list[int] | None]:
     """A long JSON body with its `tokens` emptied, and the tokens; any other body as it is, and None.
 
     Raises ApiError(invalid_body) for an array that does not hold token ids only, or too many.
@@ -33,11 +36,11 @@ async def cut_tokens(raw: bytes) -> tuple[bytes, list[int] | None]:
     if len(raw) < LONG_BODY_BYTES:
         return raw, None
     # Quotes inside a JSON string are escaped, so what the pattern matches is a field's name.
-    fields = _TOKENS.finditer(raw)
-    field, again = next(fields, None), next(fields, None)
+    field = _TOKENS.search(raw)
     end = -1 if field is None else raw.find(b"]", field.end())
-    if field is None or again is not None or end < 0:
+    if field is None or end < 0 or _TOKENS.search(raw, end):
         return raw, None  # the decoder says what is wrong with it, if anything is
+    await asyncio.sleep(0)
     tokens: list[int] = []
     start = field.end()
     while start <= end:
@@ -49,7 +52,7 @@ async def cut_tokens(raw: bytes) -> tuple[bytes, list[int] | None]:
     return raw[: field.end()] + raw[end:], tokens
 
 
-def _decode_piece(piece: bytes, before: int, *, more: bool) -> list[int]:
+def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[int]:
     try:
         tokens = _PIECE.decode(b"[" + piece + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -62,6 +65,20 @@ def _decode_piece(piece: bytes, before: int, *, more: bool) -> list[int]:
     if before + len(tokens) > MAX_TOKENS:
         raise ApiError("invalid_body", "too many tokens", found="$.tokens", wanted=f"at most {MAX_TOKENS}")
     return tokens
+
+
+def check_packed_tokens(raw: bytes | bytearray) -> None:
+    """Refuses a MessagePack body with a token list too long to be decoded in one go: ApiError(invalid_body).
+
+    Its elements differ in length, so it cannot be cut like JSON; JSON, or keys, are the way for long ones.
+    """
+    at = raw.find(_PACKED_TOKENS)
+    count = int.from_bytes(raw[at + len(_PACKED_TOKENS) :][:4], "big")
+    if at >= 0 and count > MAX_PACKED_TOKENS:
+        raise ApiError(
+            "invalid_body", "too many tokens for a MessagePack body: send JSON, or keys",
+            found="$.tokens", wanted=f"at most {MAX_PACKED_TOKENS}",
+        )
 
 
 async def hash_tokens(namespace: bytes, tokens: list[int], chunk_tokens: int) -> bytes:

@@ -55,17 +55,20 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
         raise ApiError("malformed_json", str(error), wanted="one JSON object") from error
 
 
-async def read_limited(request: Request) -> bytes:
+async def read_limited(request: Request) -> bytes | bytearray:
     """The whole body. Raises ApiError(too_large)."""
     limit: int = request.app.state.settings.body_limit_bytes
     return await read_all(request.receive, request.headers.get("content-length", ""), limit)
 
 
-async def read_all(receive: Receive, declared: str, limit: int) -> bytes:
-    """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError(too_large)."""
+async def read_all(receive: Receive, declared: str, limit: int) -> bytes | bytearray:
+    """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError(too_large).
+
+    Pieces are put together as they arrive: joining megabytes at the end would keep the loop.
+    """
     if declared.isdecimal() and int(declared) > limit:
         raise ApiError("too_large", "the body is longer than body_limit_bytes", found=int(declared), wanted=limit)
-    pieces: list[bytes] = []
+    body = bytearray()
     size = 0
     while True:
         message = await receive()
@@ -75,9 +78,12 @@ async def read_all(receive: Receive, declared: str, limit: int) -> bytes:
         size += len(piece)
         if size > limit:
             raise ApiError("too_large", "the body is longer than body_limit_bytes", found=size, wanted=limit)
-        if not message.get("more_body", False):
-            return b"".join([*pieces, piece]) if pieces else piece
-        pieces.append(piece)
+        more = message.get("more_body", False)
+        if not more and not body:
+            return piece
+        body += piece
+        if not more:
+            return body
 
 
 def answer(body: Answer) -> Response:

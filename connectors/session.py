@@ -262,6 +262,8 @@ class EngineSession:
             while True:
                 beat = Heartbeat(member=attachment.member, done=done, keep=keep)
                 answer = self.client.heartbeat(attachment.session, beat)
+                for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
+                    attachment.segments.detach(segment)
                 if answer.segments > len(attachment.segments.segments):
                     self._map_new(attachment)
                 done, keep = self._answers(attachment, answer.questions)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 import uvicorn
-from api_helpers import ServerProcess, eventually, small_pool
+from api_helpers import MIB, ServerProcess, eventually, raw, small_pool
 from connector_helpers import CHUNK, Rig, mapped_objects, open_descriptors, own_threads, sweep, tokens_of
 
 from kvdock.api.app import create_app
@@ -83,6 +84,27 @@ def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
             eventually(lambda: rig.connector.session.attachment is not None)
             rig.store("s", tokens, range(8))
             assert rig.lookup("r", tokens) == 128
+
+
+def test_segments_that_the_pool_gave_up_are_unmapped_and_the_others_go_on() -> None:
+    before = mapped_objects()
+    sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
+    with restartable(**sizes) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+        for number in range(3):  # each as large as most of a segment
+            rig.store(f"s{number}", tokens_of(60 + number, 25), range(100))
+        grown = len(client.segments().segments)
+        assert grown >= 3
+        eventually(lambda: mapped_objects() == before + grown + 1)
+        body = msgspec.json.encode({"pool_bytes": 2 * MIB})
+        status, _, _ = raw(server.unix, "PATCH", "/v1/config", body, {"Content-Type": "application/json"})
+        assert status == 200
+        eventually(lambda: len(client.segments().segments) == 2)
+        eventually(lambda: mapped_objects() == before + 2 + 1)
+        tokens = tokens_of(70, 2)
+        rig.store("after", tokens, range(8))
+        assert rig.lookup("r", tokens) == 128
+        assert rig.load("r", range(64, 72), 0, 128).valid_tokens == 128
+        assert torch.equal(rig.blocks(range(64, 72)), rig.blocks(range(8)))
 
 
 def test_a_killed_server_is_a_miss_and_its_memory_is_given_back() -> None:

@@ -115,7 +115,11 @@ def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
 
 def test_a_peer_that_reads_nothing_ends_at_the_timeout(tmp_path: Path) -> None:
     done = threading.Event()
-    with listener(tmp_path, lambda connection, number: done.wait(10) and None) as address:
+
+    def serve(connection: socket.socket, number: int) -> None:
+        done.wait(10)
+
+    with listener(tmp_path, serve) as address:
         transport = Transport(Address.parse(address))
         with pytest.raises(ServerUnavailable, match="no answer within"):
             transport.call("POST", "/", bytes(8 << 20), 0.2)

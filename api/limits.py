@@ -47,17 +47,22 @@ class Limits(Answer, kw_only=True):
         return limits
 
 
-def check_grants(table: Table, session: SessionRecord, request: bytes, limit: int) -> None:
-    """Refuses one grant too many: ApiError(too_many_grants). A repeat of a call that has its grant is none.
+def check_grants(table: Table, session: SessionRecord, request: bytes, limit: int, *, draining: bool = False) -> None:
+    """Refuses one grant too many: ApiError(too_many_grants), and any new one while the server drains:
+    ApiError(not_ready). A repeat of a call that has its grant is none.
 
     `session.grants` is never below the true number (the service counts up, the keeper sets it right), so
     the table is asked only near the limit.
     """
-    if session.grants < limit:
+    if session.grants < limit and not draining:
         return
     held = [view for view in table.grants(session.table_id) if view.remaining]
     session.grants = len(held)
-    if len(held) >= limit and all(view.request != request for view in held):
+    if any(view.request == request for view in held):
+        return
+    if draining:
+        raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
+    if len(held) >= limit:
         raise ApiError(
             "too_many_grants", "release leases and finish reservations first", found=len(held), wanted=f"< {limit}"
         )

@@ -60,8 +60,15 @@ class Pool:
         self._retry_at_s = 0.0
         self._growing = asyncio.Lock()
 
-    def close(self) -> None:
-        """Removes every object of the pool. Engines that still map one keep their memory until they unmap it."""
+    def close(self, *, keep: bool = False) -> None:
+        """Removes every object of the pool. Engines that still map one keep their memory until they unmap it.
+
+        `keep`: leaves them all, with byte 0 of the lock file free, for a later server.
+        """
+        if keep:
+            self._undo.pop_all()
+            self._segments.close(unlink=False)
+            self._lock.close(unlink=False)
         self._undo.close()
 
     # ---------------------------------------------------------------- members

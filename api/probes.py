@@ -1,6 +1,6 @@
 """Answers to probes: is the process alive, has it started, can slots be given out; and if not, why not.
 
-Reads only. Every reason is a sentence that docs/api.md explains.
+Reads only. Every reason is a sentence that docs/runbook.md explains.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ STUCK_ROUNDS = 20
 STUCK_LEAST_S = 10.0
 
 STARTING = "the first segment is being allocated"
+DRAINING = "draining"
 ALL_HELD = "every byte of the pool is held by engines, kept by pins or waits for engines' word"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
@@ -48,7 +49,7 @@ def ready(service: CacheService) -> Health:
         default=SLOT_ALIGN,
     )
     too_little_bytes = pool.segment_count * slot_bytes
-    reasons = []
+    reasons = [DRAINING] if service.draining else []
     if service.table.free_bytes() < too_little_bytes and evictable_bytes <= 0 and not pool.can_grow():
         reasons.append(ALL_HELD)
     if stats["held_bytes"] >= limits.total_cap * stats["limit_bytes"]:

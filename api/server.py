@@ -1,8 +1,8 @@
 """The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
 
-The story: open the pool, bind both sockets, run, and whatever way it ends remove the sockets, segments,
-table and lock file. Start-up problems are StartupError, before anything is served. Imports neither
-torch nor numpy: the server has no GPU context and starts in under a second.
+The story: open the pool, bind both sockets, run, drain, and whatever way it ends remove the sockets, segments,
+table and lock file, unless SIGTERM is told to keep the last three (drain.py). Start-up problems are StartupError,
+before anything is served. Imports neither torch nor numpy: the server has no GPU context and starts in under a second.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from types import FrameType
 from typing import NamedTuple
 
 import uvicorn
@@ -25,10 +27,11 @@ from starlette.types import ASGIApp
 
 from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
+from kvdock.api.drain import Drain
 from kvdock.api.hot_path import HotPath
 from kvdock.api.keeper import Keeper
 from kvdock.api.listen import bind_tcp, bind_unix
-from kvdock.api.pool import open_pool
+from kvdock.api.pool import Pool, open_pool
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 
@@ -36,8 +39,8 @@ log = logging.getLogger("kvdock.api")
 
 KEEP_ALIVE_S = 75
 """Longer than a client leaves a connection idle between steps."""
-GRACE_S = 5
-"""How long calls in flight may take to end at shutdown."""
+GRACE_S = 1
+"""How long calls in flight may take to end at shutdown, whatever else is cut short."""
 
 
 class Addresses(NamedTuple):
@@ -56,19 +59,22 @@ def log_ready(addresses: Addresses) -> None:
 
 
 def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
-    """Serves until SIGINT or SIGTERM. `on_ready` is called once, when both addresses answer and there is
-    memory to give out. Raises StartupError."""
+    """Serves until SIGINT, which ends it at once, or SIGTERM, which drains it. Raises StartupError.
+
+    `on_ready` is called once, when both addresses answer and there is memory to give out.
+    """
     Server(settings, on_ready).run()
 
 
 class Server:
-    """`run` in the main thread or another; `stop` from any."""
+    """`run` in the main thread or another; `stop` from any, which is as good as SIGINT."""
 
     def __init__(self, settings: Settings, on_ready: OnReady = log_ready) -> None:
         self._settings = settings
         self._on_ready = on_ready
         self._stop_wanted = threading.Event()
         self._uvicorn: _Uvicorn | None = None
+        self._drain: Drain | None = None
         self._failure: BaseException | None = None
 
     def stop(self) -> None:
@@ -82,8 +88,9 @@ class Server:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
             pool = open_pool(settings, secrets.randbits)
-            undo.callback(pool.close)
+            undo.callback(self._close, pool)
             service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+            drain = self._drain = Drain(service, time.monotonic)
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
             keeper = Keeper(service)
 
@@ -102,11 +109,14 @@ class Server:
                 self._on_ready(addresses)
 
             app = HotPath(create_app(settings, service, lifespan), service)
-            self._uvicorn = _Uvicorn(uvicorn_config(app), announce)
+            self._uvicorn = _Uvicorn(uvicorn_config(app), announce, drain)
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure
+
+    def _close(self, pool: Pool) -> None:
+        pool.close(keep=self._failure is None and self._drain is not None and self._drain.keeps_pool)
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
         """Without its keeper a server would never notice a death: it stops instead."""
@@ -116,15 +126,35 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that announces itself, and that a signal ends with exit status 0."""
+    """uvicorn that announces itself, drains, and that a signal ends with exit status 0."""
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], Coroutine[None, None, None]]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, announce: Callable[[], Coroutine[None, None, None]], drain: Drain
+    ) -> None:
         super().__init__(config)
         self._announce = announce
+        self._drain = drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._announcing = asyncio.create_task(self._announce())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first SIGTERM drains; one more, or SIGINT at any time, waits no longer."""
+        if sig == signal.SIGTERM and not self._drain.begun:
+            self._drain.begin()
+            return
+        self._drain.cut_short(remove_pool=sig == signal.SIGINT)
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s: True when it is time to go."""
+        if await super().on_tick(counter):
+            return True
+        if not self._drain.ended():
+            return False
+        self.config.timeout_graceful_shutdown = max(GRACE_S, math.ceil(self._drain.remaining_s))
+        return True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

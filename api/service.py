@@ -61,6 +61,8 @@ class CacheService:
         self.limits = Limits.of(settings)
         self.configuring = asyncio.Lock()
         """Held while limits change: a change is checked against the limits it replaces."""
+        self.draining = False
+        """Set by SIGTERM: no new sessions, leases or reservations; whoever has some may finish."""
         self.counters = Counters()
         self.history = History(settings.history_values, settings.history_interval_s)
         self.recent = RecentRequests(settings.recent_requests)
@@ -85,6 +87,8 @@ class CacheService:
 
     def attach(self, body: s.AttachSession) -> s.SessionAttached:
         self.forget_closed()
+        if self.draining and self.registry.of_instance(body.instance) is None:
+            raise ApiError("not_ready", "the server is draining: attach to the next one")
         session = attach(body, pool=self.pool, registry=self.registry, now_ms=self.clock.now_ms())
         self.counters.attached_members += 1
         manifest = session.namespace.manifest
@@ -147,7 +151,7 @@ class CacheService:
         member = session.member(body.member)
         keys = await self._keys(session.namespace, body.keys, body.tokens, parent=b"")
         request = self.names.digest(body.request)
-        check_grants(self.table, session, request, self.limits.session_grants)
+        check_grants(self.table, session, request, self.limits.session_grants, draining=self.draining)
         found = self.table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self.clock.now_ms(),
@@ -196,7 +200,7 @@ class CacheService:
         keys = await self._keys(session.namespace, body.keys, body.tokens, parent=parent)
         await self.pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self.names.digest(body.store)
-        check_grants(self.table, session, store, self.limits.session_grants)
+        check_grants(self.table, session, store, self.limits.session_grants, draining=self.draining)
 
         def ask() -> Granted:
             return self.table.reserve(

@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -55,6 +55,7 @@ Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+OnExit = Literal["remove", "keep"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # the end
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
     """After SIGTERM, what is under way gets so long to end."""
-    on_exit: Literal["remove", "keep"] = "remove"
+    on_exit: OnExit = "remove"
     """What SIGTERM does with the pool. Ctrl-C removes it always."""
 
     # what people read
@@ -241,7 +242,7 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
     return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
 
 
-_CHOICES = {"on_exit": ("remove", "keep")}
+_CHOICES: dict[str, tuple[str, ...]] = {"on_exit": get_args(OnExit)}
 
 
 def _named(name: str, value: object, where: Mapping[str, str]) -> str:

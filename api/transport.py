@@ -127,6 +127,7 @@ class Connection:
         return b"".join(pieces)
 
     def _more(self, deadline_s: float, at_most: int = RECEIVE_BYTES) -> bytes:
+        self._set_timeout(deadline_s - time.monotonic())
         piece = self._sock.recv(at_most)
         if not piece:
             raise BadAnswer("the connection ended within an answer")

@@ -143,12 +143,16 @@ def _grants(service: CacheService, session: int = 0) -> list[GrantView]:
 def lease(service: CacheService, lease_id: str, session_id: str) -> s.LeaseView:
     """One grant of one session. Raises ApiError: unknown_session, unknown_grant, foreign_grant."""
     record = service.registry.session(session_id)
-    found = next((view for view in service.table.grants() if grant_text(view.grant) == lease_id), None)
-    if found is None:
-        raise ApiError("unknown_grant", "it was never given, or everyone has said done", found=lease_id)
-    if found.session != record.table_id:
+    found = _find(service.table.grants(record.table_id), lease_id)
+    if found is not None:
+        return _lease(service, found)
+    if _find(service.table.grants(), lease_id) is not None:
         raise ApiError("foreign_grant", "the grant belongs to another session", found=session_id)
-    return _lease(service, found)
+    raise ApiError("unknown_grant", "it was never given, or everyone has said done", found=lease_id)
+
+
+def _find(grants: list[GrantView], grant: str) -> GrantView | None:
+    return next((view for view in grants if grant_text(view.grant) == grant), None)
 
 
 def _lease(service: CacheService, view: GrantView) -> s.LeaseView:

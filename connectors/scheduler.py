@@ -39,6 +39,8 @@ class _Request:
     epoch: int = 0
     offered: int = 0
     """Chunks [0, offered) are stored, being stored, or were refused."""
+    cut_short: bool = False
+    """A store found no room: what comes behind it could not be reached, so nothing more is offered."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class SchedulerHalf:
         """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
         ready = computed_tokens // self.chunk_tokens
         known = self._requests.get(request_id)
-        if known is not None and ready <= known.offered:
+        if known is not None and (known.cut_short or ready <= known.offered):
             return None
         request = self._request(request_id, tokens) if ready else None
         if request is None or ready <= request.offered:
@@ -215,11 +217,20 @@ class SchedulerHalf:
         )
         if self.session.attachment is not offer.attachment:
             return None  # nobody is there: the engine's blocks do not wait for a timeout
+        with self._lock:
+            request = self._requests.get(offer.request_id)
+            if request is not None and request.cut_short:
+                return None  # offered before the store ahead of it was cut short
         try:
             answer = self.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(offer.attachment, error)
             return None
+        if answer.limited_by is not None:
+            with self._lock:
+                request = self._requests.get(offer.request_id)
+                if request is not None and request.attachment is offer.attachment:
+                    request.cut_short = True
         if answer.reservation is None:
             return None
         chunks = tuple(StoreChunk(c.index, tuple(c.parts), offer.block_ids[c.index]) for c in answer.chunks)

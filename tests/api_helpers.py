@@ -54,6 +54,7 @@ def small_pool(**overrides: object) -> dict[str, object]:
         "high_water": 0,
         "watch_s": 0.02,
         "settle_s": 0.2,
+        "drain_s": 0.2,
         "history_interval_s": 0.1,
         "session_cap": 1.0,
         "total_cap": 1.0,

@@ -8,7 +8,9 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -278,3 +280,40 @@ def test_every_line_for_curl_works_as_it_stands(
             assert json.loads(content)
         engine.close()
     liveness.close()
+
+
+JQ = """import json, sys
+value = json.load(sys.stdin)
+for name in sys.argv[2].strip(".").split("."):
+    value = value[name]
+print(value if isinstance(value, str) else json.dumps(value))
+"""
+
+
+@pytest.mark.skipif(CURL is None, reason="curl is not installed here")
+def test_the_guide_works_line_by_line(tmp_path: Path) -> None:
+    """docs/api.md's shell lines as one script, against a server of its own; its Python lines hold the lock."""
+    guide = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+    shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", guide, re.MULTILINE | re.DOTALL))
+    (python,) = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    (tmp_path / "jq.py").write_text(JQ)
+    with ServerProcess() as server:
+        address = server.http.removeprefix("http://")
+        holder = subprocess.Popen(
+            [sys.executable, "-c", python.replace("localhost:7410", address)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert holder.stdout is not None
+            offset = holder.stdout.readline().strip()
+            jq = f'jq() {{ "{sys.executable}" "{tmp_path}/jq.py" "$@"; }}\n'
+            fails = shell.replace("curl -sS", "curl -sS --fail-with-body").replace("localhost:7410", address)
+            done = subprocess.run(
+                ["/bin/sh", "-ec", jq + fails], env={**os.environ, "LOCK_OFFSET": offset}, capture_output=True,
+                text=True, timeout=60,
+            )
+        finally:
+            holder.kill()
+            holder.communicate()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert '"ready":2' in done.stdout and '"remaining":[]' in done.stdout, done.stdout
+        assert ok(server.http, "GET", "/v1/status")["chunks"]["ready"] == 2

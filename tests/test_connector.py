@@ -355,3 +355,19 @@ def test_without_a_server_everything_is_a_miss_and_it_is_found_when_it_comes(cap
                 eventually(lambda: rig.connector.session.attachment is not None)
                 rig.store("r", tokens, range(8))
                 assert rig.lookup("s", tokens) == 128
+
+
+def test_a_store_cut_short_offers_nothing_behind_the_gap() -> None:
+    """Chunks behind one that found no room could never be reached: they must not take what room there is."""
+    tokens, blocks = tokens_of(5, chunks=8), tuple(range(8 * PER_CHUNK))
+    with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
+        rig.wait_store("r", rig.connector.begin_store("r", tokens, blocks, 7 * CHUNK))
+        with Client(small.unix) as client:
+            before = client.status().counters
+            assert 0 < before["stored_chunks"] < 7
+            assert rig.connector.begin_store("r", tokens, blocks, len(tokens)) == ()
+            assert client.status().counters["reservations"] == before["reservations"]
+        rig.connector.finished("r")
+        held = rig.connector.begin_store("r", tokens, blocks, CHUNK)
+        assert held, "a request that comes back may try again"
+        rig.wait_store("r", held)

@@ -191,7 +191,7 @@ class Table {
     uint64_t held_bytes = 0;
   };
 
-  // -- records (table.cpp)
+  // -- records (table.cpp, table_evict.cpp)
   Record& record(uint32_t id) { return *reinterpret_cast<Record*>(pages_ + record_at(id)); }
   uint64_t record_at(uint32_t id) const {
     return uint64_t{id / kPageRecords} * kPageBytes + uint64_t{id % kPageRecords} * page_sizes_[id / kPageRecords];

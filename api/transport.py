@@ -1,7 +1,7 @@
 """The client's connections: persistent HTTP/1.1 over a Unix socket or TCP, for any number of threads.
 
-A hand-made exchange of exactly what a kvdock server sends: one request, one answer with a Content-Length. It costs
-a tenth of http.client's, whose parser builds a mail message of every header (bench/LOG.md).
+A hand-made exchange of exactly what a kvdock server sends: one request, one answer with a Content-Length. It costs a
+third of http.client's, whose parser builds a mail message of every header (bench/LOG.md).
 
 Invariants: a connection is used by one thread at a time; one that timed out, broke or answered anything odd is
 closed, never reused; a process that inherited the pool by fork gets no connection at all, because what the parent

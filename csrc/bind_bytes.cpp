@@ -59,6 +59,7 @@ void mapping_releasebuffer(PyObject* self, Py_buffer*) { py::handle(self).cast<M
 
 void close_mapping(Mapping& mapping) {
   if (mapping.pinned()) throw py::buffer_error("cannot close: buffers of this mapping are still in use");
+  py::gil_scoped_release nogil;  // unmapping a populated gigabyte takes tens of milliseconds
   mapping.close();
 }
 

@@ -9,13 +9,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "huge_alloc.h"
 #include "table_layout.h"
 
 namespace kvdock {
 
 struct KeyEntry {
-  Key key;
-  uint32_t space;
+  Key key{};
+  uint32_t space = kNone;  // kNone: an empty cell
   uint32_t ready = kNone;
   uint32_t reserved = kNone;
   uint32_t children = 0;  // RESERVED and READY records that name this key as parent
@@ -25,19 +26,19 @@ struct KeyEntry {
 
 class KeyIndex {
  public:
-  KeyIndex() : cells_(1024), full_(1024, 0) {}
+  KeyIndex() : cells_(1024) {}
 
   KeyEntry* find(uint32_t space, const Key& key) {
     for (size_t i = home(space, key);; i = next(i)) {
-      if (!full_[i]) return nullptr;
+      if (empty(i)) return nullptr;
       if (cells_[i].space == space && cells_[i].key == key) return &cells_[i];
     }
   }
 
   void prefetch(uint32_t space, const Key& key) const {
     size_t i = home(space, key);
-    __builtin_prefetch(&full_[i]);
     __builtin_prefetch(&cells_[i]);
+    __builtin_prefetch(reinterpret_cast<const char*>(&cells_[i] + 1) - 1);
   }
 
   // References are good until the next insert or drop.
@@ -51,16 +52,15 @@ class KeyIndex {
   void drop_if_unused(KeyEntry& e) {
     if (!e.unused()) return;
     size_t hole = static_cast<size_t>(&e - cells_.data());
-    full_[hole] = 0;
+    cells_[hole].space = kNone;
     --size_;
-    for (size_t i = next(hole); full_[i]; i = next(i)) {
+    for (size_t i = next(hole); !empty(i); i = next(i)) {
       size_t want = home(cells_[i].space, cells_[i].key);
       // Move back unless its home lies cyclically in (hole, i].
       bool stays = hole <= i ? (hole < want && want <= i) : (hole < want || want <= i);
       if (stays) continue;
       cells_[hole] = cells_[i];
-      full_[hole] = 1;
-      full_[i] = 0;
+      cells_[i].space = kNone;
       hole = i;
     }
   }
@@ -71,7 +71,7 @@ class KeyIndex {
   template <class F>
   void for_each(F&& f) const {
     for (size_t i = 0; i < cells_.size(); ++i)
-      if (full_[i]) f(cells_[i]);
+      if (!empty(i)) f(cells_[i]);
   }
 
  private:
@@ -80,26 +80,23 @@ class KeyIndex {
     std::memcpy(&h, key.bytes + 8, 8);
     return fold(h, space) >> 20 & (cells_.size() - 1);
   }
+  bool empty(size_t i) const { return cells_[i].space == kNone; }
   size_t next(size_t i) const { return (i + 1) & (cells_.size() - 1); }
 
   KeyEntry& place(const KeyEntry& e) {
     size_t i = home(e.space, e.key);
-    while (full_[i]) i = next(i);
-    full_[i] = 1;
+    while (!empty(i)) i = next(i);
     return cells_[i] = e;
   }
 
   void grow() {
-    std::vector<KeyEntry> old(cells_.size() * 2);
-    std::vector<uint8_t> old_full(cells_.size() * 2, 0);
+    decltype(cells_) old(cells_.size() * 2);
     old.swap(cells_);
-    old_full.swap(full_);
-    for (size_t i = 0; i < old.size(); ++i)
-      if (old_full[i]) place(old[i]);
+    for (const KeyEntry& e : old)
+      if (e.space != kNone) place(e);
   }
 
-  std::vector<KeyEntry> cells_;
-  std::vector<uint8_t> full_;
+  std::vector<KeyEntry, HugeAllocator<KeyEntry>> cells_;
   size_t size_ = 0;
 };
 

@@ -200,7 +200,8 @@ class Table {
   void prefetch_record(uint32_t id) {
     const uint8_t* at = pages_ + record_at(id);
     __builtin_prefetch(&info_[id]);
-    for (uint32_t line = 0; line < sizeof(Record) + sizeof(StoredPart); line += 64) __builtin_prefetch(at + line, 1);
+    __builtin_prefetch(at + offsetof(Record, word), 1);
+    __builtin_prefetch(at + sizeof(Record) + sizeof(StoredPart) - 1, 1);
   }
   void count_child(uint32_t space, const Key& parent);
   void uncount_child(uint32_t space, const Key& parent);
@@ -245,6 +246,7 @@ class Table {
   void discharge(uint32_t cell, uint32_t rank);
   void close_reservation(uint32_t cell);
   void finish_if_done(uint32_t cell);
+  void free_lines(Grant& g);
   bool reclaim_tombstone();
   std::vector<uint32_t> remaining(const Grant& g) const;
   static void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out);
@@ -302,7 +304,7 @@ class Table {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<EvictionPolicy> policy_;
-  std::vector<RecordInfo> info_;
+  std::vector<RecordInfo, HugeAllocator<RecordInfo>> info_;
   std::map<uint32_t, std::vector<uint32_t>> free_records_;  // record size → ids
   uint32_t next_page_ = 0;
   uint32_t space_count_ = 0;

@@ -79,12 +79,18 @@ Grant* Table::request_grant(uint32_t session, GrantKind kind, const Id16& reques
   return &grants_[it->second];
 }
 
+void Table::free_lines(Grant& g) {
+  g.line_count = 0;
+  for (uint32_t b = g.first_block; b != kNone; b = blocks_[b].next) free_blocks_.push_back(b);
+  g.first_block = g.last_block = kNone;
+}
+
 bool Table::reclaim_tombstone() {
   if (tombstones_.empty()) return false;
   uint32_t cell = tombstones_.front();
   tombstones_.pop_front();
   Grant& g = grants_[cell];
-  for (uint32_t b = g.first_block; b != kNone; b = blocks_[b].next) free_blocks_.push_back(b);
+  free_lines(g);
   auto it = requests_.find(grant_request_[cell]);
   if (it != requests_.end() && it->second == cell) requests_.erase(it);
   publish(g.word, g.use() << 2 | static_cast<uint64_t>(GrantState::kAbsent));
@@ -154,6 +160,7 @@ void Table::finish_if_done(uint32_t cell) {
   session_state_[g.session].grants.erase(cell);
   for_each_line(g, [&](const Line& line) { prefetch_record(line.record); });
   for_each_line(g, [&](const Line& line) { drop_pin(line.record, g.session); });
+  if (g.kind == GrantKind::kLease) free_lines(g);  // a reservation's are what a repeated commit is held against
   tombstones_.push_back(cell);
 }
 

@@ -27,6 +27,7 @@ inline uint32_t body_crc(const Grant& g) { return span_crc(g, offsetof(Grant, ki
 
 inline uint32_t body_crc(const Record& r, uint64_t generation) {
   uint32_t crc = crc32c(&generation, sizeof generation, 0);
+  crc = span_crc(r, offsetof(Record, key), offsetof(Record, temp_seen), crc);
   crc = span_crc(r, offsetof(Record, space), offsetof(Record, last_used), crc);
   for (uint32_t p = 0; p < r.part_count; ++p) crc = span_crc(r.parts[p], 0, offsetof(StoredPart, committed), crc);
   return crc;

@@ -70,17 +70,18 @@ struct StoredPart {  // one writer's bytes of one group
 constexpr uint64_t kCommitted = 1ull << 63;
 
 struct Record {
+  Key key;
+  Key parent;              // zeros: the chunk starts its sequence
+  uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
+  uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
+  // From here to the end of the first part: all that a lookup or release touches, 64 bytes.
   uint64_t word;  // generation << 3 | state; 0 = FREE
   uint32_t crc;
   uint16_t space;  // namespace
   uint16_t part_count;
-  Key key;
-  Key parent;  // zeros: the chunk starts its sequence
   uint32_t groups;
   uint32_t temporary;
-  uint64_t last_used;      // mutable: use tick
-  uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
-  uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
+  uint64_t last_used;  // mutable: use tick
   StoredPart parts[0];
 
   RecordState state() const { return static_cast<RecordState>(word & 7); }
@@ -213,7 +214,7 @@ struct TableHeader {
 
 static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
 static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24);
-static_assert(sizeof(Record) == 112 && offsetof(Record, key) == 16 && offsetof(Record, last_used) == 88);
+static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 160 && offsetof(Grant, holders) == 72);
 static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);

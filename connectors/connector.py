@@ -119,10 +119,11 @@ class KvdockConnector:
         try:
             valid = self.worker.load(attachment, plan)
         finally:
-            attachment.release()
             if valid < plan.hit_tokens:
                 self.scheduler.load_failed(plan.request_id, valid)
             self._tell(load=LoadDone(plan.request_id, valid))
+            self.worker.settle(attachment)
+            attachment.release()
 
     def _store(self, offer: StoreOffer, blocks: tuple[int, ...]) -> None:
         try:

@@ -111,7 +111,7 @@ class SchedulerHalf:
                 member=request.attachment.member,
                 request=request_id,
                 epoch=request.epoch,
-                keys=[key.hex() for key in keys],
+                keys=b"".join(keys),
                 readers=self.readers,
                 skip_prefix_tokens=local_tokens,
             )
@@ -213,7 +213,7 @@ class SchedulerHalf:
             member=offer.attachment.member,
             store=offer.store_id,
             parent=offer.parent.hex() if offer.parent is not None else None,
-            keys=[key.hex() for key in offer.keys],
+            keys=b"".join(offer.keys),
         )
         if self.session.attachment is not offer.attachment:
             return None  # nobody is there: the engine's blocks do not wait for a timeout

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import Abort, Commit, PartDone, ReleaseLease, ReportMismatch
+from kvdock.api.schemas import Abort, Commit, PartDone, ReportMismatch
 from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CpuCopier, PartCopy
@@ -90,7 +90,7 @@ class WorkerHalf:
             failed = [chunk.index for chunk in plan.chunks]
         finally:
             # The copy has ended, or was never submitted: either way the word may be given.
-            self._release(attachment, plan)
+            self.client.release_later(plan.lease, attachment.session, [self.rank])
             attachment.grants.end(plan.lease)
         valid = min([index * plan.chunk_tokens for index in failed], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
@@ -118,14 +118,14 @@ class WorkerHalf:
             checksum=part.checksum_value,
         )
 
-    def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
+    def settle(self, attachment: Attachment) -> None:
+        """Sends the words that load() queued, once the engine has its blocks: no load waits for it."""
         if self.session.attachment is not attachment:
-            return  # nobody listens: blocks must not wait for it. Should that server return, it asks.
+            return  # nobody listens. Should that server return, it asks about the lease, and the book says done.
         try:
-            self.client.release(plan.lease, ReleaseLease(session=attachment.session, ranks=[self.rank]))
+            self.client.flush(attachment.session)
         except CallFailed as error:
-            # The server asks about a lease nobody released; the book will answer done.
-            log.info("release of lease %s not delivered: %s", plan.lease, error)
+            log.info("releases not delivered: %s", error)
             self.session.lost(attachment, error)
 
     # ------------------------------------------------------------------ store

@@ -26,6 +26,8 @@ from kvdock.datapath.liveness import PoolLock, remove_stale
 from kvdock.datapath.segments import SegmentInfo, SegmentPool
 
 KEY_BYTES = 32
+FIRST_SEGMENT_BYTES = 256 << 20
+"""Allocating a whole GiB takes 0.25 s, and nobody is served before the first segment is there."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
@@ -259,6 +261,7 @@ def open_pool(
                 pool_id,
                 limit_bytes=settings.pool_bytes,
                 segment_bytes=settings.segment_bytes,
+                first_bytes=FIRST_SEGMENT_BYTES,
                 prefault_threads=settings.prefault_threads,
             )
             undo.callback(segments.close, unlink=True)

@@ -1,7 +1,7 @@
-"""`kvdock serve`: the server in this process, one flag per setting.
+"""`kvdock serve` and `kvdock config`: the server in this process, and the settings it would have.
 
 The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and
-its default without a line here. Whatever way the server ends, its pool is removed.
+its default without a line here. Whatever way the server ends, its pool is removed, unless `--on-exit=keep`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvdock.api.settings import ENV_PREFIX, Settings
+from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
 
 
-def serve(verbose: bool, **flags: str | None) -> None:
-    """Serve KV memory to the engines of this machine until Ctrl-C or SIGTERM.
+def serve(config: str | None, verbose: bool, **flags: str | None) -> None:
+    """Serve KV memory to the engines of this machine.
 
-    Every flag can also be set in the environment: --pool-bytes is KVDOCK_POOL_BYTES. Sizes may be
-    written 512MiB or 4GiB. Flags win.
+    Every flag can also be set in the environment: --pool-bytes is KVDOCK_POOL_BYTES; or in a TOML file, one
+    `pool_bytes = "8GiB"` a line. Sizes may be written 512MiB or 4GiB. Flags win over the environment, which
+    wins over the file.
+
+    It ends by Ctrl-C, at once, or by SIGTERM, which drains: nothing new is given out, and what is under way
+    gets --drain-s to end.
     """
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    settings = Settings.from_environ(os.environ, **flags)
+    settings = effective(os.environ, config=config, flags=flags).settings
     ready = threading.Event()
 
     def stop_early(number: int, frame: FrameType | None) -> None:
@@ -55,35 +60,53 @@ def serve(verbose: bool, **flags: str | None) -> None:
         typer.echo("stopped before it was ready", err=True)
 
 
+def config(config: str | None, as_json: bool, **flags: str | None) -> None:
+    """Every setting, and where it comes from.
+
+    As `kvdock serve` would use them with the same flags, environment and file. Default, file, environment or
+    flag: the last of these that names a setting wins.
+    """
+    from rich.console import Console
+
+    from kvdock.cli.config import show_config
+
+    show_config(effective(os.environ, config=config, flags=flags), as_json=as_json, console=Console())
+
+
 def ready_line(addresses: Addresses) -> str:
     return f"kvdock is ready: engines at {addresses.unix}, HTTP at {addresses.http} (status page {addresses.http}/)"
 
 
-def _flag(name: str) -> inspect.Parameter:
+def _setting(name: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         help=f"{MEANINGS.get(name, '')} [{ENV_PREFIX}{name.upper()}]",
         show_default=default_text(name) or False,
         metavar=name.rpartition("_")[2].upper(),
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
-    )
+    return _parameter(name, None, Annotated[str | None, option])
 
 
-def _verbose() -> inspect.Parameter:
-    option = typer.Option("--verbose", "-v", help="Log what happens, not only what is wrong.")
-    return inspect.Parameter(
-        "verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-    )
+def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _describe_flags() -> None:
-    """Typer reads a function's signature: `serve` gets one parameter per setting."""
-    parameters = [*(_flag(name) for name in Settings.__struct_fields__), _verbose()]
-    vars(serve)["__signature__"] = inspect.Signature(parameters)
-    serve.__annotations__.clear()
-    serve.__annotations__.update({parameter.name: parameter.annotation for parameter in parameters})
+_CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
+    "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
+)])
+_VERBOSE = _parameter("verbose", False, Annotated[bool, typer.Option(
+    "--verbose", "-v", help="Log what happens, not only what is wrong.",
+)])
+_AS_JSON = _parameter("as_json", False, Annotated[bool, typer.Option("--json", help="One JSON object.")])
 
 
-_describe_flags()
+def _give_flags(command: Callable[..., None], *others: inspect.Parameter) -> None:
+    """Typer reads a function's signature: the command gets one parameter per setting."""
+    parameters = [*(_setting(name) for name in Settings.__struct_fields__), *others]
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    command.__annotations__.clear()
+    command.__annotations__.update({parameter.name: parameter.annotation for parameter in parameters})
+
+
+_give_flags(serve, _CONFIG, _VERBOSE)
+_give_flags(config, _CONFIG, _AS_JSON)

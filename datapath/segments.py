@@ -140,7 +140,8 @@ class _Segment:
 
 
 class SegmentPool:
-    """The server's half. Sizes in bytes; `segment_bytes` is rounded down to pages.
+    """The server's half. Sizes in bytes, rounded down to pages. `first_bytes`: at most so much for the first
+    segment, since a server is ready when that is allocated.
 
     adopt=True maps the segments an earlier server of this pool left (AttachError when one is damaged).
     Raises PoolTooSmall when `limit_bytes` cannot be had, ValueError for sizes out of range.
@@ -152,6 +153,7 @@ class SegmentPool:
         *,
         limit_bytes: int,
         segment_bytes: int = MAX_SEGMENT_BYTES,
+        first_bytes: int = MAX_SEGMENT_BYTES,
         shm_dir: Path = shm.SHM_DIR,
         prefault_threads: int = 2,
         capacity: Capacity | None = None,
@@ -167,6 +169,7 @@ class SegmentPool:
         self.pool_id = pool_id
         self.limit_bytes = limit_bytes  # may be changed between two calls of grow()
         self._segment_bytes = _whole_pages(segment_bytes)
+        self._first_bytes = max(_whole_pages(first_bytes), smallest)
         self._capacity = capacity if capacity is not None else Capacity(shm_dir=Path(shm_dir))
         self._prefault_threads = prefault_threads
         self._lock = threading.Lock()
@@ -264,7 +267,8 @@ class SegmentPool:
 
     def _next_bytes(self) -> int:
         """Size of the next segment; 0 when the limit leaves no room for a useful one."""
-        size = _whole_pages(min(self._segment_bytes, self.limit_bytes - self.allocated_bytes))
+        wanted = self._segment_bytes if self._next_id else min(self._segment_bytes, self._first_bytes)
+        size = _whole_pages(min(wanted, self.limit_bytes - self.allocated_bytes))
         return size if size >= _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN else 0
 
     def _add(self, info: SegmentInfo, mapping: _core.Mapping) -> None:

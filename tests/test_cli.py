@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,48 +14,22 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess, attach, eventually, keys, raw
+from cli_helpers import KVDOCK, SMALL, TIMEOUT_S, clean_environ, first_line, kvdock, kvdock_serve, refusal
+from typer.testing import CliRunner
 
 from kvdock._core import Table
 from kvdock.api.client import Client
 from kvdock.api.settings import Settings
+from kvdock.cli.main import app
 from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
-from kvdock.cli.status import duration, printable, size
+from kvdock.cli.words import duration, printable, size
 from kvdock.datapath.shm import pool_objects
-
-KVDOCK = (sys.executable, "-m", "kvdock.cli.main")
-SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
-TIMEOUT_S = 60
-
-
-def kvdock(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command that ends by itself."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVDOCK_")}
-    return subprocess.run(
-        [*KVDOCK, *args], env={**clean, "COLUMNS": "200", **environ}, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-
-
-def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
-    """The one sentence on stderr; nothing on stdout."""
-    assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("kvdock: "), done.stderr
-    return lines[0]
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """`kvdock serve` on a socket in tmp_path."""
-    command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with kvdock_serve(tmp_path) as process:
         yield process
-        if process.poll() is None:
-            process.kill()
-
-
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().rstrip("\n")
 
 
 # --------------------------------------------------------------------------- serve
@@ -181,6 +155,37 @@ def test_status_without_a_server_fails_and_says_how_to_start_one(tmp_path: Path,
 
 # --------------------------------------------------------------------------- the rest
 
+COMMANDS = ("serve", "status", "doctor", "lookup", "clear", "sessions", "leases", "bench", "demo", "config")
+SHELLS = ("bash", "zsh", "fish", "powershell")
+
+
+def test_each_command_has_help_that_names_the_exit_statuses() -> None:
+    for command in COMMANDS:
+        done = CliRunner().invoke(app, [command, "--help"], prog_name="kvdock")
+        assert done.exit_code == 0 and "130 stopped by Ctrl-C" in " ".join(done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_shown_for_a_shell_by_name(shell: str) -> None:
+    done = kvdock("--show-completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_KVDOCK_COMPLETE" in done.stdout and f"complete_{shell}" in done.stdout
+
+
+def test_completion_finds_the_shell_that_asks() -> None:
+    program = f"{shlex.join(KVDOCK)} --show-completion; true"
+    done = subprocess.run(["bash", "-c", program], env=clean_environ(), capture_output=True, text=True)
+    assert "_KVDOCK_COMPLETE=complete_bash" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("kvdock se", {"serve", "sessions"}), ("kvdock doctor --j", {"--json"}), ("kvdock serve --on-", {"--on-exit"}),
+])
+def test_completion_completes_commands_and_flags(words: str, wanted: set[str]) -> None:
+    at = str(len(words.split()) - 1)
+    done = kvdock(_KVDOCK_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=at)
+    assert set(done.stdout.split()) == wanted, done.stderr
+
 
 def test_version_is_the_packages() -> None:
     done = kvdock("--version")
@@ -191,7 +196,7 @@ def test_help_names_every_command() -> None:
     for arguments in ([], ["--help"]):
         done = kvdock(*arguments)
         assert done.returncode == 0
-        assert all(f"\n  {command} " in done.stdout for command in ("serve", "status", "demo"))
+        assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
 
 
 def test_the_demo_without_torch_says_what_to_install() -> None:

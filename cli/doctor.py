@@ -1,0 +1,161 @@
+"""`kvdock doctor`: what on this machine helps or hinders kvdock, and what to do about it. Starts nothing, needs no GPU.
+
+Each check gives one Finding: `ok`, `note` (works, could be better, or good to know) or `problem` (the server would
+not start or not serve). Only problems make the exit status 1. doctor_machine.py looks at the machine, this module at
+kvdock itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvdock.api.client import Client
+from kvdock.api.errors import ApiError, ServerUnavailable, SettingsError
+from kvdock.api.settings import Settings, effective
+from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
+from kvdock.cli.operator import TIMEOUT_S, print_json
+from kvdock.cli.outcome import DONE, FAILED
+from kvdock.cli.words import duration, printable, size
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor(
+    environ: Mapping[str, str], *, config: str | None, as_json: bool, console: Console, machine: Machine | None = None
+) -> int:
+    """Prints the findings; returns the exit status."""
+    findings = examine(environ, config=config, machine=machine or Machine())
+    problems = any(finding.level == "problem" for finding in findings)
+    if as_json:
+        print_json(console, {"ok": not problems, "checks": findings})
+    else:
+        console.print(_table(findings))
+    return FAILED if problems else DONE
+
+
+def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine) -> list[Finding]:
+    settings, settings_finding = _settings(environ, config)
+    server = _server(settings)
+    findings = [_versions(), settings_finding, server, *_extension()]
+    # A server that runs has its pool already: what is free then need not hold another.
+    serves = server.level == "ok"
+    findings += machine_findings(machine, 0 if serves else _wanted_bytes(settings))
+    findings.append(_stale_pools(machine))
+    return findings
+
+
+def _versions() -> Finding:
+    return Finding("kvdock", "ok", f"{version('kvdock')} on Python {sys.version.split()[0]}")
+
+
+def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Settings, Finding]:
+    """The settings that a server started here would use; the defaults when they are wrong."""
+    try:
+        found = effective(environ, config=config)
+    except SettingsError as error:
+        advice = "correct it; `kvdock config` shows what is in force"
+        return Settings(), Finding("settings", "problem", str(error), advice)
+    given = [f"{name} ({origin.where})" for name, origin in found.origins.items() if origin.source != "default"]
+    return found.settings, Finding("settings", "ok", ", ".join(given) or "all at their defaults")
+
+
+def _server(settings: Settings) -> Finding:
+    address = f"unix:{settings.socket_path}"
+    try:
+        with Client(address, timeout_s=TIMEOUT_S) as client:
+            status = client.status()
+    except ServerUnavailable as error:
+        return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
+    except ApiError as error:
+        return Finding("server", "problem", f"at {address}: {error}", "run a client of the server's release")
+    said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
+    if status.status != "ok":
+        reasons = ", ".join(status.reasons)
+        return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
+    return Finding("server", "ok", said)
+
+
+# --------------------------------------------------------------------------- the extension
+
+
+def _extension() -> list[Finding]:
+    try:
+        from kvdock import _core
+    except ImportError as error:
+        return [Finding(
+            "extension", "problem", f"kvdock._core does not load: {error}",
+            "install kvdock for this Python again; from a checkout: make setup",
+        )]
+    paths = _core.cpu_paths()
+    plain = "" if paths[0] != "scalar" else "this processor has no vector loop for it: copies are slow"
+    build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
+    # Whatever copies on a GPU is exported under its name: there is nothing to look for elsewhere.
+    kernels = [name for name in vars(_core) if name.lower().startswith(("cuda", "gpu"))]
+    gpu = Finding("GPU kernels", "ok", ", ".join(kernels)) if kernels else Finding(
+        "GPU kernels", "note", "none in this build: CPU copy only"
+    )
+    return [build, gpu]
+
+
+def _wanted_bytes(settings: Settings) -> int:
+    """Shared memory of a server that has grown to its limit."""
+    try:
+        from kvdock._core import Table as ChunkTable
+    except ImportError:
+        return settings.pool_bytes
+    return settings.pool_bytes + ChunkTable.region_bytes(settings.table_records, settings.table_grants)
+
+
+# --------------------------------------------------------------------------- what others left
+
+
+def _stale_pools(machine: Machine) -> Finding:
+    try:
+        from kvdock.datapath.liveness import server_alive
+        from kvdock.datapath.shm import pool_objects
+    except ImportError:
+        return Finding("pools", "note", "not looked at: the extension does not load")
+    if not machine.shm_dir.is_dir():
+        return Finding("pools", "ok", "none")
+    live, foreign, stale, stale_bytes = 0, 0, 0, 0
+    for pool_id, names in pool_objects(machine.shm_dir).items():
+        try:
+            if server_alive(pool_id, machine.shm_dir):
+                live += 1
+                continue
+        except OSError:  # another user's: neither ours to judge nor to remove
+            foreign += 1
+            continue
+        stale += 1
+        stale_bytes += sum(_size_bytes(machine, name) for name in names)
+    said = f"{live} in use" + (f", {foreign} of other users" if foreign else "")
+    if stale:
+        return Finding(
+            "pools", "note", f"{said}, {stale} left by servers that are gone: {size(stale_bytes)}",
+            "the next `kvdock serve` of the same user removes them",
+        )
+    return Finding("pools", "ok", f"{said}, none left behind")
+
+
+def _size_bytes(machine: Machine, name: str) -> int:
+    try:
+        return (machine.shm_dir / name).stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0  # removed while we looked
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for finding in findings:
+        said = Text(printable(finding.found))
+        if finding.advice:
+            said.append(f"\n→ {printable(finding.advice)}", style="italic")
+        level = "OK" if finding.level == "ok" else finding.level
+        table.add_row(Text(level, style=_STYLES[finding.level]), Text(finding.check, style="bold"), said)
+    return table

@@ -1,0 +1,93 @@
+"""`kvdock sessions` and `kvdock leases`: who is attached and what they hold, as the status page lists it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvdock.api.schemas import Leases, LeaseView, MemberView, Sessions, SessionView
+from kvdock.cli.operator import OperatorClient, first, print_json, reached
+from kvdock.cli.words import duration, printable, size
+
+
+def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
+    """`limit` None: all. Raises Refused, ApiError."""
+    with reached(server) as client:
+        sessions, following = _sessions(client, limit)
+    if as_json:
+        print_json(console, Sessions(sessions=sessions, next=following))
+        return
+    console.print(sessions_table(sessions) if sessions else "no engine is attached")
+    _say_more(console, following)
+
+
+def show_leases(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
+    """Leases and reservations, oldest first. `limit` None: all. Raises Refused, ApiError."""
+    with reached(server) as client:
+
+        def fetch(wanted: int, cursor: str | None) -> tuple[list[LeaseView], str | None]:
+            answer = client.leases(limit=wanted, cursor=cursor)
+            return answer.leases, answer.next
+
+        leases, following = first(fetch, limit)
+        engines = {} if as_json else {view.session: view.label or view.instance for view in _sessions(client, None)[0]}
+    if as_json:
+        print_json(console, Leases(leases=leases, next=following))
+        return
+    console.print(_leases_table(leases, engines) if leases else "nobody holds a lease or a reservation")
+    _say_more(console, following)
+
+
+def sessions_table(sessions: Iterable[SessionView]) -> Table:
+    return _table("sessions", ("engine", "model", "namespace", "processes", "leases", "reservations", "held",
+                               "attached"), (
+        (view.label or view.instance, view.model, view.namespace[:8], ", ".join(map(_member, view.members)),
+         str(view.leases), str(view.reservations), size(view.held_bytes), duration(view.age_s))
+        for view in sessions
+    ))
+
+
+def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table:
+    return _table("leases and reservations", ("kind", "request", "engine", "still to finish", "chunks", "bytes",
+                                              "age", "grant"), (
+        (view.kind + (" (closed)" if view.closed else ""), _request(view), engines.get(view.session, view.session),
+         _waiting(view), f"{view.chunks:,}", size(view.bytes), duration(view.age_s), view.grant)
+        for view in leases
+    ))
+
+
+def _sessions(client: OperatorClient, limit: int | None) -> tuple[list[SessionView], str | None]:
+    def fetch(wanted: int, cursor: str | None) -> tuple[list[SessionView], str | None]:
+        answer = client.sessions(limit=wanted, cursor=cursor)
+        return answer.sessions, answer.next
+
+    return first(fetch, limit)
+
+
+def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(*heads, box=None, pad_edge=False, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table
+
+
+def _say_more(console: Console, following: str | None) -> None:
+    if following is not None:
+        console.print("… and more: --limit N or --all")
+
+
+def _member(view: MemberView) -> str:
+    ranks = f"rank {','.join(map(str, view.ranks))}" if view.ranks else "scheduler"
+    return f"{ranks} {view.state}"
+
+
+def _request(view: LeaseView) -> str:
+    return f"{view.request} (epoch {view.epoch})" if view.epoch else view.request
+
+
+def _waiting(view: LeaseView) -> str:
+    ranks = f": rank {','.join(map(str, view.remaining[:8]))}{'…' if len(view.remaining) > 8 else ''}"
+    return f"{len(view.remaining)} of {view.readers}{ranks if view.remaining else ''}"

@@ -1,0 +1,106 @@
+"""The server as the commands reach it: the engine's client, and the calls that only operators make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+from rich.console import Console
+
+from kvdock.api import admin_schemas as a
+from kvdock.api.calls import Call, page
+from kvdock.api.client import Client
+from kvdock.api.errors import ServerUnavailable
+from kvdock.api.schemas import MAX_KEYS
+from kvdock.api.settings import Settings
+from kvdock.cli.outcome import FAILED, WRONG, Refused
+
+T = TypeVar("T")
+
+PAGE_ITEMS = 1000
+"""The most that the server puts on a page."""
+TIMEOUT_S = 3.0
+LONG_TIMEOUT_S = 120.0
+"""For calls that walk the whole table."""
+
+_CLEAR = Call("POST", "/v1/cache/clear", a.Cleared)
+_DELETE = Call("DELETE", "/v1/chunks", a.Deleted)
+_CONFIG = Call("GET", "/v1/config", a.Config)
+_NAMESPACES = Call("GET", "/v1/namespaces", a.Namespaces)
+
+
+class OperatorClient(Client):
+    """Raises ServerUnavailable and ApiError, as every client does. Administrative calls speak JSON: not `packed`."""
+
+    def clear(self, namespace: str | None) -> a.Cleared:
+        """None: all namespaces."""
+        return self._do(_CLEAR, a.ClearCache(namespace=namespace), LONG_TIMEOUT_S)
+
+    def delete(self, namespace: str, keys: Sequence[bytes]) -> int:
+        """Takes chunks out of use, however many; returns how many were stored."""
+        deleted = 0
+        for start in range(0, len(keys), MAX_KEYS):
+            part = [key.hex() for key in keys[start : start + MAX_KEYS]]
+            deleted += self._do(_DELETE, a.DeleteChunks(namespace=namespace, keys=part), LONG_TIMEOUT_S).chunks
+        return deleted
+
+    def config(self) -> a.Config:
+        return self._do(_CONFIG, None, None)
+
+    def namespaces(self) -> list[a.NamespaceView]:
+        """All of them, however many pages they fill."""
+        found: list[a.NamespaceView] = []
+        cursor: str | None = None
+        while True:
+            answer = self._do(_NAMESPACES, None, None, query=page(PAGE_ITEMS, cursor))
+            found += answer.namespaces
+            cursor = answer.next
+            if cursor is None:
+                return found
+
+
+def default_address() -> str:
+    """Where `kvdock serve` listens when started with the same environment. Raises SettingsError."""
+    return f"unix:{Settings.from_environ(os.environ).socket_path}"
+
+
+@contextmanager
+def reached(address: str) -> Iterator[OperatorClient]:
+    """A client of the server at `address`, or at this user's socket when it is empty.
+
+    Raises Refused for an address that is none, and when nobody answers within the block.
+    """
+    try:
+        client = OperatorClient(address or default_address(), timeout_s=TIMEOUT_S, packed=False)
+    except ValueError as error:
+        raise Refused(str(error), WRONG) from error
+    with client:
+        try:
+            yield client
+        except ServerUnavailable as error:
+            raise Refused(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
+
+
+def first(
+    fetch: Callable[[int, str | None], tuple[list[T], str | None]], limit: int | None
+) -> tuple[list[T], str | None]:
+    """The first `limit` items of a list in pages (None: all), and the cursor of the rest.
+
+    `fetch(limit, cursor)` gives one page and the next cursor.
+    """
+    items: list[T] = []
+    cursor: str | None = None
+    while True:
+        wanted = PAGE_ITEMS if limit is None else min(PAGE_ITEMS, limit - len(items))
+        more, cursor = fetch(wanted, cursor)
+        items += more
+        if cursor is None or (limit is not None and len(items) >= limit):
+            return items, cursor
+
+
+def print_json(console: Console, value: object) -> None:
+    """One line, as it is: nothing is wrapped or coloured."""
+    console.out(msgspec.json.encode(value).decode(), highlight=False)

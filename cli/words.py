@@ -1,0 +1,30 @@
+"""Values as people read them in a terminal: sizes, durations, and text that other programs chose."""
+
+from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """Engines choose their labels: nothing in them may drive the terminal."""
+    return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def figure(name: str, value: int) -> str:
+    return size(value) if name.endswith("_bytes") else f"{value:,}"
+
+
+def size(size_bytes: float) -> str:
+    """1536 → 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: 3725 → 1 h 2 min."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]
+    given = [part for part in [*parts, f"{whole % 60} s"] if part]
+    return " ".join(given[:2])

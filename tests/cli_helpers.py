@@ -1,0 +1,54 @@
+"""The `kvdock` command for tests: run to its end, or serving on a socket of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+KVDOCK = (sys.executable, "-m", "kvdock.cli.main")
+SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
+TIMEOUT_S = 60
+
+
+def clean_environ(**more: str) -> dict[str, str]:
+    """This process's, without settings of whoever runs the tests."""
+    return {**{name: text for name, text in os.environ.items() if not name.startswith("KVDOCK_")}, **more}
+
+
+def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        [*KVDOCK, *args], env=clean_environ(**{"COLUMNS": "200", **environ}), capture_output=True, text=True,
+        timeout=TIMEOUT_S, input=stdin or "",
+    )
+
+
+def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    """The one sentence on stderr; nothing on stdout."""
+    assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("kvdock: "), done.stderr
+    return lines[0]
+
+
+@contextmanager
+def kvdock_serve(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """`kvdock serve` on a socket in `folder`."""
+    command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(folder / "kvdock.sock"), *flags]
+    with subprocess.Popen(
+        command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")

@@ -1,0 +1,178 @@
+"""How `kvdock serve` ends: SIGTERM drains, then removes or keeps the pool; Ctrl-C removes it at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from api_helpers import Engine, attach, eventually, http_connection, keys, raw
+from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
+
+from kvdock.api import schemas as s
+from kvdock.api.client import Client
+from kvdock.api.errors import ApiError
+from kvdock.datapath.liveness import server_alive
+from kvdock.datapath.shm import pool_objects
+
+Serving = tuple[subprocess.Popen[str], Client]
+LONG = ("--drain-s", "30")
+
+
+@contextmanager
+def ready(folder: Path, *flags: str) -> Iterator[Serving]:
+    with kvdock_serve(folder, *flags) as process, Client(f"unix:{folder}/kvdock.sock") as client:
+        assert first_line(process), process.stderr and process.stderr.read()
+        yield process, client
+
+
+def pool_of(client: Client) -> int:
+    return int(client.segments().pool_id, 16)
+
+
+def drain(process: subprocess.Popen[str], folder: Path) -> None:
+    """SIGTERM, and the server has noticed."""
+    process.send_signal(signal.SIGTERM)
+
+    def draining() -> bool:
+        status, _, body = raw(f"unix:{folder}/kvdock.sock", "GET", "/readyz")
+        return status == 503 and json.loads(body) == {"status": "not ready", "reasons": ["draining"]}
+
+    eventually(draining)
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """By itself, without a word."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def refused(call: object) -> str:
+    assert callable(call)
+    with pytest.raises(ApiError) as error:
+        call()
+    return error.value.code
+
+
+def holding(client: Client) -> tuple[Engine, str | None, s.ReserveAnswer]:
+    """An engine with a lease and an open reservation."""
+    engine = attach(client)
+    engine.store(keys(1, "there"))
+    return engine, engine.lookup(keys(1, "there")).lease, engine.reserve(keys(1, "coming"), store="coming")
+
+
+def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, client):
+        engine, lease, coming = holding(client)
+        pool = pool_of(client)
+        drain(process, tmp_path)
+        assert raw(client.address, "GET", "/livez")[0] == 200 and client.status().reasons == ["draining"]
+        assert refused(lambda: engine.lookup(keys(1, "there"), request="another")) == "not_ready"
+        assert refused(lambda: engine.reserve(keys(1, "more"), store="more")) == "not_ready"
+        assert refused(lambda: attach(client)) == "not_ready"
+        # Whoever was given something may ask again for the answer, come back, and finish.
+        assert engine.lookup(keys(1, "there")).lease == lease
+        assert engine.reserve(keys(1, "coming"), store="coming").reservation == coming.reservation
+        assert client.attach(engine.body).session == engine.session
+        assert engine.heartbeat().questions == []
+        assert engine.commit(coming).ready == 1
+        assert process.poll() is None, "a lease is held"
+        began = time.monotonic()
+        engine.release(lease, 0)
+        ended(process)
+        assert time.monotonic() - began < 5 and pool not in pool_objects()
+        engine.close()
+
+
+def test_a_drain_lasts_no_longer_than_it_may(tmp_path: Path) -> None:
+    with ready(tmp_path, "--drain-s", "0.5") as (process, client):
+        engine, _, _ = holding(client)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+        assert 0.5 <= time.monotonic() - began < 5
+        engine.close()
+
+
+def test_a_drain_does_not_wait_for_engines_that_die(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG, "--settle-s", "0.1", "--watch-s", "0.05") as (process, client):
+        engine, _, _ = holding(client)
+        drain(process, tmp_path)
+        engine.close()
+        began = time.monotonic()
+        _, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0 and "is dead" in err
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.Signals) -> None:
+    with ready(tmp_path, *LONG) as (process, client):
+        engine, _, _ = holding(client)
+        drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(second)
+        ended(process)
+        assert time.monotonic() - began < 5
+        engine.close()
+
+
+def test_a_call_in_flight_is_answered_though_nobody_holds_anything(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, _):
+        connection = http_connection(f"unix:{tmp_path}/kvdock.sock")
+        body = json.dumps({"namespace": "0" * 64, "keys": []}).encode()
+        connection.putrequest("POST", "/v1/lookups")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", str(len(body)))
+        connection.endheaders()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)  # longer than the grace that calls have in any case
+        assert process.poll() is None
+        connection.send(body)
+        assert json.load(connection.getresponse())["code"] == "unknown_namespace"
+        connection.close()
+        ended(process)
+
+
+# --------------------------------------------------------------------------- what becomes of the pool
+
+
+def test_a_kept_pool_is_whole_until_the_next_server_starts(tmp_path: Path) -> None:
+    with ready(tmp_path, "--on-exit", "keep") as (process, client):
+        pool, objects = pool_of(client), pool_objects()[pool_of(client)]
+        engine = attach(client)
+        engine.store(keys(2, "kept"))
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+        engine.close()
+    assert pool_objects()[pool] == objects and len(objects) == 3, "segment, table and lock file are there"
+    assert not server_alive(pool) and not (tmp_path / "kvdock.sock").exists()
+    with ready(tmp_path) as (process, client):
+        assert pool not in pool_objects() and pool_of(client) != pool
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: signal.Signals | None) -> None:
+    with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):
+        pool = pool_of(client)
+        engine, _, _ = holding(client)
+        if first is not None:
+            drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        assert time.monotonic() - began < 5
+        assert pool not in pool_objects()
+        engine.close()
+
+
+def test_on_exit_takes_two_words() -> None:
+    said = refusal(kvdock("serve", "--on-exit", "leave"), 2)
+    assert "wanted remove or keep; found on_exit='leave' (--on-exit)" in said

@@ -273,7 +273,7 @@ class PageServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                code, kind, body = server.answer(self.path)
+                code, kind, body = server.answer(self.path.split("?")[0])
                 try:
                     self.send_response(code)
                     self.send_header("Content-Type", kind)

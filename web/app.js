@@ -21,7 +21,7 @@ const sources = {
   sessions: new Source("v1/sessions"),
   leases: new Source("v1/leases"),
   requests: new Source("v1/requests"),
-  segments: new Source("v1/segments"),
+  segments: new Source("v1/segments?limit=1000"),
 };
 let status = null;
 

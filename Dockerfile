@@ -10,7 +10,8 @@
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (62 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, `--user` of the engines and a bind mount that they can
-# reach. Do not publish port 7410 beyond loopback: it asks nobody for a password.
+# reach. Do not publish port 7410 beyond loopback: it asks nobody for a password. SIGTERM drains for up to
+# 5 s, so `docker stop` with its 10 s is long enough. docs/deploy.md says more of all this.
 
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*

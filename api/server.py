@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import secrets
 import signal
 import socket
@@ -142,19 +141,15 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first SIGTERM drains; one more, or SIGINT at any time, waits no longer."""
         if sig == signal.SIGTERM and not self._drain.begun:
-            self._drain.begin()
+            self._drain.begin(self.server_state.tasks)
             return
-        self._drain.cut_short(remove_pool=sig == signal.SIGINT)
+        if sig == signal.SIGINT:
+            self._drain.remove_pool()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Every 0.1 s: True when it is time to go."""
-        if await super().on_tick(counter):
-            return True
-        if not self._drain.ended():
-            return False
-        self.config.timeout_graceful_shutdown = max(GRACE_S, math.ceil(self._drain.remaining_s))
-        return True
+        return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

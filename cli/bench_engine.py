@@ -187,6 +187,7 @@ def _address_of(memory: mmap.mmap) -> int:
 def _manifest(shape: Shape) -> Manifest:
     """The same for every run on a server, so that it learns of no new namespace each time."""
     return Manifest(
-        model=f"kvdock-bench-{shape.chunk_bytes}", kv_dtype="bytes", layers=shape.layers, kv_heads=shape.heads, head_size=shape.head_size,
+        model=f"kvdock-bench-{shape.chunk_bytes}", kv_dtype="bytes",
+        layers=shape.layers, kv_heads=shape.heads, head_size=shape.head_size,
         chunk_tokens=shape.chunk_tokens, block_tokens=BLOCK_TOKENS, groups=(Group(part_bytes=shape.chunk_bytes),),
     )

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -122,21 +123,39 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.S
         engine.close()
 
 
+def slow_call(folder: Path) -> tuple[HTTPConnection, bytes]:
+    """A call whose head has arrived, and the body that it still wants."""
+    connection = http_connection(f"unix:{folder}/kvdock.sock")
+    body = json.dumps({"namespace": "0" * 64, "keys": []}).encode()
+    connection.putrequest("POST", "/v1/lookups")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(len(body)))
+    connection.endheaders()
+    time.sleep(0.2)  # nothing outside shows that the head was read
+    return connection, body
+
+
 def test_a_call_in_flight_is_answered_though_nobody_holds_anything(tmp_path: Path) -> None:
     with ready(tmp_path, *LONG) as (process, _):
-        connection = http_connection(f"unix:{tmp_path}/kvdock.sock")
-        body = json.dumps({"namespace": "0" * 64, "keys": []}).encode()
-        connection.putrequest("POST", "/v1/lookups")
-        connection.putheader("content-type", "application/json")
-        connection.putheader("content-length", str(len(body)))
-        connection.endheaders()
-        process.send_signal(signal.SIGTERM)
+        connection, body = slow_call(tmp_path)
+        drain(process, tmp_path)
         time.sleep(1.5)  # longer than the grace that calls have in any case
         assert process.poll() is None
         connection.send(body)
         assert json.load(connection.getresponse())["code"] == "unknown_namespace"
         connection.close()
         ended(process)
+
+
+def test_ctrl_c_does_not_wait_for_a_call_in_flight(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, _):
+        connection, _ = slow_call(tmp_path)
+        drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0 and time.monotonic() - began < 4
+        connection.close()
 
 
 # --------------------------------------------------------------------------- what becomes of the pool

@@ -30,7 +30,9 @@ def full_server() -> Iterator[ServerProcess]:
     free = shutil.disk_usage("/dev/shm").free
     if free < POOL_BYTES + GIB:
         pytest.skip(f"/dev/shm has {free / GIB:.1f} GiB free, a million chunks want 5")
-    sizes: dict[str, object] = {"pool_bytes": POOL_BYTES, "segment_bytes": GIB, "table_records": 1_100_000, "heartbeat_s": 60.0}
+    sizes: dict[str, object] = {
+        "pool_bytes": POOL_BYTES, "segment_bytes": GIB, "table_records": 1_100_000, "heartbeat_s": 60.0,
+    }
     with ServerProcess(**sizes) as server, Client(server.unix, timeout_s=30) as client:
         engine = attach(client, groups=(s.Group(part_bytes=4096),))
         source = random.Random(1)

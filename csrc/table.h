@@ -220,7 +220,7 @@ class Table {
   void drop_pin(uint32_t id, uint32_t session);
   bool make_room(uint64_t bytes);
   std::optional<Candidate> oldest(uint32_t shape);
-  bool evict_lying_chain();
+  bool evict_lying_chain(uint64_t bytes);
 
   // -- administration (table_admin.cpp)
   void set_kept(uint32_t id, uint64_t until);

@@ -35,12 +35,12 @@ bool Table::make_room(uint64_t bytes) {
     }
     return true;
   }
-  return evict_lying_chain();
+  return evict_lying_chain(bytes);
 }
 
 // No leaf is left. Records above one that is pinned, kept or RESERVED wait for it; any other READY record without
-// pins is part of a chain that names itself as ancestor, and the oldest of those goes.
-bool Table::evict_lying_chain() {
+// pins is part of a chain that names itself as ancestor, and the oldest of those with a slot of the size goes.
+bool Table::evict_lying_chain(uint64_t bytes) {
   std::vector<bool> above(info_.size(), false);
   std::optional<uint32_t> victim;
   auto walk_up = [&](uint32_t space, Key key) {
@@ -64,7 +64,9 @@ bool Table::evict_lying_chain() {
   });
   walk_up(storing_.first, storing_.second);
   each([&](uint32_t id) {
-    if (record(id).state() == RecordState::kReady && !info_[id].pins && !info_[id].kept && !above[id] &&
+    const std::vector<uint64_t>& sizes = shapes_[space_shape_[record(id).space]];
+    bool helps = std::binary_search(sizes.begin(), sizes.end(), round_slot(bytes));
+    if (record(id).state() == RecordState::kReady && !info_[id].pins && !info_[id].kept && !above[id] && helps &&
         (!victim || record(id).last_used < record(*victim).last_used))
       victim = id;
   });

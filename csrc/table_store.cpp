@@ -100,8 +100,8 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   uint32_t parts = ns.writers * static_cast<uint32_t>(std::popcount(groups));
   std::optional<uint32_t> id;
   for (int tries = 0; !(id = new_record_id(parts)) && tries < 64; ++tries) {
-    auto victim = oldest(space_shape_[space]);  // most likely of the same record size
-    if (!victim) break;
+    auto victim = oldest(space_shape_[space]);
+    if (!victim || record(victim->record).part_count != parts) break;  // it would not make room for this record
     quarantine(victim->record);
     ++counters_.evicted_chunks;
   }

@@ -82,6 +82,37 @@ def test_chunks_that_name_each_other_as_parent_do_not_block_the_pool() -> None:
     table.check_integrity()
 
 
+def test_a_store_that_can_have_no_room_evicts_nothing() -> None:
+    """Every slab of the small size is pinned somewhere: emptying the rest would free no larger slot."""
+    table = new_table(4 * MIB)
+    small, large = Client(table, PAGE, "small"), Client(table, 16 * PAGE, "large")
+    chains = [[key("chain", i, j) for j in range(16)] for i in range(64)]
+    assert sum(small.store(chain) for chain in chains) == 1024
+    for i, chain in enumerate(chains):
+        small.lookup(chain[:1], request=i)
+    assert large.reserve([key("large")]).limited == "no_space"
+    assert all(small.has(one) for chain in chains for one in chain)
+    table.check_integrity()
+
+
+def test_a_record_size_without_room_evicts_no_records_of_another() -> None:
+    table = new_table(64 * MIB, records=273)
+    engine = Client(table, PAGE)
+    fill(engine, "k", 4000)  # every page of the table belongs to records of one part now
+    resident = sum(engine.has(key("k", n)) for n in range(4000))
+    space = table.add_namespace(
+        key("two writers"), chunk_tokens=16, block_tokens=4, writers=2, groups=[("full", 0, PAGE)]
+    )
+    session = table.open_session(key("s")[:16], space, 0)
+    member = table.add_member(session, key("m")[:16], [0, 1], True, 0)
+    got = table.reserve(
+        session, member, key("store")[:16], b"", key("two"), groups=0, temporary=False, deadline_ms=1, now_ms=0
+    )
+    assert got.limited == "no_space"
+    assert sum(engine.has(key("k", n)) for n in range(4000)) == resident
+    table.check_integrity()
+
+
 def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:
     table = new_table(8 * MIB, segments=2)
     engine = Client(table, MIB)

@@ -122,17 +122,53 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
 
 std::optional<uint32_t> Table::new_record_id(uint32_t parts) {
   auto size = static_cast<uint32_t>((sizeof(Record) + parts * sizeof(StoredPart) + 15) / 16 * 16);
-  auto& free = free_records_[size];
-  if (free.empty()) {
-    if (next_page_ == header_->max_pages) return std::nullopt;
-    uint32_t page = next_page_++;
-    page_sizes_[page] = size;
-    for (uint32_t i = std::min(kPageBytes / size, kPageRecords); i-- > 0;) free.push_back(page * kPageRecords + i);
-    info_.resize(uint64_t{next_page_} * kPageRecords);
+  auto& room = pages_with_room_[size];
+  if (room.empty()) {
+    auto page = open_page(size);
+    if (!page) return std::nullopt;
+    room.insert(*page);
   }
-  uint32_t id = free.back();
-  free.pop_back();
+  Page& page = page_info_[*room.begin()];
+  uint32_t id = page.free.back();
+  page.free.pop_back();
+  ++page.live;
+  if (page.free.empty()) room.erase(room.begin());
   return id;
+}
+
+// A page for records of `size`: one whose records are all FREE, or one that was never used.
+std::optional<uint32_t> Table::open_page(uint32_t size) {
+  uint32_t page;
+  if (!spare_pages_.empty()) {
+    page = spare_pages_.back();
+    spare_pages_.pop_back();
+    // State words of another size lie where bodies of the old one did: all FREE before the size changes.
+    if (page_sizes_[page] != size) std::memset(pages_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
+  } else if (next_page_ < header_->max_pages) {
+    page = next_page_++;
+    page_info_.resize(next_page_);
+    info_.resize(uint64_t{next_page_} * kPageRecords);
+  } else {
+    return std::nullopt;
+  }
+  page_sizes_[page] = size;
+  page_info_[page].free.clear();
+  for (uint32_t i = std::min(kPageBytes / size, kPageRecords); i-- > 0;)
+    page_info_[page].free.push_back(page * kPageRecords + i);
+  return page;
+}
+
+void Table::give_record_id(uint32_t id) {
+  uint32_t at = id / kPageRecords;
+  Page& page = page_info_[at];
+  page.free.push_back(id);
+  auto& room = pages_with_room_[page_sizes_[at]];
+  if (--page.live > 0) {
+    room.insert(at);
+  } else {
+    room.erase(at);
+    spare_pages_.push_back(at);
+  }
 }
 
 void Table::count_state(uint32_t id, int sign) {
@@ -151,11 +187,10 @@ void Table::set_state(uint32_t id, RecordState state) {
 
 void Table::free_record(uint32_t id) {
   Record& r = record(id);
-  uint32_t size = page_sizes_[id / kPageRecords];
   set_state(id, RecordState::kFree);
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.give(r.parts[p].slab, r.parts[p].offset);
   info_[id] = RecordInfo{};
-  free_records_[size].push_back(id);
+  give_record_id(id);
 }
 
 // Leaves the key index: from now on nobody finds the record.

@@ -160,6 +160,10 @@ class Table {
   void check_integrity();
 
  private:
+  struct Page {
+    std::vector<uint32_t> free;  // ids of FREE records
+    uint32_t live = 0;
+  };
   struct RecordInfo {
     uint32_t pins = 0;      // lines of grants with a holder that has not said done
     uint32_t sole = kNone;  // the one session pinning it, kMany, or kNone
@@ -206,6 +210,8 @@ class Table {
   void count_child(uint32_t space, const Key& parent);
   void uncount_child(uint32_t space, const Key& parent);
   std::optional<uint32_t> new_record_id(uint32_t parts);
+  std::optional<uint32_t> open_page(uint32_t size);
+  void give_record_id(uint32_t id);
   void free_record(uint32_t id);
   void count_state(uint32_t id, int sign);
   void set_state(uint32_t id, RecordState state);
@@ -305,7 +311,9 @@ class Table {
   KeyIndex index_;
   std::unique_ptr<EvictionPolicy> policy_;
   std::vector<RecordInfo, HugeAllocator<RecordInfo>> info_;
-  std::map<uint32_t, std::vector<uint32_t>> free_records_;  // record size → ids
+  std::vector<Page> page_info_;
+  std::map<uint32_t, std::set<uint32_t>> pages_with_room_;  // record size → pages with a FREE record
+  std::vector<uint32_t> spare_pages_;                       // all FREE: for records of any size
   uint32_t next_page_ = 0;
   uint32_t space_count_ = 0;
   std::vector<uint32_t> space_shape_;

@@ -74,7 +74,7 @@ void Table::check_records() {
     require(slots_.kept_slots(slab) == kept_in[slab], "a slab counts its kept slots wrongly", slab);
   }
   size_t listed = 0;
-  for (auto& [size, ids] : free_records_) listed += ids.size();
+  for (const Page& page : page_info_) listed += page.free.size();
   require(listed == free_ids, "a FREE record is not in a free list", int64_t(free_ids));
 }
 

@@ -107,7 +107,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   }
   std::vector<StoredPart> taken;
   if (!id || !take_parts(ns, groups, *id, &taken)) {
-    if (id) free_records_[page_sizes_[*id / kPageRecords]].push_back(*id);
+    if (id) give_record_id(*id);
     uncount_child(space, parent);
     return false;
   }

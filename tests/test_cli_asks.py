@@ -139,7 +139,7 @@ def test_clear_asks_a_person(
     ) as process:
         os.close(theirs)
         said = b""
-        while b"?" not in said:
+        while b"[y/N]" not in said:  # the question is out whole, and the answer is waited for
             said += os.read(ours, 1024)
         os.write(ours, typed.encode() + (b"" if typed == "\x03" else b"\n"))
         assert process.wait(TIMEOUT_S) == exit_code

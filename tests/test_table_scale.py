@@ -111,6 +111,11 @@ def test_a_record_size_without_room_evicts_no_records_of_another() -> None:
     assert got.limited == "no_space"
     assert sum(engine.has(key("k", n)) for n in range(4000)) == resident
     table.check_integrity()
+    table.clear(-1, 0, 1 << 20)
+    assert table.reserve(
+        session, member, key("again")[:16], b"", key("two"), groups=0, temporary=False, deadline_ms=1, now_ms=0
+    ).grant, "pages whose records are all free serve records of another size"
+    table.check_integrity()
 
 
 def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:

@@ -284,3 +284,101 @@ def scatter(
 
 def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> None:
     """The benchmark's yardstick: libc memcpy of equal pieces. to, from_: uint64 addresses [n], unchecked."""
+
+# ------------------------------------------------------------------ CUDA (csrc/cuda/)
+
+class CudaError(RuntimeError):
+    """The driver refused, or there is none: `found` and `wanted` name the values."""
+
+    found: object
+    wanted: object
+
+class CudaDevice:
+    index: int
+    name: str
+    uuid: str
+    """32 hex digits."""
+    compute: int
+    """90 for sm_90."""
+    multiprocessors: int
+    memory_bytes: int
+
+def cuda_unavailable() -> str:
+    """"" when a GPU can be used, else one sentence that says why not."""
+
+def cuda_devices() -> list[CudaDevice]:
+    """Raises CudaError when there is no driver or GPU."""
+
+def cuda_kernels() -> list[str]:
+    """What the copy kernels were compiled for; empty when nvcc was missing at build time."""
+
+class CudaSlotMemory:
+    """Lets slots lie in [address, address + bytes): registers host memory with the driver (its pages must be
+    there: touch them first), or checks that the memory is the device's. Ranges never overlap.
+
+    Raises CudaError. Closing it while a copy uses the memory is undefined.
+    """
+
+    def __init__(self, *, device: int, address: int, bytes: int, host: bool) -> None: ...
+    def close(self) -> None: ...
+
+class CudaBuffer:
+    """Memory of our own: pinned host memory or device memory, freed with the object."""
+
+    address: int
+    bytes: int
+    def __init__(self, *, device: int, bytes: int, host: bool) -> None: ...
+
+class CudaStopwatch:
+    """A stream of its own; times what is ordered between start and stop."""
+
+    stream: int
+    def __init__(self, *, device: int) -> None: ...
+    def start(self) -> None: ...
+    def stop_ms(self) -> float:
+        """Waits for the stream."""
+
+    def copy(self, to: int, from_: int, bytes: int, *, to_device: bool) -> None:
+        """One plain asynchronous copy between host and device on the stream."""
+
+    def fill(self, address: int, value: int, bytes: int) -> None: ...
+
+class CudaCopy:
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def order(self, stream: int) -> None:
+        """Work put on `stream` from now on runs after the copy. Never waits for the GPU."""
+
+    def checksums(self) -> list[int]:
+        """Waits; one a part. Raises CudaError when the copy failed."""
+
+class CudaCopier:
+    """Copies by block id between slots and paged blocks of `layout` (device addresses).
+
+    `after`: a stream (CUstream as an integer, 0: the legacy default stream) whose work so far comes first;
+    None: nothing to wait for. Raises CudaError (device, memory), CopyError (a slot outside CudaSlotMemory, …).
+    """
+
+    staging_bytes: int
+    def __init__(
+        self,
+        layout: PagedLayout,
+        *,
+        device: int,
+        piece_bytes: int = ...,
+        buffers: int = ...,
+        load_blocks: int = ...,
+        store_blocks: int = ...,
+        direct_blocks: int = ...,
+        direct_load_bytes: int = ...,
+        direct_store_bytes: int = ...,
+    ) -> None: ...
+    def gather(self, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None) -> CudaCopy: ...
+    def scatter(
+        self, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, after: int | None = None
+    ) -> CudaCopy: ...
+    def fileno(self) -> int:
+        """An eventfd that counts copies that ended."""
+
+    def close(self) -> None:
+        """Waits for what was submitted; later calls raise CopyError."""

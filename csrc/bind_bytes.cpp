@@ -5,6 +5,7 @@
 
 #include <system_error>
 
+#include "bind_parts.h"
 #include "bindings.h"
 #include "checksum.h"
 #include "copy.h"
@@ -21,6 +22,7 @@ namespace {
 
 PyObject* g_layout_error = nullptr;  // new references, owned by the module for the life of the process
 PyObject* g_copy_error = nullptr;
+PyObject* g_cuda_error = nullptr;
 
 py::object to_python(const Value& value) {
   return std::visit([](const auto& v) -> py::object { return py::cast(v); }, value);
@@ -30,7 +32,7 @@ void translate(std::exception_ptr failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const Refused& e) {
-    PyObject* type = e.kind() == Refusal::layout ? g_layout_error : g_copy_error;
+    PyObject* type = e.kind() == Refusal::layout ? g_layout_error : e.kind() == Refusal::copy ? g_copy_error : g_cuda_error;
     py::object error = py::reinterpret_borrow<py::object>(type)(e.what());
     error.attr("found") = to_python(e.found());
     error.attr("wanted") = to_python(e.wanted());
@@ -128,48 +130,6 @@ void bind_segment_header(py::module_& m) {
   m.def("segment_header_read", read_header, py::arg("mapping"));
 }
 
-// A one-dimensional, contiguous buffer of 8-byte integers; keeps its owner alive.
-template <class T>
-class Integers {
- public:
-  Integers(const py::buffer& source, const char* name) : info_(source.request()) {
-    const bool integer = info_.itemsize == 8 && info_.format.find_first_of("qQlLnN") != std::string::npos;
-    if (info_.ndim != 1 || !integer || (info_.size > 1 && info_.strides[0] != 8))
-      refuse(name, "a buffer of " + std::to_string(info_.ndim) + " dimensions, format '" + info_.format + "'",
-             "one contiguous dimension of 8-byte integers");
-  }
-  std::span<const T> view() const { return {static_cast<const T*>(info_.ptr), size_t(info_.size)}; }
-  [[noreturn]] static void refuse(const std::string& name, const std::string& found, const std::string& wanted) {
-    throw Refused(Refusal::copy, name + ": found " + found + ", wanted " + wanted, found, wanted);
-  }
-
- private:
-  py::buffer_info info_;
-};
-
-void require(bool holds, const char* name, const std::string& found, const std::string& wanted) {
-  if (!holds) Integers<int64_t>::refuse(name, found, wanted);
-}
-
-// Part i takes block_ids[starts[i], starts[i + 1]) and skips[i].
-std::vector<Part> parts_of(std::span<const uint64_t> slots, std::span<const int64_t> ids,
-                           std::span<const int64_t> starts, std::span<const int64_t> skips) {
-  require(starts.size() == slots.size() + 1, "starts (entries)", std::to_string(starts.size()),
-          std::to_string(slots.size() + 1));
-  require(starts.front() == 0 && starts.back() == int64_t(ids.size()), "starts (range)",
-          std::to_string(starts.front()) + ".." + std::to_string(starts.back()), "0.." + std::to_string(ids.size()));
-  std::vector<Part> parts;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    require(starts[i] <= starts[i + 1], "starts (order)", std::to_string(starts[i + 1]),
-            "at least " + std::to_string(starts[i]));
-    const int64_t skip = skips.empty() ? 0 : skips[i];
-    require(skip >= 0, "skipped blocks", std::to_string(skip), "at least 0");
-    const auto own = ids.subspan(size_t(starts[i]), size_t(starts[i + 1] - starts[i]));
-    parts.push_back({uintptr_t(slots[i]), own, size_t(skip)});
-  }
-  return parts;
-}
-
 std::vector<uint64_t> gather_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
                                      const py::buffer& starts, int threads) {
   const Integers<uint64_t> slot(slots, "slots");
@@ -257,8 +217,8 @@ void bind_copy(py::module_& m) {
         py::arg("threads"));
 }
 
-PyObject* new_error(py::module_& m, const char* qualified, const char* name) {
-  PyObject* type = PyErr_NewException(qualified, PyExc_ValueError, nullptr);
+PyObject* new_error(py::module_& m, const char* qualified, const char* name, PyObject* base = PyExc_ValueError) {
+  PyObject* type = PyErr_NewException(qualified, base, nullptr);
   if (type == nullptr) throw py::error_already_set();
   m.attr(name) = py::reinterpret_borrow<py::object>(type);
   return type;
@@ -269,6 +229,7 @@ PyObject* new_error(py::module_& m, const char* qualified, const char* name) {
 void bind_bytes(py::module_& m) {
   g_layout_error = new_error(m, "kvdock._core.LayoutError", "LayoutError");
   g_copy_error = new_error(m, "kvdock._core.CopyError", "CopyError");
+  g_cuda_error = new_error(m, "kvdock._core.CudaError", "CudaError", PyExc_RuntimeError);
   py::register_local_exception_translator(translate);
   bind_mapping(m);
   bind_liveness(m);

@@ -7,5 +7,6 @@
 PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
   kvdock::bind_bytes(m);
+  kvdock::bind_cuda(m);
   kvdock::bind_table(m);
 }

@@ -164,25 +164,10 @@ size_t useful_threads(size_t bytes, int threads) {
   return std::clamp<size_t>(bytes / kBytesPerThread, 1, size_t(threads));
 }
 
-void check_parts(const PagedLayout& layout, std::span<const Part> parts, int threads) {
-  if (threads < 1) refuse(Refusal::copy, "threads", threads, "at least 1");
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string name = "part " + std::to_string(i) + ": ";
-    if (parts[i].slot == 0 || parts[i].slot % kGrain != 0)
-      refuse(Refusal::copy, name + "slot address", (long long)(parts[i].slot), "a multiple of 16");
-    if (parts[i].skip_blocks > parts[i].block_ids.size())
-      refuse(Refusal::copy, name + "skipped blocks", (long long)(parts[i].skip_blocks),
-             "at most the part's " + std::to_string(parts[i].block_ids.size()));
-    for (const int64_t id : parts[i].block_ids) {
-      if (id < 0 || size_t(id) >= layout.num_blocks())
-        refuse(Refusal::copy, name + "block id", id, "0.." + std::to_string(layout.num_blocks() - 1));
-    }
-  }
-}
-
 template <Direction kDirection>
 std::vector<uint64_t> copy_parts(const PagedLayout& layout, std::span<const Part> parts, int threads) {
-  check_parts(layout, parts, threads);
+  if (threads < 1) refuse(Refusal::copy, "threads", threads, "at least 1");
+  check_parts(layout, parts);
   size_t all_stripes = 0, most_stripes = 0;
   for (const Part& part : parts) {
     const size_t stripes = stripes_of(part.block_ids.size() * layout.block_bytes());
@@ -225,6 +210,21 @@ PagedLayout::PagedLayout(std::vector<Plane> planes, size_t num_blocks, size_t bl
 
 size_t PagedLayout::plane_at(size_t block_byte) const {
   return size_t(std::upper_bound(bytes_before_.begin(), bytes_before_.end(), block_byte) - bytes_before_.begin()) - 1;
+}
+
+void check_parts(const PagedLayout& layout, std::span<const Part> parts) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string name = "part " + std::to_string(i) + ": ";
+    if (parts[i].slot == 0 || parts[i].slot % kGrain != 0)
+      refuse(Refusal::copy, name + "slot address", (long long)(parts[i].slot), "a multiple of 16");
+    if (parts[i].skip_blocks > parts[i].block_ids.size())
+      refuse(Refusal::copy, name + "skipped blocks", (long long)(parts[i].skip_blocks),
+             "at most the part's " + std::to_string(parts[i].block_ids.size()));
+    for (const int64_t id : parts[i].block_ids) {
+      if (id < 0 || size_t(id) >= layout.num_blocks())
+        refuse(Refusal::copy, name + "block id", id, "0.." + std::to_string(layout.num_blocks() - 1));
+    }
+  }
 }
 
 std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads) {

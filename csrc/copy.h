@@ -55,6 +55,9 @@ struct Part {
   size_t skip_blocks = 0;          // scatter only
 };
 
+// Throws Refused{copy} unless every slot is aligned, every block exists and no more is skipped than there is.
+void check_parts(const PagedLayout& layout, std::span<const Part> parts);
+
 // Both return each part's checksum and throw Refused{copy}. A scatter that names one block twice leaves
 // one of the two contents there.
 std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads);

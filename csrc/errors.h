@@ -10,7 +10,7 @@ namespace kvdock {
 
 using Value = std::variant<long long, std::string>;
 
-enum class Refusal { layout, copy };
+enum class Refusal { layout, copy, cuda };
 
 class Refused : public std::exception {
  public:

@@ -1,0 +1,64 @@
+// What a Copier puts on the GPU at a time: descriptors of some parts of one call, and their place in the
+// descriptor ring. Internal to the Copier.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "copier.h"
+
+namespace kvdock::cuda {
+
+// Shared by a Copier and its Copies: whichever goes last frees it.
+struct Copy::Shared {
+  explicit Shared(Device& device_used) : device(device_used) {}
+  Device& device;
+  std::mutex mutex;
+  std::condition_variable changed;  // a batch was submitted, a copy ended
+};
+
+// A staging buffer. `full`: the bytes are there; `free`: they have been taken out again. The events outlive
+// every use: a wait means the latest record before it.
+struct Copier::Staging {
+  uintptr_t address;
+  OwnedEvent full, free;
+};
+
+struct Copier::Batch {
+  std::shared_ptr<Copy> copy;
+  size_t first_result = 0;  // parts[i] is the call's part first_result + i
+  std::vector<PartArgs> parts;
+  std::vector<int32_t> ids;
+  uint32_t stripes = 0;
+  bool store = false, direct = false, last = false;
+  std::vector<Piece> pieces;
+  size_t next_piece = 0;  // what is to be submitted next
+  bool has_ring = false, uploaded_ids = false;
+  size_t ring_begin = 0;
+  std::string error;  // submission failed
+  Event uploaded = nullptr, done = nullptr;
+
+  // In the ring: the sums and a counter, all zero at first, then descriptors, then block ids.
+  size_t sums_bytes() const { return (parts.size() * 2 + 2) * sizeof(uint64_t); }
+  size_t parts_bytes() const { return parts.size() * sizeof(PartArgs); }
+  size_t ring_bytes() const {
+    const size_t all = sums_bytes() + parts_bytes() + ids.size() * sizeof(int32_t);
+    return (all + 255) / 256 * 256;
+  }
+  // Index of the part that a stripe belongs to.
+  uint32_t part_of(uint32_t stripe) const;
+};
+
+// First come, first served memory for descriptors: what was taken first is given back first.
+class DescriptorRing {
+ public:
+  explicit DescriptorRing(size_t bytes) : bytes_(bytes) {}
+  bool take(size_t bytes, size_t* begin);
+  void give_back(size_t end);
+
+ private:
+  size_t bytes_, head_ = 0, tail_ = 0, taken_ = 0;
+};
+
+}  // namespace kvdock::cuda

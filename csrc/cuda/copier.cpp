@@ -1,0 +1,363 @@
+#include "copier.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <system_error>
+
+#include "../checksum.h"
+#include "../errors.h"
+#include "batch.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+constexpr size_t kRingBytes = size_t(8) << 20;
+constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
+constexpr size_t kCallsPieces = 2;                  // submitted by the call itself: what it takes to start the GPU
+constexpr size_t kWideBytes = 128;                  // a granule: see kernels.cu
+constexpr uint64_t kMostUnits = uint64_t(1) << 31;  // of a part: what a Divisor divides
+
+[[noreturn]] void refuse(const std::string& what, long long found, const std::string& wanted) {
+  throw Refused(Refusal::copy, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
+}
+
+void require_tuning(bool holds, const char* name, size_t found, const char* wanted) {
+  if (!holds) refuse(name, (long long)(found), wanted);
+}
+
+Tuning checked(const Tuning& tuning) {
+  require_tuning(tuning.buffers >= 2 && tuning.buffers <= 8, "staging buffers", size_t(tuning.buffers), "2..8");
+  require_tuning(tuning.piece_bytes >= (1u << 20) && tuning.piece_bytes % kStripeBytes == 0, "piece_bytes",
+                 tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
+  for (const int blocks : {tuning.load_blocks, tuning.store_blocks, tuning.direct_blocks})
+    require_tuning(blocks >= 1 && blocks <= 1024, "thread blocks", size_t(blocks), "1..1024");
+  return tuning;
+}
+
+bool all_alike(const std::vector<Plane>& planes) {
+  return std::all_of(planes.begin(), planes.end(), [&](const Plane& plane) {
+    return plane.run_bytes == planes[0].run_bytes && plane.run_count == planes[0].run_count;
+  });
+}
+
+bool all_wide(const std::vector<Plane>& planes) {
+  return std::all_of(planes.begin(), planes.end(), [](const Plane& plane) { return plane.run_bytes % kWideBytes == 0; });
+}
+
+std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
+  std::vector<PlaneArgs> all;
+  for (size_t i = 0; i < layout.planes().size(); ++i) {
+    const Plane& plane = layout.planes()[i];
+    PlaneArgs args{};
+    args.base = plane.base;
+    args.block_stride = plane.block_stride;
+    args.run_stride = plane.run_stride;
+    args.before_units = uint32_t(layout.bytes_before(i) / kUnitBytes);
+    args.block_units = uint32_t(plane.block_bytes() / kUnitBytes);
+    args.run_units = uint32_t(plane.run_bytes / kUnitBytes);
+    args.by_block = divisor(args.block_units);
+    args.by_run = divisor(args.run_units);
+    all.push_back(args);
+  }
+  return all;
+}
+
+}  // namespace
+
+Copier::Copier(const PagedLayout& layout, int device, const Tuning& tuning)
+    : layout_(layout),
+      device_(Device::get(device)),
+      tuning_(checked(tuning)),
+      alike_(all_alike(layout.planes())),
+      wide_(all_wide(layout.planes())),
+      planes_(device_, layout.planes().size() * sizeof(PlaneArgs), Place::device),
+      ring_host_(device_, kRingBytes, Place::host),
+      ring_device_(device_, kRingBytes, Place::device),
+      staging_(device_, staging_bytes(), Place::device),
+      uploads_(make_stream(device_)),
+      transfers_(make_stream(device_)),
+      kernels_(make_stream(device_)),
+      shared_(std::make_shared<Copy::Shared>(device_)),
+      ring_(std::make_unique<DescriptorRing>(kRingBytes)) {
+  if (layout.block_bytes() / kUnitBytes >= kMostUnits)
+    refuse("block bytes", (long long)(layout.block_bytes()), "less than 32 GiB");
+  for (size_t i = 0; i < size_t(tuning_.buffers); ++i)
+    buffers_.push_back({staging_.address() + i * tuning_.piece_bytes, make_event(device_), make_event(device_)});
+  const auto planes = describe_planes(layout_);
+  const ContextGuard current(device_);
+  cuda::check(driver().cuMemcpyHtoDAsync_v2(planes_.address(), planes.data(), planes.size() * sizeof(PlaneArgs),
+                                            uploads_.get()),
+              "upload of the layout");
+  cuda::check(driver().cuStreamSynchronize(uploads_.get()), "upload of the layout");
+  ended_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (ended_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  submitter_ = std::thread([this] { run_submitter(); });
+  finisher_ = std::thread([this] { run_finisher(); });
+}
+
+Copier::~Copier() {
+  close();
+  if (ended_fd_ >= 0) ::close(ended_fd_);
+}
+
+int Copier::ended_fd() const { return ended_fd_; }
+
+void Copier::close() {
+  {
+    const std::lock_guard<std::mutex> guard(shared_->mutex);
+    closed_ = true;
+    to_submit_.notify_one();
+  }
+  if (submitter_.joinable()) submitter_.join();
+  if (finisher_.joinable()) finisher_.join();
+}
+
+// ------------------------------------------------------------------ a call
+
+std::shared_ptr<Copy> Copier::gather(std::span<const Part> parts, const uintptr_t* after) {
+  return enqueue(parts, true, after);
+}
+
+std::shared_ptr<Copy> Copier::scatter(std::span<const Part> parts, const uintptr_t* after) {
+  return enqueue(parts, false, after);
+}
+
+void Copier::check(std::span<const Part> parts) const {
+  check_parts(layout_, parts);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string name = "part " + std::to_string(i) + ": ";
+    const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout_.block_bytes();
+    if (bytes / kUnitBytes >= kMostUnits || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
+      refuse(name + "blocks", (long long)(blocks), "less than 32 GiB and at most 500000");
+    if (bytes != 0 && !find_range(parts[i].slot, bytes))
+      refuse(name + "slot address", (long long)(parts[i].slot), "memory pinned for copies, in one piece");
+  }
+}
+
+PartArgs Copier::describe(const Part& part, const Batch& batch) const {
+  const size_t blocks = part.block_ids.size(), bytes = blocks * layout_.block_bytes();
+  PartArgs args{};
+  args.slot = part.slot;
+  args.first_stripe = batch.stripes;
+  args.stripes = uint32_t(stripes_of(bytes));
+  args.units = uint32_t(bytes / kUnitBytes);
+  args.first_id = uint32_t(batch.ids.size());
+  args.blocks = uint32_t(blocks);
+  args.skip_blocks = uint32_t(part.skip_blocks);
+  args.plane_units = uint32_t(layout_.planes()[0].block_bytes() * blocks / kUnitBytes);
+  args.by_plane = divisor(std::max(args.plane_units, 1u));
+  return args;
+}
+
+std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(std::span<const Part> parts, bool store) const {
+  uint64_t call_bytes = 0;
+  for (const Part& part : parts) call_bytes += part.block_ids.size() * layout_.block_bytes();
+  const bool small = call_bytes <= (store ? tuning_.direct_store_bytes : tuning_.direct_load_bytes);
+  std::vector<std::unique_ptr<Batch>> batches;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const size_t bytes = parts[i].block_ids.size() * layout_.block_bytes();
+    const auto range = find_range(parts[i].slot, bytes);
+    const bool direct = small || (range && range->place == Place::device);
+    const bool fits = !batches.empty() && batches.back()->direct == direct &&
+                      batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
+    if (!fits) {
+      batches.push_back(std::make_unique<Batch>());
+      batches.back()->first_result = i;
+      batches.back()->store = store;
+      batches.back()->direct = direct;
+    }
+    Batch& batch = *batches.back();
+    batch.parts.push_back(describe(parts[i], batch));
+    batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
+    batch.stripes += batch.parts.back().stripes;
+  }
+  const auto piece_stripes = uint32_t(tuning_.piece_bytes / kStripeBytes);
+  for (const auto& batch : batches) {
+    if (batch->direct && batch->stripes != 0) batch->pieces = {{0, batch->stripes}};
+    else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, store);
+  }
+  return batches;
+}
+
+std::shared_ptr<Copy> Copier::enqueue(std::span<const Part> parts, bool store, const uintptr_t* after) {
+  check(parts);
+  auto batches = make_batches(parts, store);
+  auto copy = std::make_shared<Copy>();
+  copy->shared_ = shared_;
+  copy->sums_.resize(parts.size());
+  if (batches.empty()) return copy;
+  batches.back()->last = true;
+  uint32_t most_stripes = 0;
+  for (const auto& batch : batches)
+    for (const PartArgs& part : batch->parts) most_stripes = std::max(most_stripes, part.stripes);
+  device_.keys(most_stripes);
+
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (closed_) throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
+  if (after != nullptr) {
+    const ContextGuard current(device_);
+    copy->after_ = take_event(false);
+    cuda::check(driver().cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");
+  }
+  copy->copier_ = this;
+  copy->batches_left_ = copy->batches_unsubmitted_ = batches.size();
+  for (auto& batch : batches) {
+    batch->copy = copy;
+    backlog_.push_back(std::move(batch));
+  }
+  // Behind other batches, or beside a thread that submits, there is no hurry.
+  if (backlog_.size() == batches.size() && can_advance()) advance(lock, kCallsPieces);
+  if (!backlog_.empty()) to_submit_.notify_one();
+  return copy;
+}
+
+// ------------------------------------------------------------------ threads
+
+bool Copier::can_advance() {
+  if (submitting_ || backlog_.empty()) return false;
+  Batch& front = *backlog_.front();
+  if (!front.has_ring) front.has_ring = ring_->take(front.ring_bytes(), &front.ring_begin);
+  return front.has_ring;
+}
+
+void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
+  submitting_ = true;
+  Batch& front = *backlog_.front();
+  try {
+    if (front.done == nullptr) {
+      front.uploaded = take_event(false);
+      front.done = take_event(true);
+    }
+    lock.unlock();
+    const ContextGuard current(device_);
+    submit(front, most_pieces);
+  } catch (const Refused& refused) {
+    front.error = refused.what();
+    wait_for_streams();  // what was enqueued must not outlive the copy's end
+  }
+  if (!lock.owns_lock()) lock.lock();
+  submitting_ = false;
+  if (!front.error.empty() || front.next_piece == front.pieces.size()) {
+    Copy& copy = *front.copy;
+    --copy.batches_unsubmitted_;
+    if (front.last) copy.finished_ = front.done;
+    in_flight_.push_back(std::move(backlog_.front()));
+    backlog_.pop_front();
+    to_finish_.notify_one();
+    shared_->changed.notify_all();
+  }
+  if (!backlog_.empty()) to_submit_.notify_one();
+}
+
+void Copier::run_submitter() {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  while (true) {
+    to_submit_.wait(lock, [&] { return can_advance() || (closed_ && backlog_.empty()); });
+    if (backlog_.empty()) break;
+    advance(lock, SIZE_MAX);
+  }
+  drained_ = true;
+  to_finish_.notify_one();
+}
+
+void Copier::run_finisher() {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  while (true) {
+    to_finish_.wait(lock, [&] { return !in_flight_.empty() || drained_; });
+    if (in_flight_.empty()) return;
+    Batch& batch = *in_flight_.front();
+    lock.unlock();
+    try {
+      const ContextGuard current(device_);
+      if (batch.error.empty()) cuda::check(driver().cuEventSynchronize(batch.done), "the copy");
+    } catch (const Refused& refused) {
+      batch.error = refused.what();
+    }
+    lock.lock();
+    const auto ended = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    finish(*ended);
+    to_submit_.notify_one();  // the ring has room
+    shared_->changed.notify_all();
+  }
+}
+
+void Copier::wait_for_streams() {
+  try {
+    const ContextGuard current(device_);
+    for (const OwnedStream* stream : {&uploads_, &transfers_, &kernels_}) driver().cuStreamSynchronize(stream->get());
+  } catch (const Refused&) {  // no context: nothing runs in it
+  }
+}
+
+void Copier::finish(Batch& batch) {
+  Copy& copy = *batch.copy;
+  if (batch.error.empty()) {
+    const auto* sums = reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
+    for (size_t i = 0; i < batch.parts.size(); ++i) {
+      const unsigned __int128 total = sums[2 * i] + ((unsigned __int128)(sums[2 * i + 1]) << 32);
+      copy.sums_[batch.first_result + i] = uint64_t(total % kPrime);
+    }
+  } else if (copy.error_.empty()) {
+    copy.error_ = batch.error;
+  }
+  ring_->give_back(batch.ring_begin + batch.ring_bytes());
+  if (batch.uploaded != nullptr) idle_events_[false].push_back(batch.uploaded);
+  if (batch.done != nullptr) idle_events_[true].push_back(batch.done);
+  if (--copy.batches_left_ > 0) return;
+  if (copy.after_ != nullptr) idle_events_[false].push_back(copy.after_);
+  copy.after_ = copy.finished_ = nullptr;
+  const uint64_t one = 1;
+  if (::write(ended_fd_, &one, sizeof one) < 0) return;  // a full counter is readable all the same
+}
+
+Event Copier::take_event(bool blocking) {
+  auto& idle = idle_events_[blocking];
+  if (idle.empty()) {
+    all_events_.push_back(make_event(device_, blocking));
+    return all_events_.back().get();
+  }
+  const Event event = idle.back();
+  idle.pop_back();
+  return event;
+}
+
+// ------------------------------------------------------------------ what the caller holds
+
+bool Copy::done() const {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return batches_left_ == 0;
+}
+
+bool Copy::wait(double timeout_s) const {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  const auto ended = [&] { return batches_left_ == 0; };
+  if (timeout_s < 0) {
+    shared_->changed.wait(lock, ended);
+    return true;
+  }
+  return shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ended);
+}
+
+void Copy::order(uintptr_t stream) {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  while (batches_unsubmitted_ > 0) {
+    if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
+    else shared_->changed.wait(lock);
+  }
+  if (finished_ == nullptr) return;  // it is over, and its event may serve another copy by now
+  const ContextGuard current(shared_->device);
+  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), finished_, 0), "cuStreamWaitEvent");
+}
+
+std::vector<uint64_t> Copy::checksums() const {
+  wait(-1);
+  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
+  return sums_;
+}
+
+}  // namespace kvdock::cuda

@@ -1,0 +1,137 @@
+// Copies between paged KV on a GPU and slots, by block id: the GPU's side of copy.h.
+//
+//   staged   slots <-> staging buffers by the copy engine, staging <-> paged blocks by a kernel on few
+//            multiprocessors, each on a stream of its own; events hand the buffers to and fro
+//   direct   the same kernel reads or writes the slots themselves: small transfers, and slots on the device
+//
+// A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer.
+// Pieces shrink towards the end of a load (and grow from the start of a store): the last kernel, which
+// nothing hides, is then short.
+//
+// Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the
+//   submitter thread submits the rest, the finisher thread waits for the GPU, reads the sums and wakes
+//   waiters. No call ever waits for the GPU, but for close() and Copy::wait().
+// Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and
+//   slots belong to the copy until it is done.
+// Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order
+//   of submission.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../copy.h"
+#include "device.h"
+#include "kernel_args.h"
+#include "memory.h"
+
+namespace kvdock::cuda {
+
+struct Tuning {
+  size_t piece_bytes = size_t(16) << 20;
+  int buffers = 2;  // staging buffers of piece_bytes each
+  int load_blocks = 16, store_blocks = 16, direct_blocks = 8;  // thread blocks of a kernel
+  size_t direct_load_bytes = 0, direct_store_bytes = 0;        // up to so many bytes a call goes direct
+};
+
+class DescriptorRing;
+
+// Pieces [first, last) of a row of stripes, in order of submission.
+struct Piece {
+  uint32_t first_stripe, last_stripe;
+};
+std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, bool store);
+
+class Copier;
+
+// What a call's caller holds. `shared` state outlives the Copier.
+class Copy {
+ public:
+  bool done() const;
+  bool wait(double timeout_s) const;  // negative: for ever. False on timeout
+  // Work put on `stream` from now on runs after the copy. Submits what is not yet, never waits for the GPU.
+  void order(uintptr_t stream);
+  // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
+  std::vector<uint64_t> checksums() const;
+
+ private:
+  friend class Copier;
+  struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
+  std::shared_ptr<Shared> shared_;
+  Copier* copier_ = nullptr;  // there as long as something is to be submitted
+  std::vector<uint64_t> sums_;
+  size_t batches_left_ = 0, batches_unsubmitted_ = 0;
+  Event after_ = nullptr, finished_ = nullptr;  // the copier's; null when not needed any more
+  std::string error_;
+};
+
+class Copier {
+ public:
+  // Throws Refused{cuda} (device, memory) and Refused{copy} (tuning).
+  Copier(const PagedLayout& layout, int device, const Tuning& tuning);
+  ~Copier();
+
+  // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
+  std::shared_ptr<Copy> gather(std::span<const Part> parts, const uintptr_t* after);
+  std::shared_ptr<Copy> scatter(std::span<const Part> parts, const uintptr_t* after);
+
+  void close();  // waits for what was submitted; later calls throw Refused{copy}
+  int ended_fd() const;  // an eventfd that counts copies that ended
+  size_t staging_bytes() const { return tuning_.piece_bytes * size_t(tuning_.buffers); }
+
+ private:
+  friend class Copy;
+  struct Batch;
+  struct Staging;
+
+  std::shared_ptr<Copy> enqueue(std::span<const Part> parts, bool store, const uintptr_t* after);
+  void check(std::span<const Part> parts) const;
+  std::vector<std::unique_ptr<Batch>> make_batches(std::span<const Part> parts, bool store) const;
+  PartArgs describe(const Part& part, const Batch& batch) const;
+
+  // On the GPU's streams; by the one thread that set `submitting_`.
+  void submit(Batch& batch, size_t most_pieces);
+  void upload(Batch& batch);
+  void load_piece(const Batch& batch, const Piece& piece, const Staging& staging);
+  void store_piece(const Batch& batch, const Piece& piece, const Staging& staging);
+  void move_slots(const Batch& batch, const Piece& piece, uintptr_t staging);
+  void launch(const Batch& batch, const Piece& piece, uintptr_t staging);
+  void wait_for_streams();
+
+  // With the mutex held; advance() lets go of it while it submits.
+  bool can_advance();
+  void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
+  void finish(Batch& batch);
+  Event take_event(bool blocking);
+
+  void run_submitter();
+  void run_finisher();
+
+  PagedLayout layout_;
+  Device& device_;
+  Tuning tuning_;
+  bool alike_, wide_;  // all planes have the same runs; no run cuts a granule of 128 bytes
+  Buffer planes_, ring_host_, ring_device_, staging_;
+  OwnedStream uploads_, transfers_, kernels_;
+  std::vector<Staging> buffers_;
+  size_t next_buffer_ = 0;
+  int ended_fd_ = -1;
+
+  std::shared_ptr<Copy::Shared> shared_;  // its mutex guards what follows
+  std::unique_ptr<DescriptorRing> ring_;
+  std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
+  std::vector<OwnedEvent> all_events_;
+  std::vector<Event> idle_events_[2];  // of those, the ones not in use; [1]: blocking
+  bool submitting_ = false;  // some thread puts the front of the backlog on the streams: nobody else may
+  bool closed_ = false, drained_ = false;
+  std::condition_variable to_submit_, to_finish_;
+  std::thread submitter_, finisher_;
+};
+
+}  // namespace kvdock::cuda

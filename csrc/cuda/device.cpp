@@ -1,0 +1,167 @@
+#include "device.h"
+
+#include <array>
+#include <cstring>
+#include <map>
+
+#include "../checksum.h"
+#include "../errors.h"
+#include "kernel_image.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& what, Value found, const std::string& wanted) {
+  const std::string shown = std::holds_alternative<std::string>(found) ? std::get<std::string>(found)
+                                                                        : std::to_string(std::get<long long>(found));
+  throw Refused(Refusal::cuda, what + ": found " + shown + ", wanted " + wanted, std::move(found), wanted);
+}
+
+int attribute(DeviceHandle device, Attribute name) {
+  int value = 0;
+  check(driver().cuDeviceGetAttribute(&value, name, device), "cuDeviceGetAttribute");
+  return value;
+}
+
+DeviceInfo describe(int index) {
+  const Driver& cu = driver();
+  DeviceHandle handle;
+  check(cu.cuDeviceGet(&handle, index), "cuDeviceGet");
+  DeviceInfo info{};
+  info.index = index;
+  std::array<char, 256> name{};
+  check(cu.cuDeviceGetName(name.data(), int(name.size()), handle), "cuDeviceGetName");
+  info.name = name.data();
+  Uuid uuid;
+  check(cu.cuDeviceGetUuid_v2(&uuid, handle), "cuDeviceGetUuid");
+  for (const unsigned char byte : uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    info.uuid += kDigits[byte >> 4];
+    info.uuid += kDigits[byte & 15];
+  }
+  check(cu.cuDeviceTotalMem_v2(&info.memory_bytes, handle), "cuDeviceTotalMem");
+  info.compute = 10 * attribute(handle, kComputeMajor) + attribute(handle, kComputeMinor);
+  info.multiprocessors = attribute(handle, kMultiprocessors);
+  return info;
+}
+
+int device_count() {
+  int count = 0;
+  check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+  return count;
+}
+
+size_t place(const Variant& v) { return size_t(v.gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2; }
+
+}  // namespace
+
+std::vector<DeviceInfo> devices() {
+  std::vector<DeviceInfo> found;
+  for (int i = 0, count = device_count(); i < count; ++i) found.push_back(describe(i));
+  return found;
+}
+
+std::vector<std::string> kernel_targets() {
+  std::vector<std::string> names;
+  const std::string all = kKernelTargets;
+  for (size_t at = 0; at < all.size();) {
+    const size_t comma = std::min(all.find(',', at), all.size());
+    names.push_back(all.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return names;
+}
+
+Device& Device::get(int index) {
+  static std::mutex mutex;
+  static std::map<int, Device*> open;  // never closed: the context is torch's, and lives as long as the process
+  const std::lock_guard<std::mutex> guard(mutex);
+  Device*& device = open[index];
+  if (device == nullptr) device = new Device(index);
+  return *device;
+}
+
+Device::Device(int index) {
+  const Driver& cu = driver();
+  const int count = device_count();
+  if (index < 0 || index >= count) refuse("CUDA device", index, "0.." + std::to_string(count - 1));
+  if (kKernelImageBytes == 0)
+    refuse("CUDA kernels", std::string("none in this build"), "a build made where nvcc is installed");
+  info_ = describe(index);
+  DeviceHandle handle;
+  check(cu.cuDeviceGet(&handle, index), "cuDeviceGet");
+  check(cu.cuDevicePrimaryCtxRetain(&context_, handle), "cuDevicePrimaryCtxRetain");
+  try {
+    const ContextGuard current(context_);
+    check(cu.cuModuleLoadData(&module_, kKernelImage), "loading the copy kernels");
+    static constexpr const char* kNames[8] = {
+        "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
+        "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
+    for (size_t i = 0; i < 8; ++i) check(cu.cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
+  } catch (...) {
+    cu.cuDevicePrimaryCtxRelease_v2(handle);
+    throw;
+  }
+}
+
+Function Device::kernel(const Variant& variant) const { return kernels_[place(variant)]; }
+
+Device::Keys Device::keys(size_t stripes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (stripes <= key_stripes_) return keys_;
+  const Driver& cu = driver();
+  const auto host = checksum_keys(stripes);
+  const ContextGuard current(*this);
+  const size_t level2_bytes = host->level2.size() * sizeof(uint64_t);
+  // One allocation: the NH keys, then level two. A shorter table is left to the copies that use it; tables
+  // double, so all of them together are no larger than the last.
+  DevicePtr memory = 0;
+  check(cu.cuMemAlloc_v2(&memory, 2 * kStripeBytes + level2_bytes), "memory for checksum keys");
+  const OwnedStream stream = make_stream(*this);
+  Result result = kSuccess;
+  const auto upload = [&](DevicePtr to, const void* from, size_t bytes) {
+    if (result == kSuccess) result = cu.cuMemcpyHtoDAsync_v2(to, from, bytes, stream.get());
+  };
+  upload(memory, host->first, kStripeBytes);
+  upload(memory + kStripeBytes, host->second, kStripeBytes);
+  upload(memory + 2 * kStripeBytes, host->level2.data(), level2_bytes);
+  if (result == kSuccess) result = cu.cuStreamSynchronize(stream.get());
+  if (result != kSuccess) cu.cuMemFree_v2(memory);
+  check(result, "upload of checksum keys");
+  keys_ = {memory, memory + 2 * kStripeBytes};
+  key_stripes_ = host->stripes();
+  return keys_;
+}
+
+void StreamDeleter::operator()(Stream stream) const {
+  try {
+    const ContextGuard current(*device);
+    driver().cuStreamDestroy_v2(stream);
+  } catch (const Refused&) {  // the driver is gone, and the stream with it
+  }
+}
+
+void EventDeleter::operator()(Event event) const {
+  try {
+    const ContextGuard current(*device);
+    driver().cuEventDestroy_v2(event);
+  } catch (const Refused&) {  // the driver is gone, and the event with it
+  }
+}
+
+OwnedEvent make_event(Device& device, bool blocking) {
+  const ContextGuard current(device);
+  Event event = nullptr;
+  check(driver().cuEventCreate(&event, kEventDisableTiming | (blocking ? kEventBlockingSync : 0)), "cuEventCreate");
+  return OwnedEvent(event, EventDeleter{&device});
+}
+
+OwnedStream make_stream(Device& device) {
+  const ContextGuard current(device);
+  Stream stream = nullptr;
+  check(driver().cuStreamCreate(&stream, kStreamNonBlocking), "cuStreamCreate");
+  return OwnedStream(stream, StreamDeleter{&device});
+}
+
+}  // namespace kvdock::cuda

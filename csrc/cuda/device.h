@@ -1,0 +1,96 @@
+// One GPU as this process uses it: the primary context (the one torch works in), the copy kernels loaded
+// into it, and the checksum keys on the device.
+//
+// Ownership: retained for the life of the process, one Device each; streams and memory belong to whoever
+//   makes them. Thread safety: all methods. Every driver call on a context needs a ContextGuard.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver.h"
+
+namespace kvdock::cuda {
+
+struct DeviceInfo {
+  int index;
+  std::string name, uuid;  // uuid: 32 hex digits
+  int compute;             // 90 for sm_90
+  int multiprocessors;
+  size_t memory_bytes;
+};
+
+std::vector<DeviceInfo> devices();
+
+// Names of the code in this build ("sm_90", "compute_80", …); empty when it was built without nvcc.
+std::vector<std::string> kernel_targets();
+
+// Which of the kernels: see kernels.cu.
+struct Variant {
+  bool gather, alike, wide;
+};
+
+class Device {
+ public:
+  // Throws Refused{cuda}: no such device, no kernels in this build, no kernel for this GPU.
+  static Device& get(int index);
+
+  Context context() const { return context_; }
+  const DeviceInfo& info() const { return info_; }
+  Function kernel(const Variant& variant) const;
+
+  struct Keys {
+    DevicePtr nh, level2;
+  };
+  // Checksum keys for parts of up to `stripes` stripes. Earlier tables stay valid: copies may be using them.
+  Keys keys(size_t stripes);
+
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+ private:
+  explicit Device(int index);
+
+  DeviceInfo info_{};
+  Context context_ = nullptr;
+  Module module_ = nullptr;
+  Function kernels_[8] = {};
+  std::mutex mutex_;  // guards what follows
+  Keys keys_{};
+  size_t key_stripes_ = 0;
+};
+
+// Makes a context current on this thread while it lives.
+class ContextGuard {
+ public:
+  explicit ContextGuard(const Device& device) : ContextGuard(device.context()) {}
+  explicit ContextGuard(Context context) { check(driver().cuCtxPushCurrent_v2(context), "cuCtxPushCurrent"); }
+  ~ContextGuard() {
+    Context dropped;
+    driver().cuCtxPopCurrent_v2(&dropped);
+  }
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+};
+
+struct StreamDeleter {
+  Device* device;
+  void operator()(Stream stream) const;
+};
+using OwnedStream = std::unique_ptr<StreamOpaque, StreamDeleter>;
+
+struct EventDeleter {
+  Device* device;
+  void operator()(Event event) const;
+};
+using OwnedEvent = std::unique_ptr<EventOpaque, EventDeleter>;
+
+// For streams to wait for; `blocking`: for a thread too, without spinning. That costs an interrupt each time.
+OwnedEvent make_event(Device& device, bool blocking = false);
+
+// A stream that does not wait for the legacy default stream.
+OwnedStream make_stream(Device& device);
+
+}  // namespace kvdock::cuda

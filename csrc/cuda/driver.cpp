@@ -1,0 +1,118 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include "../errors.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+struct Opened {
+  Driver table{};
+  std::string why;
+};
+
+// Resolves one entry point; remembers the first that is missing.
+template <class Pointer>
+void resolve(void* library, const char* name, Pointer* entry, std::string* missing) {
+  *entry = reinterpret_cast<Pointer>(dlsym(library, name));
+  if (*entry == nullptr && missing->empty()) *missing = name;
+}
+
+std::string resolve_all(void* library, Driver* t) {
+  std::string missing;
+#define KVDOCK_ENTRY(name) resolve(library, #name, &t->name, &missing)
+  KVDOCK_ENTRY(cuInit);
+  KVDOCK_ENTRY(cuDriverGetVersion);
+  KVDOCK_ENTRY(cuGetErrorString);
+  KVDOCK_ENTRY(cuDeviceGetCount);
+  KVDOCK_ENTRY(cuDeviceGet);
+  KVDOCK_ENTRY(cuDeviceGetName);
+  KVDOCK_ENTRY(cuDeviceGetUuid_v2);
+  KVDOCK_ENTRY(cuDeviceTotalMem_v2);
+  KVDOCK_ENTRY(cuDeviceGetAttribute);
+  KVDOCK_ENTRY(cuDevicePrimaryCtxRetain);
+  KVDOCK_ENTRY(cuDevicePrimaryCtxRelease_v2);
+  KVDOCK_ENTRY(cuCtxPushCurrent_v2);
+  KVDOCK_ENTRY(cuCtxPopCurrent_v2);
+  KVDOCK_ENTRY(cuModuleLoadData);
+  KVDOCK_ENTRY(cuModuleGetFunction);
+  KVDOCK_ENTRY(cuMemAlloc_v2);
+  KVDOCK_ENTRY(cuMemFree_v2);
+  KVDOCK_ENTRY(cuMemHostAlloc);
+  KVDOCK_ENTRY(cuMemFreeHost);
+  KVDOCK_ENTRY(cuMemHostRegister_v2);
+  KVDOCK_ENTRY(cuMemHostUnregister);
+  KVDOCK_ENTRY(cuMemcpyHtoDAsync_v2);
+  KVDOCK_ENTRY(cuMemcpyDtoHAsync_v2);
+  KVDOCK_ENTRY(cuMemsetD8Async);
+  KVDOCK_ENTRY(cuPointerGetAttribute);
+  KVDOCK_ENTRY(cuStreamCreate);
+  KVDOCK_ENTRY(cuStreamDestroy_v2);
+  KVDOCK_ENTRY(cuStreamSynchronize);
+  KVDOCK_ENTRY(cuStreamWaitEvent);
+  KVDOCK_ENTRY(cuEventCreate);
+  KVDOCK_ENTRY(cuEventDestroy_v2);
+  KVDOCK_ENTRY(cuEventRecord);
+  KVDOCK_ENTRY(cuEventQuery);
+  KVDOCK_ENTRY(cuEventSynchronize);
+  KVDOCK_ENTRY(cuEventElapsedTime);
+  KVDOCK_ENTRY(cuLaunchKernel);
+  std::string optional;
+  resolve(library, "cuMemcpyBatchAsync", &t->cuMemcpyBatchAsync, &optional);
+#undef KVDOCK_ENTRY
+  return missing;
+}
+
+std::string words(const Driver& table, Result result) {
+  const char* text = nullptr;
+  if (table.cuGetErrorString(result, &text) != kSuccess || text == nullptr) text = "unknown error";
+  return std::string(text) + " (" + std::to_string(result) + ")";
+}
+
+Opened open_driver() {
+  Opened opened;
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    opened.why = "CUDA: found no NVIDIA driver (libcuda.so.1) on this machine, wanted one: use device=\"cpu\"";
+    return opened;
+  }
+  const std::string missing = resolve_all(library, &opened.table);
+  if (!missing.empty()) {
+    opened.why = "CUDA: found a driver without " + missing + ", wanted version 525 or later";
+    return opened;
+  }
+  const Driver& table = opened.table;
+  int count = 0;
+  if (const Result result = table.cuInit(0); result != kSuccess) {
+    opened.why = "CUDA: the driver does not start, found " + words(table, result) + ", wanted a working GPU";
+  } else if (table.cuDeviceGetCount(&count) != kSuccess || count == 0) {
+    opened.why = "CUDA: found no GPU that this process may use, wanted at least one";
+  }
+  return opened;
+}
+
+const Opened& opened_driver() {
+  static const Opened opened = open_driver();
+  return opened;
+}
+
+}  // namespace
+
+const std::string& why_unavailable() { return opened_driver().why; }
+
+const Driver& driver() {
+  const Opened& opened = opened_driver();
+  if (!opened.why.empty()) throw Refused(Refusal::cuda, opened.why, std::string("none"), std::string("a GPU"));
+  return opened.table;
+}
+
+void check(Result result, const char* what) {
+  if (result == kSuccess) return;
+  const std::string found = words(opened_driver().table, result);
+  throw Refused(Refusal::cuda, std::string(what) + ": found " + found + ", wanted success", found,
+                std::string("success"));
+}
+
+}  // namespace kvdock::cuda

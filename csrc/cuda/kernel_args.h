@@ -1,0 +1,73 @@
+// What the host tells the copy kernels: plain data, the same bytes for both compilers.
+//
+// A call's parts lie one behind the other in an imagined row of stripes (4096 bytes, the last of a part
+// padded). A launch moves stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in
+// units of 16 bytes, the width of one load.
+#pragma once
+
+#include <cstdint>
+
+namespace kvdock::cuda {
+
+inline constexpr uint32_t kUnitBytes = 16;
+inline constexpr uint32_t kStripeUnits = 256;
+inline constexpr uint32_t kBlockThreads = 512;
+
+// n / divisor for n < 2^31 by one multiplication: rounded-up reciprocal with 31 + ceil(log2 divisor) bits
+// (Granlund and Montgomery, 1994). multiplier 0 means divisor 1.
+struct Divisor {
+  uint32_t multiplier;
+  uint32_t shift;
+};
+
+inline Divisor divisor(uint32_t value) {
+  uint32_t log = 0;
+  while ((uint64_t(1) << log) < value) ++log;
+  if (log == 0) return {0, 0};
+  const uint64_t power = uint64_t(1) << (31 + log);
+  return {uint32_t((power + value - 1) / value), log - 1};
+}
+
+struct PlaneArgs {
+  uint64_t base;
+  uint64_t block_stride;
+  uint64_t run_stride;
+  uint32_t before_units;  // of one block, in the planes before this one
+  uint32_t block_units;
+  uint32_t run_units;
+  Divisor by_block, by_run;
+  uint32_t unused;
+};
+
+struct PartArgs {
+  uint64_t slot;
+  uint32_t first_stripe;  // in the row of all parts
+  uint32_t stripes;
+  uint32_t units;
+  uint32_t first_id;
+  uint32_t blocks;
+  uint32_t skip_blocks;
+  uint32_t plane_units;  // of this part in one plane, when all planes are alike
+  Divisor by_plane;
+  uint32_t unused;
+};
+
+struct CopyArgs {
+  const PlaneArgs* planes;
+  const PartArgs* parts;
+  const int32_t* ids;
+  unsigned long long* sums;  // two a part: of the low 32 bits and of the high 29 bits of stripe sums
+  const uint32_t* nh_keys;   // k, then k': 1024 words each
+  const uint64_t* level2;    // four a stripe
+  unsigned int* finished_blocks;  // zero at first; counts thread blocks of the launch that reports
+  unsigned long long* report;     // host memory the device can write: the sums go there; null: not yet
+  uint64_t stage;                 // where first_stripe lies; 0: in the slots themselves
+  uint32_t num_planes;
+  uint32_t first_stripe, last_stripe;
+  uint32_t first_part, last_part;  // the parts those stripes belong to, last one included
+  uint32_t num_parts;
+};
+
+static_assert(sizeof(PlaneArgs) == 56 && sizeof(PartArgs) == 48 && sizeof(CopyArgs) == 96);
+
+}  // namespace kvdock::cuda

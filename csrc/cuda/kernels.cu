@@ -1,0 +1,202 @@
+// The block-id copy kernels: paged KV <-> slots or staging, with the part checksum as the bytes pass
+// (lifetime protocol, section 7).
+//
+// A warp moves a stripe at a time, 16 bytes a lane and load, eight loads in flight. Paged addresses are
+// worked out once a granule (kGranule units that never leave a run), each lane one granule, and handed
+// round by shuffles. Each warp takes neighbouring stripes, so it adds to a part's sums once or twice.
+// Layout is data: strides, run lengths and block ids come in; the only variants are how wide a granule
+// is and whether all planes are alike.
+//
+// Invariant: what is stored is stored from the registers that were hashed; a skipped block is read and
+// hashed, never written.
+#include "kernel_args.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+constexpr uint64_t kPrime = (uint64_t(1) << 61) - 1;
+constexpr int kRows = 8;  // of 32 units: a stripe
+constexpr unsigned kAll = 0xffffffffu;
+
+__device__ __forceinline__ uint32_t divide(uint32_t n, Divisor by) {
+  return by.multiplier == 0 ? n : __umulhi(n, by.multiplier) >> by.shift;
+}
+
+// (high:low) mod p, lazily: below 2^61 + 2^32.
+__device__ __forceinline__ uint64_t fold(uint64_t low, uint64_t high) {
+  return (low & kPrime) + ((low >> 61) | (high << 3));
+}
+
+__device__ __forceinline__ uint64_t fold_once(uint64_t x) { return (x & kPrime) + (x >> 61); }
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
+#pragma unroll
+  for (int step = 16; step != 0; step >>= 1) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+// Address of a unit of a part in the engine's memory; 0 for a block that must not be touched.
+template <bool kAlike, bool kGather>
+__device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs& part, uint32_t unit) {
+  uint32_t plane_index, inside;
+  if (kAlike) {
+    plane_index = divide(unit, part.by_plane);
+    inside = unit - plane_index * part.plane_units;
+  } else {
+    uint32_t low = 0, high = args.num_planes;  // the last plane that begins at or before the unit
+    while (high - low > 1) {
+      const uint32_t middle = (low + high) / 2;
+      if (args.planes[middle].before_units * part.blocks <= unit) low = middle; else high = middle;
+    }
+    plane_index = low;
+    inside = unit - args.planes[low].before_units * part.blocks;
+  }
+  const PlaneArgs& plane = args.planes[plane_index];
+  const uint32_t block = divide(inside, plane.by_block);
+  if (!kGather && block < part.skip_blocks) return 0;
+  const uint32_t in_block = inside - block * plane.block_units;
+  const uint32_t run = divide(in_block, plane.by_run);
+  const uint32_t in_run = in_block - run * plane.run_units;
+  const uint64_t id = uint64_t(uint32_t(__ldg(args.ids + part.first_id + block)));
+  return plane.base + id * plane.block_stride + run * plane.run_stride + uint64_t(in_run) * kUnitBytes;
+}
+
+__device__ __forceinline__ uint32_t find_part(const CopyArgs& args, uint32_t stripe) {
+  uint32_t low = args.first_part, high = args.last_part + 1;
+  while (high - low > 1) {
+    const uint32_t middle = (low + high) / 2;
+    if (args.parts[middle].first_stripe <= stripe) low = middle; else high = middle;
+  }
+  return low;
+}
+
+// One stripe's share of the part's sum, below 2^63, valid in lane 0.
+__device__ __forceinline__ uint64_t stripe_sum(uint64_t a, uint64_t b, const uint64_t* key, int lane) {
+  a = warp_sum(a);
+  b = warp_sum(b);
+  uint64_t sum = 0;
+  if (lane < 4) {
+    const uint32_t half = lane == 0 ? uint32_t(a) : lane == 1 ? uint32_t(a >> 32) : lane == 2 ? uint32_t(b) : uint32_t(b >> 32);
+    const uint64_t k = __ldg(key + lane);
+    sum = fold_once(fold(k * half, __umul64hi(k, half)));
+  }
+  sum += __shfl_down_sync(kAll, sum, 2);
+  return sum + __shfl_down_sync(kAll, sum, 1);
+}
+
+// Adds what a warp collected of one part; lane 0 holds it.
+__device__ __forceinline__ void deliver(const CopyArgs& args, uint32_t part, uint64_t sum, int lane) {
+  if (lane != 0) return;
+  sum = fold_once(fold_once(sum));
+  atomicAdd(args.sums + 2 * part, sum & 0xffffffffull);
+  atomicAdd(args.sums + 2 * part + 1, sum >> 32);
+}
+
+// The last thread block of the last launch hands the sums to the host: no copy has to wait for an engine.
+__device__ __forceinline__ void report(const CopyArgs& args) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(args.finished_blocks, 1u) + 1 == gridDim.x;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (uint32_t i = threadIdx.x; i < 2 * args.num_parts; i += kBlockThreads) args.report[i] = __ldcg(args.sums + i);
+}
+
+template <bool kAlike, int kGranule, bool kGather>
+__device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
+  __shared__ uint4 keys[2 * kStripeUnits];
+  for (uint32_t i = threadIdx.x; i < 2 * kStripeUnits; i += kBlockThreads)
+    keys[i] = __ldg(reinterpret_cast<const uint4*>(args.nh_keys) + i);
+  __syncthreads();
+
+  constexpr uint32_t kWarps = kBlockThreads / 32;
+  const int lane = threadIdx.x & 31;
+  const uint32_t warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + threadIdx.x / 32;
+  const uint32_t total = args.last_stripe - args.first_stripe;
+  uint32_t stripe = args.first_stripe + uint32_t(uint64_t(total) * warp / warps);
+  const uint32_t end = args.first_stripe + uint32_t(uint64_t(total) * (warp + 1) / warps);
+  if (stripe == end) return;
+
+  uint32_t index = find_part(args, stripe);
+  PartArgs part = args.parts[index];
+  uint64_t collected = 0;
+  for (; stripe < end; ++stripe) {
+    if (stripe - part.first_stripe >= part.stripes) {
+      deliver(args, index, collected, lane);
+      collected = 0;
+      do part = args.parts[++index]; while (part.stripes == 0);  // empty parts hold no stripe
+    }
+    const uint32_t own = stripe - part.first_stripe, first_unit = own * kStripeUnits;
+    const uint64_t flat = args.stage != 0 ? args.stage + uint64_t(stripe - args.first_stripe) * (kStripeUnits * kUnitBytes)
+                                          : part.slot + uint64_t(own) * (kStripeUnits * kUnitBytes);
+    uint4 value[kRows];
+    if (!kGather) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const uint32_t at = row * 32 + lane;
+        value[row] = first_unit + at < part.units ? __ldcs(reinterpret_cast<const uint4*>(flat) + at)
+                                                  : make_uint4(0, 0, 0, 0);
+      }
+    }
+    // This lane's granules; granule g of the stripe is held by lane g % 32.
+    constexpr int kHeld = kRows / kGranule;
+    uint64_t held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const uint32_t unit = first_unit + (i * 32 + lane) * kGranule;
+      held[i] = unit < part.units ? locate<kAlike, kGather>(args, part, unit) : 0;
+    }
+    constexpr int kHolders = 32 / kGranule;  // granules in a row
+    uint4* paged[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const uint64_t own_start = held[row / kGranule];
+      const uint64_t start =
+          kGranule == 1 ? own_start : __shfl_sync(kAll, own_start, (row * kHolders + lane / kGranule) & 31);
+      paged[row] = start == 0 ? nullptr : reinterpret_cast<uint4*>(start) + lane % kGranule;
+    }
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      if (!kGather && paged[row] != nullptr) __stcs(paged[row], value[row]);
+      if (kGather) value[row] = paged[row] != nullptr ? __ldcs(paged[row]) : make_uint4(0, 0, 0, 0);
+    }
+    if (kGather) {  // after all loads: the compiler cannot know that they do not overlap
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        if (paged[row] != nullptr) __stcs(reinterpret_cast<uint4*>(flat) + row * 32 + lane, value[row]);
+    }
+    uint64_t a = 0, b = 0;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const uint4 v = value[row], k = keys[row * 32 + lane], l = keys[kStripeUnits + row * 32 + lane];
+      a += uint64_t(v.x + k.x) * (v.y + k.y) + uint64_t(v.z + k.z) * (v.w + k.w);
+      b += uint64_t(v.x + l.x) * (v.y + l.y) + uint64_t(v.z + l.z) * (v.w + l.w);
+    }
+    collected = fold_once(collected + stripe_sum(a, b, args.level2 + 4 * uint64_t(own), lane));
+  }
+  deliver(args, index, collected, lane);
+}
+
+}  // namespace
+
+#define KVDOCK_KERNEL(name, alike, granule, gather)                                                            \
+  extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) name(const __grid_constant__ CopyArgs args) { \
+    copy_stripes<alike, granule, gather>(args);                                                                \
+    if (args.report != nullptr) report(args);                                                                  \
+  }
+
+KVDOCK_KERNEL(kvdock_scatter, true, 8, false)
+KVDOCK_KERNEL(kvdock_gather, true, 8, true)
+KVDOCK_KERNEL(kvdock_scatter_narrow, true, 1, false)
+KVDOCK_KERNEL(kvdock_gather_narrow, true, 1, true)
+KVDOCK_KERNEL(kvdock_scatter_mixed, false, 8, false)
+KVDOCK_KERNEL(kvdock_gather_mixed, false, 8, true)
+KVDOCK_KERNEL(kvdock_scatter_mixed_narrow, false, 1, false)
+KVDOCK_KERNEL(kvdock_gather_mixed_narrow, false, 1, true)
+
+}  // namespace kvdock::cuda

@@ -1,0 +1,157 @@
+#include "memory.h"
+
+#include <map>
+#include <shared_mutex>
+
+#include "../errors.h"
+
+namespace kvdock::cuda {
+
+namespace {
+
+std::shared_mutex g_mutex;           // guards g_ranges
+std::map<uintptr_t, Range> g_ranges;  // by begin; never overlapping
+
+std::string range_text(uintptr_t begin, size_t bytes) {
+  return std::to_string(bytes) + " bytes at " + std::to_string(begin);
+}
+
+void add_range(const Range& range) {
+  const std::lock_guard<std::shared_mutex> guard(g_mutex);
+  const auto next = g_ranges.lower_bound(range.begin);
+  const bool meets_next = next != g_ranges.end() && next->second.begin < range.end;
+  const bool meets_last = next != g_ranges.begin() && std::prev(next)->second.end > range.begin;
+  if (meets_next || meets_last) {
+    const std::string found = range_text(range.begin, range.end - range.begin);
+    throw Refused(Refusal::cuda, "memory for slots: found " + found + ", wanted memory not yet in use for slots",
+                  found, std::string("memory not yet in use for slots"));
+  }
+  g_ranges[range.begin] = range;
+}
+
+void drop_range(uintptr_t begin) {
+  const std::lock_guard<std::shared_mutex> guard(g_mutex);
+  g_ranges.erase(begin);
+}
+
+void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
+  for (const uintptr_t at : {address, address + bytes - 1}) {
+    unsigned type = 0;
+    int ordinal = -1;
+    const Driver& cu = driver();
+    const bool known = cu.cuPointerGetAttribute(&type, kMemoryType, at) == kSuccess &&
+                       cu.cuPointerGetAttribute(&ordinal, kDeviceOrdinal, at) == kSuccess;
+    if (known && type == kMemoryTypeDevice && ordinal == device.info().index) continue;
+    const std::string found = known ? "memory type " + std::to_string(type) + " of device " + std::to_string(ordinal)
+                                    : "memory unknown to the driver";
+    throw Refused(Refusal::cuda, "address " + std::to_string(at) + ": found " + found + ", wanted memory of device " +
+                                     std::to_string(device.info().index), found, std::string("device memory"));
+  }
+}
+
+}  // namespace
+
+std::optional<Range> find_range(uintptr_t address, size_t bytes) {
+  const std::shared_lock<std::shared_mutex> guard(g_mutex);
+  auto next = g_ranges.upper_bound(address);
+  if (next == g_ranges.begin()) return std::nullopt;
+  const Range& range = std::prev(next)->second;
+  if (address + bytes > range.end) return std::nullopt;
+  return range;
+}
+
+SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, Place place)
+    : device_(device), address_(address), place_(place) {
+  if (address == 0 || bytes == 0)
+    throw Refused(Refusal::cuda, "memory for slots: found " + range_text(address, bytes) + ", wanted a range",
+                  range_text(address, bytes), std::string("a range"));
+  const ContextGuard current(device);
+  add_range({address, address + bytes, place});
+  try {
+    if (place == Place::host)
+      check(driver().cuMemHostRegister_v2(reinterpret_cast<void*>(address), bytes, kHostPortable | kHostDeviceMap),
+            "registering host memory");
+    else
+      require_on_device(device, address, bytes);
+  } catch (...) {
+    drop_range(address);
+    throw;
+  }
+  open_ = true;
+}
+
+void SlotMemory::close() {
+  if (!open_) return;
+  open_ = false;
+  drop_range(address_);
+  if (place_ == Place::device) return;
+  try {
+    const ContextGuard current(device_);
+    driver().cuMemHostUnregister(reinterpret_cast<void*>(address_));
+  } catch (const Refused&) {  // the driver is gone, and the registration with it
+  }
+}
+
+Buffer::Buffer(Device& device, size_t bytes, Place place) : device_(device), bytes_(bytes), place_(place) {
+  const ContextGuard current(device);
+  if (place == Place::device) {
+    DevicePtr memory = 0;
+    check(driver().cuMemAlloc_v2(&memory, bytes), "device memory");
+    address_ = memory;
+  } else {
+    void* memory = nullptr;
+    check(driver().cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "pinned host memory");
+    address_ = reinterpret_cast<uintptr_t>(memory);
+  }
+}
+
+Buffer::~Buffer() {
+  try {
+    const ContextGuard current(device_);
+    if (place_ == Place::device) driver().cuMemFree_v2(address_);
+    else driver().cuMemFreeHost(reinterpret_cast<void*>(address_));
+  } catch (const Refused&) {  // the driver is gone, and the memory with it
+  }
+}
+
+Stopwatch::Stopwatch(Device& device) : device_(device), stream_(make_stream(device)) {
+  const ContextGuard current(device);
+  check(driver().cuEventCreate(&start_, 0), "cuEventCreate");
+  check(driver().cuEventCreate(&stop_, 0), "cuEventCreate");
+}
+
+Stopwatch::~Stopwatch() {
+  try {
+    const ContextGuard current(device_);
+    driver().cuEventDestroy_v2(start_);
+    driver().cuEventDestroy_v2(stop_);
+  } catch (const Refused&) {
+  }
+}
+
+void Stopwatch::start() {
+  const ContextGuard current(device_);
+  check(driver().cuEventRecord(start_, stream_.get()), "cuEventRecord");
+}
+
+double Stopwatch::stop_ms() {
+  const ContextGuard current(device_);
+  check(driver().cuEventRecord(stop_, stream_.get()), "cuEventRecord");
+  check(driver().cuEventSynchronize(stop_), "cuEventSynchronize");
+  float ms = 0;
+  check(driver().cuEventElapsedTime(&ms, start_, stop_), "cuEventElapsedTime");
+  return ms;
+}
+
+void Stopwatch::copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device) {
+  const ContextGuard current(device_);
+  if (to_device) check(driver().cuMemcpyHtoDAsync_v2(to, reinterpret_cast<void*>(from), bytes, stream_.get()), "copy");
+  else check(driver().cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, stream_.get()), "copy");
+}
+
+void Stopwatch::fill(uintptr_t device_address, unsigned char value, size_t bytes) {
+  const ContextGuard current(device_);
+  check(driver().cuMemsetD8Async(device_address, value, bytes, stream_.get()), "fill");
+}
+
+}  // namespace kvdock::cuda

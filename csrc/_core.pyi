@@ -300,6 +300,8 @@ class CudaDevice:
     """32 hex digits."""
     compute: int
     """90 for sm_90."""
+    driver: int
+    """CUDA version the driver speaks: 13000 for 13.0."""
     multiprocessors: int
     memory_bytes: int
 
@@ -323,7 +325,7 @@ class CudaSlotMemory:
     def close(self) -> None: ...
 
 class CudaBuffer:
-    """Memory of our own: pinned host memory or device memory, freed with the object."""
+    """Memory of our own, pinned on the host or on the device, freed with the object. Slots may lie in it."""
 
     address: int
     bytes: int

@@ -32,7 +32,8 @@ void translate(std::exception_ptr failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const Refused& e) {
-    PyObject* type = e.kind() == Refusal::layout ? g_layout_error : e.kind() == Refusal::copy ? g_copy_error : g_cuda_error;
+    PyObject* const types[] = {g_layout_error, g_copy_error, g_cuda_error};  // in the order of Refusal
+    PyObject* type = types[int(e.kind())];
     py::object error = py::reinterpret_borrow<py::object>(type)(e.what());
     error.attr("found") = to_python(e.found());
     error.attr("wanted") = to_python(e.wanted());

@@ -39,7 +39,7 @@ inline void require(bool holds, const char* name, const std::string& found, cons
 
 // Part i takes block_ids[starts[i], starts[i + 1]) and skips[i].
 inline std::vector<Part> parts_of(std::span<const uint64_t> slots, std::span<const int64_t> ids,
-                           std::span<const int64_t> starts, std::span<const int64_t> skips) {
+                                  std::span<const int64_t> starts, std::span<const int64_t> skips) {
   require(starts.size() == slots.size() + 1, "starts (entries)", std::to_string(starts.size()),
           std::to_string(slots.size() + 1));
   require(starts.front() == 0 && starts.back() == int64_t(ids.size()), "starts (range)",

@@ -31,6 +31,7 @@ struct Copier::Batch {
   std::vector<PartArgs> parts;
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
+  uint64_t bytes() const { return uint64_t(stripes) * kStripeUnits * kUnitBytes; }
   bool store = false, direct = false, last = false;
   std::vector<Piece> pieces;
   size_t next_piece = 0;  // what is to be submitted next

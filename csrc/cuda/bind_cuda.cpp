@@ -21,8 +21,7 @@ using cuda::Place;
 Place place_of(bool host) { return host ? Place::host : Place::device; }
 
 std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, const py::buffer& slots, const py::buffer& block_ids,
-                                    const py::buffer& starts, const py::buffer& skips,
-                                    std::optional<uintptr_t> after) {
+                                    const py::buffer& starts, const py::buffer& skips, std::optional<uintptr_t> after) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
   require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
@@ -46,17 +45,19 @@ void bind_memory(py::module_& m) {
   py::class_<cuda::SlotMemory>(m, "CudaSlotMemory")
       .def(py::init([](int device, uintptr_t address, size_t bytes, bool host) {
              return std::make_unique<cuda::SlotMemory>(Device::get(device), address, bytes, place_of(host));
-           }), py::kw_only(), py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("host"), Nogil())
+           }),
+           py::kw_only(), py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("host"), Nogil())
       .def("close", &cuda::SlotMemory::close, Nogil());
   py::class_<cuda::Buffer>(m, "CudaBuffer")
       .def(py::init([](int device, size_t bytes, bool host) {
-             return std::make_unique<cuda::Buffer>(Device::get(device), bytes, place_of(host));
-           }), py::kw_only(), py::arg("device"), py::arg("bytes"), py::arg("host"), Nogil())
+             return std::make_unique<cuda::Buffer>(Device::get(device), bytes, place_of(host), true);
+           }),
+           py::kw_only(), py::arg("device"), py::arg("bytes"), py::arg("host"), Nogil())
       .def_property_readonly("address", &cuda::Buffer::address)
       .def_property_readonly("bytes", &cuda::Buffer::bytes);
   py::class_<cuda::Stopwatch>(m, "CudaStopwatch")
-      .def(py::init([](int device) { return std::make_unique<cuda::Stopwatch>(Device::get(device)); }),
-           py::kw_only(), py::arg("device"), Nogil())
+      .def(py::init([](int device) { return std::make_unique<cuda::Stopwatch>(Device::get(device)); }), py::kw_only(),
+           py::arg("device"), Nogil())
       .def_property_readonly("stream", &cuda::Stopwatch::stream)
       .def("start", &cuda::Stopwatch::start, Nogil())
       .def("stop_ms", &cuda::Stopwatch::stop_ms, Nogil())
@@ -69,25 +70,27 @@ void bind_copier(py::module_& m) {
   using Nogil = py::call_guard<py::gil_scoped_release>;
   py::class_<cuda::Copy, std::shared_ptr<cuda::Copy>>(m, "CudaCopy")
       .def("done", &cuda::Copy::done)
-      .def("wait", [](const cuda::Copy& self, std::optional<double> timeout_s) {
-             return self.wait(timeout_s ? std::max(*timeout_s, 0.0) : -1.0);
-           }, py::arg("timeout_s") = py::none(), Nogil())
+      .def(
+          "wait",
+          [](const cuda::Copy& self, std::optional<double> timeout_s) {
+            return self.wait(timeout_s ? std::max(*timeout_s, 0.0) : -1.0);
+          },
+          py::arg("timeout_s") = py::none(), Nogil())
       .def("order", &cuda::Copy::order, py::arg("stream"), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil());
   const cuda::Tuning usual;
   py::class_<cuda::Copier>(m, "CudaCopier")
       .def(py::init([](const PagedLayout& layout, int device, size_t piece_bytes, int buffers, int load_blocks,
                        int store_blocks, int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes) {
-             return std::make_unique<cuda::Copier>(
-                 layout, device, cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks, direct_blocks,
-                                              direct_load_bytes, direct_store_bytes});
+             return std::make_unique<cuda::Copier>(layout, device,
+                                                   cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks,
+                                                                direct_blocks, direct_load_bytes, direct_store_bytes});
            }),
            py::arg("layout"), py::kw_only(), py::arg("device"), py::arg("piece_bytes") = usual.piece_bytes,
            py::arg("buffers") = usual.buffers, py::arg("load_blocks") = usual.load_blocks,
            py::arg("store_blocks") = usual.store_blocks, py::arg("direct_blocks") = usual.direct_blocks,
            py::arg("direct_load_bytes") = usual.direct_load_bytes,
-           py::arg("direct_store_bytes") = usual.direct_store_bytes,
-           Nogil())
+           py::arg("direct_store_bytes") = usual.direct_store_bytes, Nogil())
       .def("gather", &gather, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::kw_only(),
            py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::arg("skips"),
@@ -105,6 +108,7 @@ void bind_cuda(py::module_& m) {
       .def_readonly("name", &cuda::DeviceInfo::name)
       .def_readonly("uuid", &cuda::DeviceInfo::uuid)
       .def_readonly("compute", &cuda::DeviceInfo::compute)
+      .def_readonly("driver", &cuda::DeviceInfo::driver)
       .def_readonly("multiprocessors", &cuda::DeviceInfo::multiprocessors)
       .def_readonly("memory_bytes", &cuda::DeviceInfo::memory_bytes);
   m.def("cuda_unavailable", &cuda::why_unavailable);

@@ -1,9 +1,11 @@
 #include "copier.h"
 
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <system_error>
 
@@ -18,6 +20,8 @@ namespace {
 constexpr size_t kRingBytes = size_t(8) << 20;
 constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
 constexpr size_t kCallsPieces = 2;                  // submitted by the call itself: what it takes to start the GPU
+constexpr uint64_t kFastestBytesPerNs = 64;        // PCIe 5.0 x16 carries at most 63 GB/s
+constexpr std::chrono::nanoseconds kFirstLook{10'000}, kLastLook{200'000};
 constexpr size_t kWideBytes = 128;                  // a granule: see kernels.cu
 constexpr uint64_t kMostUnits = uint64_t(1) << 31;  // of a part: what a Divisor divides
 
@@ -45,7 +49,8 @@ bool all_alike(const std::vector<Plane>& planes) {
 }
 
 bool all_wide(const std::vector<Plane>& planes) {
-  return std::all_of(planes.begin(), planes.end(), [](const Plane& plane) { return plane.run_bytes % kWideBytes == 0; });
+  return std::all_of(planes.begin(), planes.end(),
+                     [](const Plane& plane) { return plane.run_bytes % kWideBytes == 0; });
 }
 
 std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
@@ -162,8 +167,9 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(std::span<const
     const size_t bytes = parts[i].block_ids.size() * layout_.block_bytes();
     const auto range = find_range(parts[i].slot, bytes);
     const bool direct = small || (range && range->place == Place::device);
-    const bool fits = !batches.empty() && batches.back()->direct == direct &&
-                      batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
+    const bool fits =
+        !batches.empty() && batches.back()->direct == direct &&
+        batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
     if (!fits) {
       batches.push_back(std::make_unique<Batch>());
       batches.back()->first_result = i;
@@ -197,10 +203,11 @@ std::shared_ptr<Copy> Copier::enqueue(std::span<const Part> parts, bool store, c
   device_.keys(most_stripes);
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
-  if (closed_) throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
+  if (closed_)
+    throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
   if (after != nullptr) {
     const ContextGuard current(device_);
-    copy->after_ = take_event(false);
+    copy->after_ = take_event();
     cuda::check(driver().cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");
   }
   copy->copier_ = this;
@@ -229,8 +236,8 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   Batch& front = *backlog_.front();
   try {
     if (front.done == nullptr) {
-      front.uploaded = take_event(false);
-      front.done = take_event(true);
+      front.uploaded = take_event();
+      front.done = take_event();
     }
     lock.unlock();
     const ContextGuard current(device_);
@@ -265,6 +272,7 @@ void Copier::run_submitter() {
 }
 
 void Copier::run_finisher() {
+  prctl(PR_SET_TIMERSLACK, 1000);  // ns; the usual 50 us would be most of a small copy
   std::unique_lock<std::mutex> lock(shared_->mutex);
   while (true) {
     to_finish_.wait(lock, [&] { return !in_flight_.empty() || drained_; });
@@ -272,8 +280,7 @@ void Copier::run_finisher() {
     Batch& batch = *in_flight_.front();
     lock.unlock();
     try {
-      const ContextGuard current(device_);
-      if (batch.error.empty()) cuda::check(driver().cuEventSynchronize(batch.done), "the copy");
+      if (batch.error.empty()) wait_for_end(batch);
     } catch (const Refused& refused) {
       batch.error = refused.what();
     }
@@ -283,6 +290,21 @@ void Copier::run_finisher() {
     finish(*ended);
     to_submit_.notify_one();  // the ring has room
     shared_->changed.notify_all();
+  }
+}
+
+// Sleeps for as long as the bytes need at the least, then looks often: an event that interrupts would tell
+// later (0.1 to 0.4 ms in a virtual machine), and spinning would take a core from the engine.
+void Copier::wait_for_end(const Batch& batch) {
+  using std::chrono::nanoseconds;
+  const ContextGuard current(device_);
+  if (!batch.direct) std::this_thread::sleep_for(nanoseconds(batch.bytes() / kFastestBytesPerNs));
+  nanoseconds pause = kFirstLook;
+  while (true) {
+    const Result result = driver().cuEventQuery(batch.done);
+    if (result != kNotReady) return cuda::check(result, "the copy");
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 5 / 4, kLastLook);
   }
 }
 
@@ -306,23 +328,22 @@ void Copier::finish(Batch& batch) {
     copy.error_ = batch.error;
   }
   ring_->give_back(batch.ring_begin + batch.ring_bytes());
-  if (batch.uploaded != nullptr) idle_events_[false].push_back(batch.uploaded);
-  if (batch.done != nullptr) idle_events_[true].push_back(batch.done);
+  if (batch.uploaded != nullptr) idle_events_.push_back(batch.uploaded);
+  if (batch.done != nullptr) idle_events_.push_back(batch.done);
   if (--copy.batches_left_ > 0) return;
-  if (copy.after_ != nullptr) idle_events_[false].push_back(copy.after_);
+  if (copy.after_ != nullptr) idle_events_.push_back(copy.after_);
   copy.after_ = copy.finished_ = nullptr;
   const uint64_t one = 1;
   if (::write(ended_fd_, &one, sizeof one) < 0) return;  // a full counter is readable all the same
 }
 
-Event Copier::take_event(bool blocking) {
-  auto& idle = idle_events_[blocking];
-  if (idle.empty()) {
-    all_events_.push_back(make_event(device_, blocking));
+Event Copier::take_event() {
+  if (idle_events_.empty()) {
+    all_events_.push_back(make_event(device_));
     return all_events_.back().get();
   }
-  const Event event = idle.back();
-  idle.pop_back();
+  const Event event = idle_events_.back();
+  idle_events_.pop_back();
   return event;
 }
 

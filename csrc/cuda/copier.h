@@ -36,8 +36,10 @@ namespace kvdock::cuda {
 struct Tuning {
   size_t piece_bytes = size_t(16) << 20;
   int buffers = 2;  // staging buffers of piece_bytes each
-  int load_blocks = 16, store_blocks = 16, direct_blocks = 8;  // thread blocks of a kernel
-  size_t direct_load_bytes = 0, direct_store_bytes = 0;        // up to so many bytes a call goes direct
+  // Thread blocks of a kernel.
+  int load_blocks = 16, store_blocks = 16, direct_blocks = 8;
+  // A call of up to so many bytes goes direct.
+  size_t direct_load_bytes = size_t(4) << 20, direct_store_bytes = size_t(4) << 20;
 };
 
 class DescriptorRing;
@@ -81,7 +83,7 @@ class Copier {
   std::shared_ptr<Copy> gather(std::span<const Part> parts, const uintptr_t* after);
   std::shared_ptr<Copy> scatter(std::span<const Part> parts, const uintptr_t* after);
 
-  void close();  // waits for what was submitted; later calls throw Refused{copy}
+  void close();          // waits for what was submitted; later calls throw Refused{copy}
   int ended_fd() const;  // an eventfd that counts copies that ended
   size_t staging_bytes() const { return tuning_.piece_bytes * size_t(tuning_.buffers); }
 
@@ -108,10 +110,11 @@ class Copier {
   bool can_advance();
   void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
   void finish(Batch& batch);
-  Event take_event(bool blocking);
+  Event take_event();
 
   void run_submitter();
   void run_finisher();
+  void wait_for_end(const Batch& batch);
 
   PagedLayout layout_;
   Device& device_;
@@ -127,8 +130,8 @@ class Copier {
   std::unique_ptr<DescriptorRing> ring_;
   std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
   std::vector<OwnedEvent> all_events_;
-  std::vector<Event> idle_events_[2];  // of those, the ones not in use; [1]: blocking
-  bool submitting_ = false;  // some thread puts the front of the backlog on the streams: nobody else may
+  std::vector<Event> idle_events_;  // of those, the ones not in use
+  bool submitting_ = false;            // some thread puts the front of the backlog on the streams: nobody else may
   bool closed_ = false, drained_ = false;
   std::condition_variable to_submit_, to_finish_;
   std::thread submitter_, finisher_;

@@ -14,7 +14,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& what, Value found, const std::string& wanted) {
   const std::string shown = std::holds_alternative<std::string>(found) ? std::get<std::string>(found)
-                                                                        : std::to_string(std::get<long long>(found));
+                                                                       : std::to_string(std::get<long long>(found));
   throw Refused(Refusal::cuda, what + ": found " + shown + ", wanted " + wanted, std::move(found), wanted);
 }
 
@@ -42,6 +42,7 @@ DeviceInfo describe(int index) {
   }
   check(cu.cuDeviceTotalMem_v2(&info.memory_bytes, handle), "cuDeviceTotalMem");
   info.compute = 10 * attribute(handle, kComputeMajor) + attribute(handle, kComputeMinor);
+  check(cu.cuDriverGetVersion(&info.driver), "cuDriverGetVersion");
   info.multiprocessors = attribute(handle, kMultiprocessors);
   return info;
 }
@@ -150,10 +151,10 @@ void EventDeleter::operator()(Event event) const {
   }
 }
 
-OwnedEvent make_event(Device& device, bool blocking) {
+OwnedEvent make_event(Device& device) {
   const ContextGuard current(device);
   Event event = nullptr;
-  check(driver().cuEventCreate(&event, kEventDisableTiming | (blocking ? kEventBlockingSync : 0)), "cuEventCreate");
+  check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
   return OwnedEvent(event, EventDeleter{&device});
 }
 

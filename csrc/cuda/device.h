@@ -18,6 +18,7 @@ struct DeviceInfo {
   int index;
   std::string name, uuid;  // uuid: 32 hex digits
   int compute;             // 90 for sm_90
+  int driver;              // CUDA version the driver speaks: 13000 for 13.0
   int multiprocessors;
   size_t memory_bytes;
 };
@@ -87,8 +88,7 @@ struct EventDeleter {
 };
 using OwnedEvent = std::unique_ptr<EventOpaque, EventDeleter>;
 
-// For streams to wait for; `blocking`: for a thread too, without spinning. That costs an interrupt each time.
-OwnedEvent make_event(Device& device, bool blocking = false);
+OwnedEvent make_event(Device& device);
 
 // A stream that does not wait for the legacy default stream.
 OwnedStream make_stream(Device& device);

@@ -26,9 +26,8 @@ inline constexpr Result kNotReady = 600;
 inline constexpr Result kAlreadyRegistered = 712;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
-inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
-inline constexpr unsigned kHostPortable = 1;   // cuMemHostAlloc and cuMemHostRegister
+inline constexpr unsigned kHostPortable = 1;  // cuMemHostAlloc and cuMemHostRegister
 inline constexpr unsigned kHostDeviceMap = 2;
 
 enum Attribute : int { kMultiprocessors = 16, kComputeMajor = 75, kComputeMinor = 76 };

@@ -56,9 +56,9 @@ struct CopyArgs {
   const PlaneArgs* planes;
   const PartArgs* parts;
   const int32_t* ids;
-  unsigned long long* sums;  // two a part: of the low 32 bits and of the high 29 bits of stripe sums
-  const uint32_t* nh_keys;   // k, then k': 1024 words each
-  const uint64_t* level2;    // four a stripe
+  unsigned long long* sums;       // two a part: of the low 32 bits and of the high 29 bits of stripe sums
+  const uint32_t* nh_keys;        // k, then k': 1024 words each
+  const uint64_t* level2;         // four a stripe
   unsigned int* finished_blocks;  // zero at first; counts thread blocks of the launch that reports
   unsigned long long* report;     // host memory the device can write: the sums go there; null: not yet
   uint64_t stage;                 // where first_stripe lies; 0: in the slots themselves

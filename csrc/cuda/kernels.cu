@@ -47,7 +47,10 @@ __device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs&
     uint32_t low = 0, high = args.num_planes;  // the last plane that begins at or before the unit
     while (high - low > 1) {
       const uint32_t middle = (low + high) / 2;
-      if (args.planes[middle].before_units * part.blocks <= unit) low = middle; else high = middle;
+      if (args.planes[middle].before_units * part.blocks <= unit)
+        low = middle;
+      else
+        high = middle;
     }
     plane_index = low;
     inside = unit - args.planes[low].before_units * part.blocks;
@@ -66,7 +69,10 @@ __device__ __forceinline__ uint32_t find_part(const CopyArgs& args, uint32_t str
   uint32_t low = args.first_part, high = args.last_part + 1;
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
-    if (args.parts[middle].first_stripe <= stripe) low = middle; else high = middle;
+    if (args.parts[middle].first_stripe <= stripe)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }
@@ -77,7 +83,10 @@ __device__ __forceinline__ uint64_t stripe_sum(uint64_t a, uint64_t b, const uin
   b = warp_sum(b);
   uint64_t sum = 0;
   if (lane < 4) {
-    const uint32_t half = lane == 0 ? uint32_t(a) : lane == 1 ? uint32_t(a >> 32) : lane == 2 ? uint32_t(b) : uint32_t(b >> 32);
+    const uint32_t half = lane == 0   ? uint32_t(a)
+                          : lane == 1 ? uint32_t(a >> 32)
+                          : lane == 2 ? uint32_t(b)
+                                      : uint32_t(b >> 32);
     const uint64_t k = __ldg(key + lane);
     sum = fold_once(fold(k * half, __umul64hi(k, half)));
   }
@@ -96,15 +105,47 @@ __device__ __forceinline__ void deliver(const CopyArgs& args, uint32_t part, uin
 // The last thread block of the last launch hands the sums to the host: no copy has to wait for an engine.
 __device__ __forceinline__ void report(const CopyArgs& args) {
   __shared__ bool is_last;
+  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(args.finished_blocks, 1u) + 1 == gridDim.x;
-  }
+  if (threadIdx.x == 0) is_last = atomicAdd(args.finished_blocks, 1u) + 1 == gridDim.x;
   __syncthreads();
   if (!is_last) return;
   __threadfence();
   for (uint32_t i = threadIdx.x; i < 2 * args.num_parts; i += kBlockThreads) args.report[i] = __ldcg(args.sums + i);
+}
+
+// Where this lane's units of a stripe lie in the engine's memory; null: past the part's end, or skipped.
+template <bool kAlike, int kGranule, bool kGather>
+__device__ __forceinline__ void locate_rows(const CopyArgs& args, const PartArgs& part, uint32_t first_unit, int lane,
+                                            uint4* (&paged)[kRows]) {
+  constexpr int kHeld = kRows / kGranule;  // granules a lane works out: g of the stripe is lane g % 32's
+  constexpr int kHolders = 32 / kGranule;  // granules in a row
+  uint64_t held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const uint32_t unit = first_unit + (i * 32 + lane) * kGranule;
+    held[i] = unit < part.units ? locate<kAlike, kGather>(args, part, unit) : 0;
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const uint64_t mine = held[row / kGranule];
+    const uint64_t start = kGranule == 1 ? mine : __shfl_sync(kAll, mine, (row * kHolders + lane / kGranule) & 31);
+    paged[row] = start == 0 ? nullptr : reinterpret_cast<uint4*>(start) + lane % kGranule;
+  }
+}
+
+// Engine -> flat or flat -> engine, one stripe. Loads come before stores: the compiler cannot know that
+// they do not overlap.
+template <bool kGather>
+__device__ __forceinline__ void move_rows(uint4* flat, uint4* const (&paged)[kRows], uint4 (&value)[kRows]) {
+  if (kGather) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+      value[row] = paged[row] != nullptr ? __ldcs(paged[row]) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row)
+    if (paged[row] != nullptr) __stcs(kGather ? flat + row * 32 : paged[row], value[row]);
 }
 
 template <bool kAlike, int kGranule, bool kGather>
@@ -117,9 +158,9 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
   constexpr uint32_t kWarps = kBlockThreads / 32;
   const int lane = threadIdx.x & 31;
   const uint32_t warps = gridDim.x * kWarps, warp = blockIdx.x * kWarps + threadIdx.x / 32;
-  const uint32_t total = args.last_stripe - args.first_stripe;
-  uint32_t stripe = args.first_stripe + uint32_t(uint64_t(total) * warp / warps);
-  const uint32_t end = args.first_stripe + uint32_t(uint64_t(total) * (warp + 1) / warps);
+  const uint64_t total = args.last_stripe - args.first_stripe;
+  uint32_t stripe = args.first_stripe + uint32_t(total * warp / warps);
+  const uint32_t end = args.first_stripe + uint32_t(total * (warp + 1) / warps);
   if (stripe == end) return;
 
   uint32_t index = find_part(args, stripe);
@@ -129,47 +170,22 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
     if (stripe - part.first_stripe >= part.stripes) {
       deliver(args, index, collected, lane);
       collected = 0;
-      do part = args.parts[++index]; while (part.stripes == 0);  // empty parts hold no stripe
+      do part = args.parts[++index];
+      while (part.stripes == 0);  // parts without blocks hold no stripe
     }
     const uint32_t own = stripe - part.first_stripe, first_unit = own * kStripeUnits;
-    const uint64_t flat = args.stage != 0 ? args.stage + uint64_t(stripe - args.first_stripe) * (kStripeUnits * kUnitBytes)
-                                          : part.slot + uint64_t(own) * (kStripeUnits * kUnitBytes);
+    const uint64_t base = args.stage != 0 ? args.stage : part.slot;
+    const uint32_t from_base = args.stage != 0 ? stripe - args.first_stripe : own;
+    uint4* flat = reinterpret_cast<uint4*>(base + uint64_t(from_base) * (kStripeUnits * kUnitBytes)) + lane;
     uint4 value[kRows];
-    if (!kGather) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const uint32_t at = row * 32 + lane;
-        value[row] = first_unit + at < part.units ? __ldcs(reinterpret_cast<const uint4*>(flat) + at)
-                                                  : make_uint4(0, 0, 0, 0);
-      }
-    }
-    // This lane's granules; granule g of the stripe is held by lane g % 32.
-    constexpr int kHeld = kRows / kGranule;
-    uint64_t held[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      const uint32_t unit = first_unit + (i * 32 + lane) * kGranule;
-      held[i] = unit < part.units ? locate<kAlike, kGather>(args, part, unit) : 0;
-    }
-    constexpr int kHolders = 32 / kGranule;  // granules in a row
-    uint4* paged[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const uint64_t own_start = held[row / kGranule];
-      const uint64_t start =
-          kGranule == 1 ? own_start : __shfl_sync(kAll, own_start, (row * kHolders + lane / kGranule) & 31);
-      paged[row] = start == 0 ? nullptr : reinterpret_cast<uint4*>(start) + lane % kGranule;
-    }
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (!kGather && paged[row] != nullptr) __stcs(paged[row], value[row]);
-      if (kGather) value[row] = paged[row] != nullptr ? __ldcs(paged[row]) : make_uint4(0, 0, 0, 0);
-    }
-    if (kGather) {  // after all loads: the compiler cannot know that they do not overlap
+    if (!kGather) {  // before the addresses are worked out: they do not depend on them
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
-        if (paged[row] != nullptr) __stcs(reinterpret_cast<uint4*>(flat) + row * 32 + lane, value[row]);
+        value[row] = first_unit + row * 32 + lane < part.units ? __ldcs(flat + row * 32) : make_uint4(0, 0, 0, 0);
     }
+    uint4* paged[kRows];
+    locate_rows<kAlike, kGranule, kGather>(args, part, first_unit, lane, paged);
+    move_rows<kGather>(flat, paged, value);
     uint64_t a = 0, b = 0;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {

@@ -9,7 +9,7 @@ namespace kvdock::cuda {
 
 namespace {
 
-std::shared_mutex g_mutex;           // guards g_ranges
+std::shared_mutex g_mutex;            // guards g_ranges
 std::map<uintptr_t, Range> g_ranges;  // by begin; never overlapping
 
 std::string range_text(uintptr_t begin, size_t bytes) {
@@ -23,8 +23,8 @@ void add_range(const Range& range) {
   const bool meets_last = next != g_ranges.begin() && std::prev(next)->second.end > range.begin;
   if (meets_next || meets_last) {
     const std::string found = range_text(range.begin, range.end - range.begin);
-    throw Refused(Refusal::cuda, "memory for slots: found " + found + ", wanted memory not yet in use for slots",
-                  found, std::string("memory not yet in use for slots"));
+    throw Refused(Refusal::cuda, "memory for slots: found " + found + ", wanted memory not yet in use for slots", found,
+                  std::string("memory not yet in use for slots"));
   }
   g_ranges[range.begin] = range;
 }
@@ -44,8 +44,10 @@ void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
     if (known && type == kMemoryTypeDevice && ordinal == device.info().index) continue;
     const std::string found = known ? "memory type " + std::to_string(type) + " of device " + std::to_string(ordinal)
                                     : "memory unknown to the driver";
-    throw Refused(Refusal::cuda, "address " + std::to_string(at) + ": found " + found + ", wanted memory of device " +
-                                     std::to_string(device.info().index), found, std::string("device memory"));
+    throw Refused(Refusal::cuda,
+                  "address " + std::to_string(at) + ": found " + found + ", wanted memory of device " +
+                      std::to_string(device.info().index),
+                  found, std::string("device memory"));
   }
 }
 
@@ -71,8 +73,7 @@ SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, Place pl
     if (place == Place::host)
       check(driver().cuMemHostRegister_v2(reinterpret_cast<void*>(address), bytes, kHostPortable | kHostDeviceMap),
             "registering host memory");
-    else
-      require_on_device(device, address, bytes);
+    else require_on_device(device, address, bytes);
   } catch (...) {
     drop_range(address);
     throw;
@@ -92,7 +93,8 @@ void SlotMemory::close() {
   }
 }
 
-Buffer::Buffer(Device& device, size_t bytes, Place place) : device_(device), bytes_(bytes), place_(place) {
+Buffer::Buffer(Device& device, size_t bytes, Place place, bool for_slots)
+    : device_(device), bytes_(bytes), place_(place), for_slots_(for_slots) {
   const ContextGuard current(device);
   if (place == Place::device) {
     DevicePtr memory = 0;
@@ -103,9 +105,11 @@ Buffer::Buffer(Device& device, size_t bytes, Place place) : device_(device), byt
     check(driver().cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "pinned host memory");
     address_ = reinterpret_cast<uintptr_t>(memory);
   }
+  if (for_slots) add_range({address_, address_ + bytes, place});  // fresh memory: nothing can overlap it
 }
 
 Buffer::~Buffer() {
+  if (for_slots_) drop_range(address_);
   try {
     const ContextGuard current(device_);
     if (place_ == Place::device) driver().cuMemFree_v2(address_);

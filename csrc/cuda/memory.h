@@ -40,10 +40,10 @@ class SlotMemory {
   bool open_ = false;
 };
 
-// Memory of our own: staging, rings, scratch.
+// Memory of our own: staging, rings, scratch. `for_slots`: slots may lie in it.
 class Buffer {
  public:
-  Buffer(Device& device, size_t bytes, Place place);
+  Buffer(Device& device, size_t bytes, Place place, bool for_slots = false);
   ~Buffer();
   uintptr_t address() const { return address_; }
   char* host() const { return reinterpret_cast<char*>(address_); }
@@ -56,6 +56,7 @@ class Buffer {
   uintptr_t address_ = 0;
   size_t bytes_;
   Place place_;
+  bool for_slots_;
 };
 
 // A stream of its own and two events on it: times what is ordered between start and stop.
@@ -65,7 +66,7 @@ class Stopwatch {
   ~Stopwatch();
   uintptr_t stream() const { return reinterpret_cast<uintptr_t>(stream_.get()); }
   void start();
-  double stop_ms();  // waits for the stream
+  double stop_ms();                                                       // waits for the stream
   void copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device);  // one plain asynchronous copy
   void fill(uintptr_t device_address, unsigned char value, size_t bytes);
   Stopwatch(const Stopwatch&) = delete;

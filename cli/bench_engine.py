@@ -93,7 +93,7 @@ class BenchEngine:
         try:
             self.connector = KvdockConnector(
                 ConnectorSettings(address, copy_threads=threads), _manifest(shape),
-                Identity(name, name, label="kvdock bench"), self._layout(),
+                Identity(name, name, label="kvdock bench"), [self._layout()],
             )
         except NotAdmitted as error:
             raise Refused(str(error), FAILED) from error
@@ -148,7 +148,7 @@ class BenchEngine:
         attachment = self.attachment
         keys = chunk_keys(attachment.namespace, tokens, self.shape.chunk_tokens)
         try:
-            waited_for = self.connector.begin_store(REQUEST, tokens, self._order, len(tokens))
+            waited_for = self.connector.begin_store(REQUEST, tokens, [self._order], len(tokens))
             if waited_for:
                 self._wait(lambda news: any(done.block_ids == waited_for for done in news.stores))
             yield keys
@@ -166,7 +166,7 @@ class BenchEngine:
     def load(self, chunks: int) -> None:
         """Fills the blocks of what was looked up before."""
         tokens = chunks * self.shape.chunk_tokens
-        self.connector.begin_load(REQUEST, self._order, 0, tokens)
+        self.connector.begin_load(REQUEST, [self._order], 0, tokens)
         self._wait(lambda news: any(done.valid_tokens == tokens for done in news.loads))
 
     def _wait(self, ended: Callable[[Progress], bool]) -> None:

@@ -6,7 +6,9 @@
 or, with pytest, `@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)`.
 
 `factory(name)` makes a Subject: a connector at the server, over KV memory of its own that the check
-can fill and read. Checks use new tokens each time, so they may share one server, also a busy one.
+can fill and read. Checks speak of the blocks of a request by number; a Bench gives each KV group a range of
+the block ids of its own, and windows the Nones that an engine would give. Checks use new tokens each
+time, so they may share one server, also a busy one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from kvdock.api.client import Client
-from kvdock.connectors.interface import Connector, LoadDone, StoreDone
+from kvdock.connectors.interface import BlocksRead, Connector, LoadDone, StoreDone
 
 ANSWER_S = 10.0
 LONGEST_CALL_S = 0.25
@@ -39,7 +41,10 @@ class Subject(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def num_blocks(self) -> int:
-        """At least 8 chunks' worth."""
+        """At least 8 chunks' worth for each group."""
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Per KV group how many tokens a window of it holds; None: full attention."""
     def fill(self, block: int, seed: int) -> None:
         """Writes bytes to a block that no other seed gives."""
     def contents(self, block: int) -> bytes:
@@ -68,10 +73,25 @@ class Bench:
     def tokens(self, count: int) -> list[int]:
         return [self._source.randrange(256) for _ in range(count)]
 
-    def fill(self, subject: Subject, blocks: Sequence[int]) -> list[bytes]:
-        for block in blocks:
-            subject.fill(block, self._source.randrange(1 << 30))
-        return [subject.contents(block) for block in blocks]
+    def table(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[list[int | None]]:
+        """Per group the ids of `blocks`; of a window, None for what it leaves behind before token `hit`."""
+        share = subject.num_blocks // len(subject.windows)
+        behind = [max(0, hit - window) // subject.block_tokens if window else 0 for window in subject.windows]
+        return [
+            [group * share + block if at >= first else None for at, block in enumerate(blocks)]
+            for group, first in enumerate(behind)
+        ]
+
+    def contents(self, subject: Subject, blocks: Sequence[int], hit: int = 0) -> list[bytes]:
+        """What each of `blocks` holds in all groups that want it for a hit of `hit` tokens."""
+        rows = zip(*self.table(subject, blocks, hit), strict=True)
+        return [b"".join(subject.contents(block) for block in row if block is not None) for row in rows]
+
+    def fill(self, subject: Subject, blocks: Sequence[int]) -> None:
+        for column in self.table(subject, blocks):
+            for block in column:
+                assert block is not None
+                subject.fill(block, self._source.randrange(1 << 30))
 
     def hit(self, subject: Subject, request: str, tokens: list[int], local: int = 0) -> int:
         """lookup, asked until it answers."""
@@ -88,21 +108,25 @@ class Bench:
         raise AssertionError(f"lookup: found no answer within {ANSWER_S} s")
 
     def load(self, subject: Subject, request: str, blocks: Sequence[int], local: int, hit: int) -> int:
-        subject.connector.begin_load(request, blocks, local, hit)
+        subject.connector.begin_load(request, self.table(subject, blocks, hit), local, hit)
         done = self._await(subject, lambda load, store: load is not None and load.request_id == request)
         assert isinstance(done, LoadDone)
         return done.valid_tokens
 
     def store(self, subject: Subject, request: str, tokens: list[int], blocks: Sequence[int], computed: int) -> None:
-        held = subject.connector.begin_store(request, tokens, blocks, computed)
+        held = subject.connector.begin_store(request, tokens, self.table(subject, blocks), computed)
         if held:
-            self._await(subject, lambda load, store: store is not None and store.block_ids == held)
+            self.await_store(subject, held)
+
+    def await_store(self, subject: Subject, held: BlocksRead) -> None:
+        self._await(subject, lambda load, store: store is not None and store.block_ids == held)
 
     def stored(self, subject: Subject, chunks: int) -> tuple[list[int], list[bytes]]:
-        """Tokens of that many chunks, stored from the subject's first blocks; and the blocks' bytes."""
+        """Tokens of that many chunks, stored from the subject's first blocks; and what a hit of all of them loads."""
         tokens = self.tokens(chunks * subject.chunk_tokens)
         blocks = list(range(chunks * subject.chunk_tokens // subject.block_tokens))
-        contents = self.fill(subject, blocks)
+        self.fill(subject, blocks)
+        contents = self.contents(subject, blocks, len(tokens))
         self.store(subject, "writer", tokens, blocks, len(tokens))
         subject.connector.finished("writer")
         return tokens, contents
@@ -153,7 +177,7 @@ def what_one_stores_another_loads_byte_for_byte(bench: Bench) -> None:
         bench.fill(reader, blocks)
         expect("hit", bench.hit(reader, "r", tokens), len(tokens))
         expect("valid tokens", bench.load(reader, "r", blocks, 0, len(tokens)), len(tokens))
-        expect("loaded", [reader.contents(block) for block in blocks], contents)
+        expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
 
 
 def tokens_that_differ_anywhere_before_are_a_miss(bench: Bench) -> None:
@@ -190,12 +214,14 @@ def blocks_the_engine_shares_are_never_written(bench: Bench) -> None:
         for local_blocks in range(len(contents)):
             request, local = f"r{local_blocks}", local_blocks * reader.block_tokens
             blocks = list(range(len(contents)))
-            guard = bench.fill(reader, blocks)
+            bench.fill(reader, blocks)
+            guard = bench.contents(reader, blocks)
             if bench.hit(reader, request, tokens, local) == local:
                 continue
             expect("valid tokens", bench.load(reader, request, blocks, local, len(tokens)), len(tokens))
-            found = [reader.contents(block) for block in blocks]
+            found = bench.contents(reader, blocks)
             expect(f"shared blocks before token {local}", found[:local_blocks], guard[:local_blocks])
+            found = bench.contents(reader, blocks, len(tokens))
             expect("loaded behind them", found[local_blocks:], contents[local_blocks:])
 
 
@@ -203,12 +229,13 @@ def a_store_reads_no_block_after_its_report(bench: Bench) -> None:
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens = bench.tokens(2 * writer.chunk_tokens)
         blocks = list(range(len(tokens) // writer.block_tokens))
-        contents = bench.fill(writer, blocks)
+        bench.fill(writer, blocks)
+        contents = bench.contents(writer, blocks, len(tokens))
         bench.store(writer, "w", tokens, blocks, len(tokens))
         bench.fill(writer, blocks)  # the engine gives them to somebody else
         expect("hit", bench.hit(reader, "r", tokens), len(tokens))
         expect("valid tokens", bench.load(reader, "r", blocks, 0, len(tokens)), len(tokens))
-        expect("loaded", [reader.contents(block) for block in blocks], contents)
+        expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
 
 
 def nothing_is_held_when_all_requests_have_ended(bench: Bench) -> None:
@@ -225,6 +252,32 @@ def nothing_is_held_when_all_requests_have_ended(bench: Bench) -> None:
         expect("leases and reservations", held, 0)
 
 
+def what_a_window_leaves_behind_is_neither_required_nor_written(bench: Bench) -> None:
+    """All is stored when windows have left the first chunk behind: it is stored for full attention only."""
+    with bench.subject("writer") as writer, bench.subject("reader") as reader:
+        chunk, per_chunk = writer.chunk_tokens, writer.chunk_tokens // writer.block_tokens
+        longest = max((window for window in writer.windows if window is not None), default=0)
+        tokens = bench.tokens((-(-max(longest, 1) // chunk) + 1) * chunk)
+        blocks = list(range(len(tokens) // writer.block_tokens))
+        bench.fill(writer, blocks)
+        windowed = bench.table(writer, blocks)
+        for window, column in zip(writer.windows, windowed, strict=True):
+            column[:per_chunk] = column[:per_chunk] if window is None else [None] * per_chunk
+        bench.await_store(writer, writer.connector.begin_store("w", tokens, windowed, len(tokens)))
+        expect("hit", bench.hit(reader, "r", tokens), len(tokens))
+        bench.fill(reader, blocks)
+        ids = [block for column in bench.table(reader, blocks) for block in column if block is not None]
+        guard = {block: reader.contents(block) for block in ids}
+        expect("valid tokens", bench.load(reader, "r", blocks, 0, len(tokens)), len(tokens))
+        expect("loaded", bench.contents(reader, blocks, len(tokens)), bench.contents(writer, blocks, len(tokens)))
+        asked = {block for column in bench.table(reader, blocks, len(tokens)) for block in column}
+        for block in guard.keys() - asked:
+            expect(f"block {block}, which was left behind", reader.contents(block), guard[block])
+        first = bench.hit(reader, "shorter", tokens[: len(tokens) - chunk])
+        whole = all(window is None for window in writer.windows)
+        expect("hit that ends in the first chunk", first > 0, whole)
+
+
 def a_preempted_request_comes_back_under_its_id(bench: Bench) -> None:
     with bench.subject("writer") as writer, bench.subject("reader") as reader:
         tokens, contents = bench.stored(writer, 2)
@@ -233,7 +286,7 @@ def a_preempted_request_comes_back_under_its_id(bench: Bench) -> None:
             bench.fill(reader, blocks)
             expect("hit", bench.hit(reader, "again", tokens), len(tokens))
             expect("valid tokens", bench.load(reader, "again", blocks, 0, len(tokens)), len(tokens))
-            expect("loaded", [reader.contents(block) for block in blocks], contents)
+            expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
             reader.connector.finished("again")
 
 
@@ -246,5 +299,6 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     blocks_the_engine_shares_are_never_written,
     a_store_reads_no_block_after_its_report,
     nothing_is_held_when_all_requests_have_ended,
+    what_a_window_leaves_behind_is_neither_required_nor_written,
     a_preempted_request_comes_back_under_its_id,
 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
-from kvdock.connectors.interface import LoadDone, Progress, StoreDone
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
 from kvdock.connectors.session import Attachment, EngineSession, Identity
@@ -38,14 +38,15 @@ class ConnectorSettings:
 
 
 class KvdockConnector:
-    """A Connector (interface.py). Refused when a server is there and will not have this engine;
-    LayoutMismatch when `layout` and `manifest` disagree."""
+    """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
+    share their memory share a layout. Refused when a server is there and will not have this engine;
+    LayoutMismatch when `layouts` and `manifest` disagree."""
 
     def __init__(
-        self, settings: ConnectorSettings, manifest: Manifest, identity: Identity, layout: PagedLayout
+        self, settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout]
     ) -> None:
         self.session = EngineSession(Client(settings.address, timeout_s=settings.timeout_s), manifest, identity)
-        self.worker = WorkerHalf(self.session, layout, threads=settings.copy_threads)
+        self.worker = WorkerHalf(self.session, layouts, threads=settings.copy_threads)
         self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
         self._news = threading.Condition()
         self._loads: list[LoadDone] = []
@@ -72,7 +73,7 @@ class KvdockConnector:
             self._cancel(self.scheduler.give_up_lease(request_id, local_tokens))
         return found
 
-    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if begun is None:
             self._tell(load=LoadDone(request_id, local_tokens))
@@ -80,14 +81,13 @@ class KvdockConnector:
             self._run(self._loading, self._load, *begun)
 
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
         offer = self.scheduler.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
-        blocks = tuple(block for chunk in offer.block_ids for block in chunk)
-        self._run(self._storing, self._store, offer, blocks)
-        return blocks
+        self._run(self._storing, self._store, offer)
+        return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         with self._news:
@@ -125,14 +125,15 @@ class KvdockConnector:
             self.worker.settle(attachment)
             attachment.release()
 
-    def _store(self, offer: StoreOffer, blocks: tuple[int, ...]) -> None:
+    def _store(self, offer: StoreOffer) -> None:
         try:
-            plan = self.scheduler.reserve(offer)
-            if plan is not None:
-                self.worker.store(offer.attachment, plan)
+            for batch in offer.batches:
+                plan = self.scheduler.reserve(offer, batch)
+                if plan is not None:
+                    self.worker.store(offer.attachment, plan)
         finally:
             offer.attachment.release()
-            self._tell(store=StoreDone(offer.request_id, blocks))
+            self._tell(store=StoreDone(offer.request_id, offer.reads))
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
         if unused is not None:

@@ -1,8 +1,9 @@
 """What an engine asks of a KV connector: a few verbs, paired begin and finish.
 
-An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted
-from the start of the request; block ids are the engine's own, in order, block i holding tokens
-[i * block_tokens, (i + 1) * block_tokens).
+An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted from the
+start of the request. Block ids are the engine's own, one list a KV group in the order of the manifest: entry
+i of a list is the block that holds tokens [i * block_tokens, (i + 1) * block_tokens) of that group, or None
+where the group holds none, because a window has left these tokens behind.
 
     lookup ─► begin_load ─► poll: LoadDone ─► (compute) ─► begin_store ─► poll: StoreDone ─► finished
 """
@@ -11,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+GroupBlocks: TypeAlias = Sequence[Sequence[int | None]]
+BlocksRead: TypeAlias = tuple[tuple[int, ...], ...]
+"""Per group the blocks that a store reads; () is no store at all."""
 
 
 @dataclass(frozen=True)
 class LoadDone:
-    """A load ended. Tokens [0, valid_tokens) of the request may be used; what lies behind is recomputed.
+    """A load ended. What was asked for of tokens [0, valid_tokens) may be used; what lies behind is not there.
 
     `valid_tokens` counts the tokens the engine already had; it is below what was asked for when a
     chunk failed its checksum or the server was lost.
@@ -28,10 +33,10 @@ class LoadDone:
 
 @dataclass(frozen=True)
 class StoreDone:
-    """A store no longer reads `block_ids` (the list that `begin_store` returned), stored or not."""
+    """A store no longer reads `block_ids` (what `begin_store` returned), stored or not."""
 
     request_id: str
-    block_ids: tuple[int, ...]
+    block_ids: BlocksRead
 
 
 @dataclass(frozen=True)
@@ -46,22 +51,23 @@ class Connector(Protocol):
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         """Tokens of the prefix [0, n) that can be had, n >= local_tokens; None: not known yet, ask again.
 
-        `local_tokens` is what the engine's own prefix cache holds, a multiple of the block size.
-        n == local_tokens means there is nothing to load. Asking again is free and changes nothing.
+        n is good for every group: of a window, what it holds before n. `local_tokens` is what the engine's
+        own prefix cache holds, a multiple of the block size. n == local_tokens means there is nothing to
+        load. Asking again is free and changes nothing. After a LoadDone that fell short, n is at most its
+        valid_tokens, or local_tokens, until `finished`.
         """
 
-    def begin_load(
-        self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
-    ) -> None:
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         """Fill tokens [local_tokens, hit_tokens) of the request's blocks; blocks before are never written.
 
-        `block_ids` covers [0, hit_tokens). The engine neither reads nor frees the blocks of
-        [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
+        Each list covers [0, hit_tokens); where it says None nothing is loaded. `hit_tokens` is what
+        `lookup` answered: another length needs other parts of a window. The engine neither reads nor frees the
+        blocks of [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
         """
 
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
         """Offer the KV of [0, computed_tokens): call it after each step that computed tokens.
 
         Returns the blocks that are being read from now on: the engine must not free or rewrite them

@@ -1,6 +1,7 @@
 """What the scheduler half tells the worker halves: which slots, which blocks, under which grant.
 
 Plans are data: picklable, immutable, complete. A worker that gets one needs to ask nobody anything.
+A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from kvdock.api.schemas import Part, WritePart
 
 
 @dataclass(frozen=True)
-class LoadChunk:
-    """One chunk to read: its parts, and the engine's blocks for its tokens, in order."""
-
-    index: int
+class LoadPiece:
+    chunk: int
     """Counted from token 0 of the request."""
+    group: int
     parts: tuple[Part, ...]
     block_ids: tuple[int, ...]
+    """In order; what stands in the place of a skipped block means nothing."""
     skip_blocks: int
-    """Leading blocks the engine's own prefix cache shares: read and hashed, never written."""
+    """Leading blocks the engine's own prefix cache shares, or a window has left behind: hashed, never written."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,14 @@ class LoadPlan:
     local_tokens: int
     hit_tokens: int
     chunk_tokens: int
-    chunks: tuple[LoadChunk, ...]
+    pieces: tuple[LoadPiece, ...]
 
 
 @dataclass(frozen=True)
-class StoreChunk:
-    index: int
+class StorePiece:
+    chunk: int
     """Into the reservation's keys."""
+    group: int
     parts: tuple[WritePart, ...]
     block_ids: tuple[int, ...]
 
@@ -45,4 +47,4 @@ class StorePlan:
     request_id: str
     reservation: str
     tokens: int
-    chunks: tuple[StoreChunk, ...]
+    pieces: tuple[StorePiece, ...]

@@ -4,6 +4,9 @@ It asks the server and remembers what was answered; it never touches a byte. Loo
 background call, so the engine's scheduling loop never waits: the first question returns None, a later
 one the answer. Asking again is free.
 
+A store declares which groups it has of each chunk: a window that has moved on leaves some without. A load that
+fell short is not offered again: until the request is forgotten, what is looked up ends before it.
+
 Epochs rise over the whole life of this process: once a lease was handed to ranks, or a request
 forgotten, the next lookup names a higher one, so a late release of the old lease cannot touch the new.
 
@@ -14,13 +17,15 @@ threads; `_lock` guards what both see.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import MAX_KEYS, CancelLease, Lookup, LookupAnswer, Reserve
-from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
+from kvdock.connectors.interface import BlocksRead, GroupBlocks
+from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.identity import KeyChain
 
@@ -39,6 +44,8 @@ class _Request:
     epoch: int = 0
     offered: int = 0
     """Chunks [0, offered) are stored, being stored, or were refused."""
+    ceiling: int = MAX_KEYS
+    """Chunks from here on are not asked for: one of them failed to load."""
     cut_short: bool = False
     """A store found no room: what comes behind it could not be reached, so nothing more is offered."""
 
@@ -53,15 +60,25 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class StoreBatch:
+    """Neighbouring chunks of which the engine has the same groups: what one reservation can hold."""
+
+    store_id: str
+    groups: tuple[int, ...]
+    parent: bytes | None
+    keys: tuple[bytes, ...]
+    block_ids: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
+    """Per key and group."""
+
+
+@dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store; `block_ids` holds one tuple a key."""
+    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest."""
 
     request_id: str
     attachment: Attachment
-    store_id: str
-    parent: bytes | None
-    keys: tuple[bytes, ...]
-    block_ids: tuple[tuple[int, ...], ...] = field(repr=False)
+    batches: tuple[StoreBatch, ...]
+    reads: BlocksRead
 
 
 class SchedulerHalf:
@@ -71,6 +88,7 @@ class SchedulerHalf:
         self._lock = threading.Lock()
         self._epoch = 0
         self._stores = 0
+        self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
         session.keeps_lease = self.keeps_lease
 
     @property
@@ -90,10 +108,12 @@ class SchedulerHalf:
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> int | Fetch | None:
         """Tokens that can be had, or a Fetch to send first, or None while one is under way."""
         request = self._request(request_id, tokens)
-        if request is None or len(request.chain.keys) * self.chunk_tokens <= local_tokens:
+        if request is None:
             return local_tokens
         with self._lock:
-            keys = request.chain.keys[:MAX_KEYS]
+            keys = self._keys(request, tokens)
+            if len(keys) * self.chunk_tokens <= local_tokens:
+                return local_tokens
             if request.asked is not None and (len(keys) != request.asked[0] or local_tokens < request.asked[1]):
                 if request.answer is None:
                     return None
@@ -138,51 +158,55 @@ class SchedulerHalf:
             self.cancel(fetch.attachment, answer.lease)
 
     def begin_load(
-        self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
+        self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
     ) -> tuple[Attachment, LoadPlan] | None:
-        """Hands the lease out: from here on the ranks hold it. None when it is not there any more."""
+        """Hands the lease out: from here on the ranks hold it. None when it is not there any more, or not for this."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or request.answer is None or request.answer.lease is None:
                 return None
             answer = request.answer
             assert answer.lease is not None
+            pieces = tuple(self._load_pieces(answer, block_ids, local_tokens, hit_tokens))
+            if not all(piece.parts for piece in pieces):
+                return None  # another length than was answered: its windows want chunks that are not leased
             if not request.attachment.acquire():
                 return None
             request.asked, request.answer, request.epoch = None, None, 0
             request.offered = max(request.offered, hit_tokens // self.chunk_tokens)
-            plan = LoadPlan(
-                request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens,
-                tuple(self._chunks(answer, block_ids, local_tokens, hit_tokens)),
-            )
+            plan = LoadPlan(request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens, pieces)
             return request.attachment, plan
 
-    def _chunks(
-        self, answer: LookupAnswer, block_ids: Sequence[int], local_tokens: int, hit_tokens: int
-    ) -> list[LoadChunk]:
+    def _load_pieces(
+        self, answer: LookupAnswer, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
+    ) -> Iterator[LoadPiece]:
+        """A piece for each chunk and group of which the engine wants a block."""
         per_chunk = self.chunk_tokens // self.block_tokens
-        chunks = []
         for at, parts in enumerate(answer.chunks):
-            index = answer.first_chunk + at
-            start, end = index * self.chunk_tokens, (index + 1) * self.chunk_tokens
-            if end <= local_tokens or start >= hit_tokens:
-                continue
-            blocks = tuple(block_ids[index * per_chunk : (index + 1) * per_chunk])
-            skip = max(0, local_tokens - start) // self.block_tokens
-            chunks.append(LoadChunk(index, tuple(parts), blocks, skip))
-        return chunks
+            chunk = answer.first_chunk + at
+            first = chunk * per_chunk
+            if chunk * self.chunk_tokens >= hit_tokens:
+                return
+            for group, column in enumerate(block_ids):
+                blocks = column[first : first + per_chunk]
+                wanted = [b for b in blocks[max(0, local_tokens // self.block_tokens - first) :] if b is not None]
+                if wanted:  # what is not wanted comes first: shared, or left behind by a window
+                    skip = per_chunk - len(wanted)
+                    of_group = tuple(part for part in parts if part.group == group)
+                    yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
-        """What failed is offered again once it is recomputed."""
+        """What failed is not asked for again, and is offered once it is recomputed."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
-                request.offered = min(request.offered, valid_tokens // self.chunk_tokens)
+                request.ceiling = valid_tokens // self.chunk_tokens
+                request.offered = min(request.offered, request.ceiling)
 
     # ------------------------------------------------------------------ storing
 
     def begin_store(
-        self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int], computed_tokens: int
+        self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> StoreOffer | None:
         """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
         ready = computed_tokens // self.chunk_tokens
@@ -193,27 +217,46 @@ class SchedulerHalf:
         if request is None or ready <= request.offered:
             return None
         first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
-        if not request.attachment.acquire():
+        batches = tuple(self._batches(request.chain.keys, block_ids, first, request.offered))
+        if not batches or not request.attachment.acquire():
             return None
-        per_chunk = self.chunk_tokens // self.block_tokens
-        self._stores += 1
-        return StoreOffer(
-            request_id,
-            request.attachment,
-            f"{self.session.identity.member}-{self._stores}",
-            request.chain.keys[first - 1] if first else None,
-            tuple(request.chain.keys[first : request.offered]),
-            tuple(tuple(block_ids[i * per_chunk : (i + 1) * per_chunk]) for i in range(first, request.offered)),
-        )
+        reads: list[list[int]] = [[] for _ in block_ids]
+        for batch in batches:
+            for of_chunk in batch.block_ids:
+                for group, blocks in zip(batch.groups, of_chunk, strict=True):
+                    reads[group] += blocks
+        return StoreOffer(request_id, request.attachment, batches, tuple(tuple(blocks) for blocks in reads))
 
-    def reserve(self, offer: StoreOffer) -> StorePlan | None:
+    def _batches(
+        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int
+    ) -> Iterator[StoreBatch]:
+        """Chunks [first, end), cut where the groups of which the engine still has all blocks change."""
+        per_chunk = self.chunk_tokens // self.block_tokens
+        chunks: list[dict[int, tuple[int, ...]]] = []
+        for chunk in range(first, end):
+            columns = [column[chunk * per_chunk : (chunk + 1) * per_chunk] for column in block_ids]
+            whole = [tuple(block for block in blocks if block is not None) for blocks in columns]
+            chunks.append({group: blocks for group, blocks in enumerate(whole) if len(blocks) == per_chunk})
+        for groups, run in groupby(enumerate(chunks, first), key=lambda one: tuple(one[1])):
+            if not self._full <= set(groups):
+                return  # of no use without all of full attention, and neither is what follows it
+            members = list(run)
+            begin, stop = members[0][0], members[-1][0] + 1
+            self._stores += 1
+            yield StoreBatch(
+                f"{self.session.identity.member}-{self._stores}", groups, keys[begin - 1] if begin else None,
+                tuple(keys[begin:stop]), tuple(tuple(blocks.values()) for _, blocks in members),
+            )
+
+    def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
         """Background: asks for slots. None when the server has it all, has no room, or is not there."""
         body = Reserve(
             session=offer.attachment.session,
             member=offer.attachment.member,
-            store=offer.store_id,
-            parent=offer.parent.hex() if offer.parent is not None else None,
-            keys=b"".join(offer.keys),
+            store=batch.store_id,
+            parent=batch.parent.hex() if batch.parent is not None else None,
+            keys=b"".join(batch.keys),
+            groups=list(batch.groups),
         )
         if self.session.attachment is not offer.attachment:
             return None  # nobody is there: the engine's blocks do not wait for a timeout
@@ -233,8 +276,12 @@ class SchedulerHalf:
                     request.cut_short = True
         if answer.reservation is None:
             return None
-        chunks = tuple(StoreChunk(c.index, tuple(c.parts), offer.block_ids[c.index]) for c in answer.chunks)
-        return StorePlan(offer.request_id, answer.reservation, len(chunks) * self.chunk_tokens, chunks)
+        pieces = tuple(
+            StorePiece(chunk.index, group, tuple(part for part in chunk.parts if part.group == group), blocks)
+            for chunk in answer.chunks
+            for group, blocks in zip(batch.groups, batch.block_ids[chunk.index], strict=True)
+        )
+        return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self.chunk_tokens, pieces)
 
     # ------------------------------------------------------------------ forgetting
 
@@ -247,7 +294,8 @@ class SchedulerHalf:
             lease = request.answer.lease
             if lease is None:
                 return None
-            request.asked, request.answer = (len(request.chain.keys[:MAX_KEYS]), local_tokens), MISS
+            assert request.asked is not None, "an answer without a question"
+            request.asked, request.answer = (request.asked[0], local_tokens), MISS
             request.epoch = 0  # a cancelled lease ends its epoch
             return request.attachment, lease
 
@@ -272,6 +320,10 @@ class SchedulerHalf:
         """The asker's word on an old lease: keep it while its request still waits to be admitted."""
         with self._lock:
             return any(r.answer is not None and r.answer.lease == lease for r in self._requests.values())
+
+    def _keys(self, request: _Request, tokens: Sequence[int]) -> list[bytes]:
+        """Of the whole chunks of `tokens` that may be asked for."""
+        return request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
 
     def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
         """The request's entry with keys for all of `tokens`; None while the server is lost."""

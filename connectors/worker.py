@@ -5,21 +5,22 @@ server (release, commit) follows the copy's observed completion (W1, W2); a chun
 hash to what the lease promised is reported and never counted as loaded (W3).
 
 Thread safety: load() and store() may run at the same time, one of each; a copier of its own for each
-direction keeps a load from waiting behind stores.
+group and direction keeps a load from waiting behind stores.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import Abort, Commit, PartDone, ReportMismatch
-from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
+from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
+from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.copy import Copier, CpuCopier, PartCopy
+from kvdock.datapath.copy import Copier, CopyHandle, CpuCopier, PartCopy, PartResult
 from kvdock.datapath.errors import CopyError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 
@@ -28,46 +29,51 @@ log = logging.getLogger("kvdock.connector")
 CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, CopyError, OSError, MemoryError)
 
+Piece = TypeVar("Piece", LoadPiece, StorePiece)
+AnyPart = TypeVar("AnyPart", Part, WritePart)
+
 
 class LayoutMismatch(Exception):
     """The engine's KV layout does not yield the parts that the manifest promises."""
 
 
 class WorkerHalf:
-    """`group` is the KV group this layout holds; `rank` this worker's tensor-parallel rank."""
+    """`layouts[g]` says where KV group g has its blocks; `rank` is this worker's tensor-parallel rank."""
 
     def __init__(
         self,
         session: EngineSession,
-        layout: PagedLayout,
+        layouts: Sequence[PagedLayout],
         *,
         rank: int = 0,
-        group: int = 0,
         threads: int = 2,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         manifest = session.manifest
-        blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
-        wanted = manifest.groups[group].part_bytes
-        if rest or layout.part_bytes(blocks) != wanted:
-            raise LayoutMismatch(
-                f"part bytes: found {layout.part_bytes(blocks)} ({blocks} blocks of {layout.block_bytes} bytes), "
-                f"wanted {wanted} as the manifest says"
-            )
-        if layout.token_order not in (manifest.token_order, "ND"):
-            raise LayoutMismatch(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
-        self.session, self.layout, self.rank, self.group = session, layout, rank, group
+        if len(layouts) != len(manifest.groups):
+            raise LayoutMismatch(f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups")
+        for group, layout in enumerate(layouts):
+            blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
+            found, wanted = layout.part_bytes(blocks), manifest.groups[group].part_bytes
+            if rest or found != wanted:
+                raise LayoutMismatch(
+                    f"part bytes of group {group}: found {found} ({blocks} blocks of {layout.block_bytes} bytes), "
+                    f"wanted {wanted} as the manifest says"
+                )
+            if layout.token_order not in (manifest.token_order, "ND"):
+                raise LayoutMismatch(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
+        self.session, self.rank = session, rank
         self._clock = clock
-        self._loader: Copier = CpuCopier(layout, threads=threads)
-        self._storer: Copier = CpuCopier(layout, threads=threads)
+        self._loaders: list[Copier] = [CpuCopier(layout, threads=threads) for layout in layouts]
+        self._storers: list[Copier] = [CpuCopier(layout, threads=threads) for layout in layouts]
 
     @property
     def client(self) -> Client:
         return self.session.client
 
     def close(self) -> None:
-        self._loader.close()
-        self._storer.close()
+        for copier in (*self._loaders, *self._storers):
+            copier.close()
 
     # ------------------------------------------------------------------ load
 
@@ -84,37 +90,37 @@ class WorkerHalf:
             failed = self._scatter(attachment, plan)
         except CopyFailed as error:
             log.warning("load request=%s failed: %s", plan.request_id, error)
-            failed = [chunk.index for chunk in plan.chunks]
+            failed = [piece.chunk for piece in plan.pieces]
         except CallFailed as error:
             self.session.lost(attachment, error)
-            failed = [chunk.index for chunk in plan.chunks]
+            failed = [piece.chunk for piece in plan.pieces]
         finally:
             # The copy has ended, or was never submitted: either way the word may be given.
             self.client.release_later(plan.lease, attachment.session, [self.rank])
             attachment.grants.end(plan.lease)
         valid = min([index * plan.chunk_tokens for index in failed], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
-        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(len(plan.chunks)), began)
+        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), began)
         return valid
 
     def _scatter(self, attachment: Attachment, plan: LoadPlan) -> list[int]:
-        """Indices of the chunks that failed."""
-        copies = [self._load_copy(attachment, chunk) for chunk in plan.chunks]
-        results = self._loader.scatter(copies).result()
-        failed = [chunk.index for chunk, result in zip(plan.chunks, results, strict=True) if not result.ok]
+        """Indices of the chunks that failed, in whatever group."""
+        results = self._copy(plan.pieces, lambda group, pieces: self._loaders[group].scatter(
+            [self._load_copy(attachment, piece) for piece in pieces]
+        ))
+        failed = sorted({piece.chunk for piece, result in results if not result.ok})
         if failed:
             log.error("load request=%s: checksum mismatch in chunks %s, recomputing", plan.request_id, failed)
             self.client.mismatch(ReportMismatch(session=attachment.session, lease=plan.lease, chunks=failed))
         return failed
 
-    def _load_copy(self, attachment: Attachment, chunk: LoadChunk) -> PartCopy:
+    def _load_copy(self, attachment: Attachment, piece: LoadPiece) -> PartCopy:
         # With one writer (MLA) every rank reads its part; else each reads its own.
-        writer = self.rank if self.session.manifest.writers > 1 else 0
-        part = next(p for p in chunk.parts if p.group == self.group and p.writer == writer)
+        part = _written_by(self.rank if self.session.manifest.writers > 1 else 0, piece.parts)
         return PartCopy(
             slot=self._address(attachment, part.segment, part.offset, part.length),
-            block_ids=chunk.block_ids,
-            skip_blocks=chunk.skip_blocks,
+            block_ids=piece.block_ids,
+            skip_blocks=piece.skip_blocks,
             checksum=part.checksum_value,
         )
 
@@ -137,15 +143,13 @@ class WorkerHalf:
         began = self._clock()
         ready = 0
         try:
-            copies = [self._store_copy(attachment, chunk) for chunk in plan.chunks]
-            results = self._storer.gather(copies).result()
-            done = [
-                PartDone(chunk.index, self.group, f"{result.checksum:016x}")
-                for chunk, result in zip(plan.chunks, results, strict=True)
-            ]
+            results = self._copy(plan.pieces, lambda group, pieces: self._storers[group].gather(
+                [self._store_copy(attachment, piece) for piece in pieces]
+            ))
+            done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
             body = Commit(session=attachment.session, rank=self.rank, parts=done)
             ready = self.client.commit(plan.reservation, body).ready
-            self._log("store", plan.request_id, plan.tokens, self._bytes(len(plan.chunks)), began)
+            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
             self._abort(attachment, plan)
@@ -156,10 +160,10 @@ class WorkerHalf:
             attachment.grants.end(plan.reservation)
         return ready
 
-    def _store_copy(self, attachment: Attachment, chunk: StoreChunk) -> PartCopy:
-        part = next(p for p in chunk.parts if p.group == self.group and p.writer == self.rank)
+    def _store_copy(self, attachment: Attachment, piece: StorePiece) -> PartCopy:
+        part = _written_by(self.rank, piece.parts)
         return PartCopy(
-            slot=self._address(attachment, part.segment, part.offset, part.length), block_ids=chunk.block_ids
+            slot=self._address(attachment, part.segment, part.offset, part.length), block_ids=piece.block_ids
         )
 
     def _abort(self, attachment: Attachment, plan: StorePlan) -> None:
@@ -171,12 +175,31 @@ class WorkerHalf:
 
     # ------------------------------------------------------------------ both
 
+    def _copy(
+        self, pieces: Sequence[Piece], submit: Callable[[int, list[Piece]], CopyHandle]
+    ) -> list[tuple[Piece, PartResult]]:
+        """Copies of all groups side by side. Returns, or raises, once every one that was submitted has ended."""
+        groups: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault(piece.group, []).append(piece)
+        submitted: list[tuple[list[Piece], CopyHandle]] = []
+        try:
+            for group, members in groups.items():
+                submitted.append((members, submit(group, members)))
+        finally:
+            for _, handle in submitted:
+                handle.wait(None)
+        return [
+            done for members, handle in submitted for done in zip(members, handle.result(), strict=True)
+        ]
+
     def _address(self, attachment: Attachment, segment: int, offset: int, length: int) -> int:
         self.session.ensure_segment(attachment, segment)
         return attachment.segments.address(segment, offset, length)
 
-    def _bytes(self, chunks: int) -> int:
-        return chunks * self.session.manifest.groups[self.group].part_bytes
+    def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
+        """That this rank copies."""
+        return sum(self.session.manifest.groups[piece.group].part_bytes for piece in pieces)
 
     def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, began: float) -> None:
         took_s = self._clock() - began
@@ -184,3 +207,7 @@ class WorkerHalf:
             "%s request=%s tokens=%d bytes=%d ms=%.2f gb_s=%.2f",
             verb, request_id, tokens, size_bytes, took_s * 1e3, size_bytes / max(took_s, 1e-9) / 1e9,
         )
+
+
+def _written_by(writer: int, parts: Iterable[AnyPart]) -> AnyPart:
+    return next(part for part in parts if part.writer == writer)

@@ -13,40 +13,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvdock.engine.groups import GroupKind
 from kvdock.engine.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where tokens [start, end) of a request go, and where tokens [0, end) lie. Same for every layer."""
+    """Where tokens [start, end) of a request go, and where the tokens they see lie. Same for a group's layers."""
 
-    end: int
+    seen: slice
+    """Of the tokens in `blocks`: those that [start, end) see."""
     blocks: Tensor
-    """int64 (pages of [0, end),)."""
+    """int64 (pages,): from the first that is seen to the last that is written."""
     slot_block: Tensor
     slot_offset: Tensor
     """int64 (end - start,): block and offset of each new token."""
     mask: Tensor | None
-    """bool (end - start, end): what each new token may see; None for a single token, which sees all."""
+    """bool (end - start, seen): what each new token may see; None for a single token, which sees all."""
 
 
-def pages(block_table: Sequence[int], block_tokens: int, start: int, end: int) -> Pages:
-    """The slot mapping of tokens [start, end); `block_table` covers [0, end)."""
-    blocks = torch.tensor(block_table[: -(-end // block_tokens)], dtype=torch.int64)
+def pages(blocks: Sequence[int | None], kind: GroupKind, block_tokens: int, start: int, end: int) -> Pages:
+    """The slot mapping of tokens [start, end) in one group, whose list of blocks covers [0, end)."""
+    first = kind.first_seen(start)
+    skipped = first // block_tokens
+    present = [block for block in blocks[skipped : -(-end // block_tokens)] if block is not None]
+    assert len(present) == -(-end // block_tokens) - skipped, "a block that is seen is not there"
+    table = torch.tensor(present, dtype=torch.int64)
     positions = torch.arange(start, end)
-    new = end - start
-    # Row i is position start + i: it sees columns 0..start + i.
-    mask = torch.ones(new, end, dtype=torch.bool).tril(start) if new > 1 else None
-    return Pages(end, blocks, blocks[positions // block_tokens], positions % block_tokens, mask)
+    mask = None
+    if end - start > 1:
+        seen_from = torch.tensor([kind.first_seen(position) for position in range(start, end)])
+        columns = torch.arange(first, end)
+        mask = (columns <= positions[:, None]) & (columns >= seen_from[:, None])
+    offset = skipped * block_tokens
+    return Pages(
+        slice(first - offset, end - offset), table, table[positions // block_tokens - skipped],
+        positions % block_tokens, mask,
+    )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, where: Pages) -> Tensor:
-    """q (new, heads, head), k and v (new, kv_heads, head) → (new, heads, head); stores k and v on the way."""
-    cache.k[layer][where.slot_block, where.slot_offset] = k
-    cache.v[layer][where.slot_block, where.slot_offset] = v
+def attend(q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, row: int, where: Pages) -> Tensor:
+    """q (new, heads, head), k and v (new, kv_heads, …) → (new, heads, value); stores k and v on the way.
+    v None: it is the front of k (latent attention)."""
+    cache.k[row][where.slot_block, where.slot_offset] = k
+    if v is not None:
+        cache.v[row][where.slot_block, where.slot_offset] = v
     # index_select makes a contiguous copy whatever the strides: one arithmetic for every format.
-    keys = cache.k[layer].index_select(0, where.blocks).flatten(0, 1)[: where.end]
-    values = cache.v[layer].index_select(0, where.blocks).flatten(0, 1)[: where.end]
+    keys = cache.k[row].index_select(0, where.blocks).flatten(0, 1)[where.seen]
+    values = cache.v[row].index_select(0, where.blocks).flatten(0, 1)[where.seen]
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
         attn_mask=where.mask, scale=1.0, enable_gqa=True,

@@ -1,91 +1,171 @@
-"""Who holds each KV block, and which blocks still hold a known prefix.
+"""The block tables of requests, one list of blocks a KV group, over one pool that all groups share.
 
-Ownership: a block's reference count is the number of holders: each request whose table names it, and
-each store of the connector that reads it. Invariants (check_integrity):
-- a block is in the free queue exactly when nobody holds it: free + held = all;
-- `cached` maps a prefix hash to one block, and that block carries that hash;
-- a block gets its hash only when its whole content is valid, and loses it before anyone rewrites it.
-The free queue is in order of release: allocation takes, and so forgets, the least recently used.
+table[g][i] is the block with tokens [i * block_tokens, (i + 1) * block_tokens) of group g, or None where the
+group needs none any more (groups.py). All lists of a table are equally long.
+
+A request with local hits and tokens from elsewhere is allocated in two phases: first every group touches its
+hits, then every group allocates. Group by group, one group's allocation would take another's hits, which are
+free until they are touched, and one physical block would serve both.
+
+Invariants (check_integrity): no block is in two groups, or at two places; two tables share a block only by its
+name; only blocks that have fallen behind are None.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvdock.engine.block_pool import BlockPool, OutOfBlocks
+from kvdock.engine.groups import GroupKind, first_needed, most_blocks
+
+Table: TypeAlias = list[list[int | None]]
+"""[] holds nothing."""
 
 
-class OutOfBlocks(RuntimeError):
-    """Fewer free blocks than asked for; nothing was allocated."""
+@dataclass(frozen=True)
+class Hit:
+    """A cached prefix of `length` blocks: per group a block for each, None for those it does not need."""
 
-
-def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a full block and everything before it; the first block's parent is b''."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    length: int
+    blocks: tuple[tuple[int | None, ...], ...]
 
 
 class BlockManager:
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.references = [0] * num_blocks
-        self.hashes: list[bytes | None] = [None] * num_blocks
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached: dict[bytes, int] = {}
+    def __init__(
+        self, kinds: Sequence[GroupKind], num_blocks: int, block_tokens: int, *, step_tokens: int,
+        interleaved: bool = False,
+    ) -> None:
+        """`step_tokens`: the most a request computes at once. `interleaved`: for tests, the order that goes wrong."""
+        self.pool = BlockPool(num_blocks)
+        self.kinds, self.block_tokens = tuple(kinds), block_tokens
+        self._step_tokens, self._interleaved = step_tokens, interleaved
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`; changes nothing, holds nothing."""
-        found: list[int] = []
-        for name in hashes:
-            if name not in self.cached:
-                break
-            found.append(self.cached[name])
-        return found
+    # ------------------------------------------------------------------ the prefix cache
 
-    def room_beside(self, blocks: Iterable[int]) -> int:
-        """How many blocks could be allocated once `blocks`, free or not, are held."""
-        return len(self.free) - sum(block in self.free for block in blocks)
+    def match(self, hashes: Sequence[bytes]) -> Hit:
+        """The longest prefix of `hashes` of which every group has what it needs. Changes and holds nothing."""
+        found = [[self.pool.cached.get((g, name)) for name in hashes] for g in range(len(self.kinds))]
+        runs = [_runs(column) for column in found]
+        for length in range(len(hashes), 0, -1):
+            firsts = [self._first_block(kind, length * self.block_tokens) for kind in self.kinds]
+            if all(run[length - 1] >= length - first for run, first in zip(runs, firsts, strict=True)):
+                needed = [
+                    (None,) * first + tuple(column[first:length]) for column, first in zip(found, firsts, strict=True)
+                ]
+                return Hit(length, tuple(needed))
+        return Hit(0, tuple(() for _ in self.kinds))
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block; a free one leaves the queue with its content."""
-        for block in blocks:
-            self.free.pop(block, None)
-            self.references[block] += 1
+    def register(self, table: Table, hashes: Sequence[bytes], begin: int) -> None:
+        """Blocks [begin, len(hashes)) of the table are full and valid: offers them to the prefix cache."""
+        for group, column in enumerate(table):
+            for index in range(begin, len(hashes)):
+                block = column[index]
+                if block is not None:
+                    self.pool.register(block, (group, hashes[index]))
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one holder and no known content. Raises OutOfBlocks."""
-        if count > len(self.free):
-            raise OutOfBlocks(f"blocks: found {len(self.free)} free, wanted {count}")
-        taken = [self.free.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
-            self.references[block] = 1
-            old = self.hashes[block]
-            if old is not None:
-                del self.cached[old]
-                self.hashes[block] = None
-        return taken
+    # ------------------------------------------------------------------ tables
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. The last block is queued first: a prefix outlives what follows it."""
-        for block in reversed(blocks):
-            assert self.references[block] > 0, f"block {block} released more often than held"
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                self.free[block] = None
+    def fits(self, hit: Hit, tokens: int) -> bool:
+        """Whether a request of `tokens` that begins with `hit` has room to the end, others left as they are."""
+        pages = self.pages(tokens)
+        wanted = sum(
+            min(pages - hit.length, most_blocks(kind, tokens, self._step_tokens, self.block_tokens))
+            for kind in self.kinds
+        )
+        return wanted <= self.pool.room_beside(held(hit.blocks))
 
-    def register(self, block: int, name: bytes) -> None:
-        """`block` now holds valid KV of the prefix `name`. A hash that has a block already keeps it."""
-        assert self.references[block] > 0, f"block {block} registered while free"
-        if self.hashes[block] is None and name not in self.cached:
-            self.cached[name] = block
-            self.hashes[block] = name
+    def admit(self, hit: Hit, hit_tokens: int, end: int) -> Table:
+        """A table for [0, end) of which [0, hit_tokens) need not be computed: its front is `hit`, as far as a
+        prefix of hit_tokens needs it, and the rest is fresh. Raises OutOfBlocks, having done nothing."""
+        firsts = [self._first_block(kind, hit_tokens) for kind in self.kinds]
+        kept = [blocks[first:] for blocks, first in zip(hit.blocks, firsts, strict=True)]
+        fresh = [self.pages(end) - max(first, hit.length) for first in firsts]
+        room = self.pool.room_beside(held(kept))
+        if sum(fresh) > room:
+            raise OutOfBlocks(f"blocks: found room for {room}, wanted {sum(fresh)}")
+        table: Table = [[None] * max(first, hit.length) for first in firsts]
+        groups = range(len(self.kinds))
+        phases = [(g, step) for g in groups for step in (0, 1)] if self._interleaved else [
+            (g, step) for step in (0, 1) for g in groups
+        ]
+        for g, step in phases:
+            if step == 0:
+                self.pool.touch(held([kept[g]]))
+                table[g][firsts[g] : hit.length] = kept[g]
+            else:
+                table[g] += self.pool.allocate(fresh[g])
+        return table
 
-    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless the conservation laws hold; `holders` is every list of blocks held now."""
-        held = Counter(block for blocks in holders for block in blocks)
-        counted = {block: count for block, count in enumerate(self.references) if count}
-        assert counted == dict(held), f"references: found {counted}, wanted {dict(held)}"
-        assert not self.free.keys() & held.keys(), "a held block is in the free queue"
-        assert len(self.free) + len(held) == self.num_blocks, "a block is neither free nor held"
-        named = {name: block for block, name in enumerate(self.hashes) if name is not None}
-        assert named == self.cached, "cached prefixes and blocks' hashes differ"
+    def lacking(self, table: Table, end: int) -> int:
+        """How many free blocks more than there are it takes to grow `table` to [0, end); 0 or less: none."""
+        return len(table) * (self.pages(end) - len(table[0])) - len(self.pool.free)
+
+    def grow(self, table: Table, end: int) -> None:
+        """Fresh blocks behind what a running request holds. Raises OutOfBlocks, having done nothing."""
+        lacking, missing = self.lacking(table, end), self.pages(end) - len(table[0])
+        if missing > 0 and lacking > 0:
+            raise OutOfBlocks(f"blocks: found {lacking} too few, wanted {missing} for each of {len(table)} groups")
+        for column in table if missing > 0 else ():
+            column += self.pool.allocate(missing)
+
+    def leave_behind(self, table: Table, computed: int) -> None:
+        """Releases the blocks that no group needs once `computed` tokens are computed."""
+        for kind, column in zip(self.kinds, table, strict=True):
+            index = self._first_block(kind, computed)
+            while index > 0 and (block := column[index - 1]) is not None:
+                index -= 1
+                column[index] = None
+                self.pool.release([block])
+
+    def holds(self, table: Table, tokens: int) -> bool:
+        """Whether every group's list has the blocks it takes to go on after `tokens`, those to be computed too."""
+        return all(
+            None not in column[self._first_block(kind, tokens) :]
+            for kind, column in zip(self.kinds, table, strict=True)
+        )
+
+    def release(self, table: Table) -> None:
+        """Lets go of all blocks: of every group those of the last tokens first."""
+        self.pool.release([block for row in zip(*table, strict=True) for block in row if block is not None])
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def check_integrity(self, tables: Sequence[tuple[Table, int]], others: Iterable[Sequence[int]]) -> None:
+        """AssertionError unless tables and pool agree; `tables` with the tokens that are computed or being loaded,
+        `others` hold the rest."""
+        places: dict[int, tuple[int, int]] = {}
+        for table, computed in tables:
+            assert len({len(column) for column in table}) <= 1, "lists of a table differ in length"
+            assert not table or self.holds(table, computed), "a block is missing"
+            for group, column in enumerate(table):
+                for index, block in enumerate(column):
+                    if block is None:
+                        continue
+                    before = places.setdefault(block, (group, index))
+                    assert before == (group, index), f"block {block}: found at {(group, index)} and at {before}"
+        holders = Counter(block for table, _ in tables for block in held(table))
+        nameless = [block for block, count in holders.items() if count > 1 and self.pool.names[block] is None]
+        assert not nameless, f"tables share blocks {nameless} that have no name"
+        self.pool.check_integrity([*(held(table) for table, _ in tables), *others])
+
+    def _first_block(self, kind: GroupKind, tokens: int) -> int:
+        """Index of the first block that is needed to go on after `tokens`."""
+        return first_needed(kind, tokens) // self.block_tokens
+
+
+def held(columns: Iterable[Iterable[int | None]]) -> list[int]:
+    """All blocks of a table or a hit."""
+    return [block for column in columns for block in column if block is not None]
+
+
+def _runs(column: Sequence[int | None]) -> list[int]:
+    """For each place, how many in a row up to it are there."""
+    runs, run = [], 0
+    for block in column:
+        run = 0 if block is None else run + 1
+        runs.append(run)
+    return runs

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
+from kvdock.engine.groups import FullAttention, GroupKind, SlidingWindow, most_blocks
 from kvdock.engine.kv_formats import KV_FORMATS
 from kvdock.engine.tokenizer import VOCAB_SIZE
 
@@ -27,7 +29,7 @@ def require(ok: bool, name: str, found: object, wanted: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention; weights are drawn from `seed`."""
+    """A decoder-only transformer; weights are drawn from `seed`. As many KV heads as heads is MHA, fewer is GQA."""
 
     name: str
     layers: int
@@ -36,6 +38,11 @@ class ModelConfig:
     kv_heads: int
     head_size: int
     mlp_hidden: int
+    latent_size: int = 0
+    """Multi-head latent attention when positive: one latent of this size, and head_size - latent_size rotated
+    elements, stand for K and V of all heads. 0: K and V of their own."""
+    groups: tuple[GroupKind, ...] = (FullAttention(),)
+    """The KV groups; layer i belongs to groups[i % len(groups)], so that all have equally many layers."""
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 8192
     rope_theta: float = 10_000.0
@@ -50,21 +57,41 @@ class ModelConfig:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_size", "mlp_hidden", "max_positions"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         require(self.heads % self.kv_heads == 0, "heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
-        require(self.head_size % 2 == 0, "head_size", self.head_size, "an even number (RoPE turns pairs)")
+        require(0 <= self.latent_size < self.head_size, "latent_size", self.latent_size, f"0..{self.head_size - 1}")
+        require(self.rope_size % 2 == 0, "head_size", self.head_size, "even without latent_size (RoPE turns pairs)")
+        require(not self.latent_size or self.kv_heads == 1, "kv_heads", self.kv_heads, "1 with latent_size")
+        require(self.layers % max(1, len(self.groups)) == 0, "layers", self.layers, "a multiple of the groups")
+        reaches = [kind.reach for kind in self.groups if kind.reach is not None]
+        require(bool(self.groups) and min(reaches, default=1) >= 1, "groups", self.groups, "one or more, each seeing 1")
         require(self.vocab_size >= VOCAB_SIZE, "vocab_size", self.vocab_size, f"at least {VOCAB_SIZE}")
         require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, "'float32' or 'bfloat16'")
 
     @property
     def revision(self) -> str:
         """32 hex digits that name the weights: equal configs, equal weights."""
-        fields = repr(sorted(dataclasses.asdict(self).items()))
+        fields = repr(sorted((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)))
         return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
 
     @property
+    def rope_size(self) -> int:
+        """Elements of a head that RoPE turns: all, or those behind the latent."""
+        return self.head_size - self.latent_size
+
+    @property
+    def value_size(self) -> int:
+        return self.latent_size or self.head_size
+
+    @property
+    def rows(self) -> int:
+        """Layers of one group: layer i has its KV in row i // len(groups) of the memory, in its group's blocks."""
+        return self.layers // len(self.groups)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers."""
+        """KV of one token over all layers."""
         item_bytes = 4 if self.dtype == "float32" else 2
-        return self.layers * 2 * self.kv_heads * self.head_size * item_bytes
+        planes = 1 if self.latent_size else 2
+        return self.layers * planes * self.kv_heads * self.head_size * item_bytes
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in ("block_tokens", "num_blocks", "max_running", "prefill_chunk_tokens", "threads"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        require(self.kv_format in KV_FORMATS, "kv_format", self.kv_format, f"one of {sorted(KV_FORMATS)}")
+        fitting = [name for name, form in KV_FORMATS.items() if form.is_latent == (self.model.latent_size > 0)]
+        require(self.kv_format in fitting, "kv_format", self.kv_format, f"one of {sorted(fitting)}")
         least = self.prefill_chunk_tokens + self.max_running
         require(self.max_step_tokens >= least, "max_step_tokens", self.max_step_tokens,
                 f"at least {least} (a prefill chunk and a token for every running request)")
@@ -101,7 +129,12 @@ class EngineConfig:
     @property
     def max_request_tokens(self) -> int:
         """The longest prompt plus output that one request can have: it must fit the pool alone."""
-        return min(self.num_blocks * self.block_tokens, self.model.max_positions)
+        return bisect_right(range(1, self.model.max_positions + 1), self.num_blocks, key=self.most_blocks)
+
+    def most_blocks(self, tokens: int) -> int:
+        """The most blocks that a request of `tokens` holds at a time."""
+        step_tokens = self.prefill_chunk_tokens
+        return sum(most_blocks(kind, tokens, step_tokens, self.block_tokens) for kind in self.model.groups)
 
 
 TINY = ModelConfig(
@@ -109,13 +142,28 @@ TINY = ModelConfig(
 )
 """For tests: 512 bytes of KV a token (float32), a few hundred tokens in milliseconds."""
 
+TINY_MHA = dataclasses.replace(TINY, name="kvdock-tiny-mha", kv_heads=4)
+TINY_MLA = dataclasses.replace(TINY, name="kvdock-tiny-mla", kv_heads=1, head_size=48, latent_size=32)
+TINY_HYBRID2 = dataclasses.replace(
+    TINY, name="kvdock-tiny-hybrid2", layers=4, groups=(FullAttention(), SlidingWindow(40))
+)
+TINY_HYBRID3 = dataclasses.replace(
+    TINY, name="kvdock-tiny-hybrid3", layers=6, groups=(FullAttention(), SlidingWindow(24), SlidingWindow(72))
+)
+
 SMALL = ModelConfig(
     name="kvdock-small", layers=8, hidden=512, heads=8, kv_heads=4, head_size=64, mlp_hidden=1536
 )
 """For the demo: 16 KiB of KV a token (float32), a 4000-token prompt in a few seconds on two cores."""
 
+_TINY = EngineConfig(model=TINY, num_blocks=128, prefill_chunk_tokens=64, max_step_tokens=256)
+
 PRESETS: dict[str, EngineConfig] = {
-    "tiny": EngineConfig(model=TINY, num_blocks=128, prefill_chunk_tokens=64, max_step_tokens=256),
+    "tiny": _TINY,
+    "tiny-mha": dataclasses.replace(_TINY, model=TINY_MHA),
+    "tiny-mla": dataclasses.replace(_TINY, model=TINY_MLA, kv_format="NL_X_NB_BS_HS"),
+    "tiny-hybrid2": dataclasses.replace(_TINY, model=TINY_HYBRID2),
+    "tiny-hybrid3": dataclasses.replace(_TINY, model=TINY_HYBRID3),
     "small": EngineConfig(model=SMALL, num_blocks=1024, threads=2),
 }
 

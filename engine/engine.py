@@ -1,23 +1,19 @@
 """The engine: requests in, tokens out, one step at a time.
 
-Owns the model, the KV memory and the connector's stores in flight; the scheduler owns the rest.
-A step, in order: take in what the connector finished, schedule, compute each request's chunk,
-sample, offer the new KV to the connector, finish who is done.
-
-Invariant: blocks named by begin_store are held until the StoreDone that names them, whatever
-becomes of the request. One thread only; the connector may copy on its own threads.
+Owns the model and the KV memory; the scheduler owns the rest. A step, in order: take in what the
+connector finished, schedule, compute each request's chunk, offer the new KV to the connector, sample,
+finish who is done. One thread only; the connector may copy on its own threads.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvdock.connectors.interface import Connector, Progress, StoreDone
+from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Progress
 from kvdock.engine import tokenizer
 from kvdock.engine.attention import attend, pages
 from kvdock.engine.config import EngineConfig, require
@@ -60,7 +56,6 @@ class Engine:
         self.connector: Connector = connector if connector is not None else NoConnector()
         self.scheduler = Scheduler(config, self.connector)
         self.requests: dict[str, Request] = {}
-        self.storing: Counter[tuple[int, ...]] = Counter()
         self._arrivals = 0
 
     # ------------------------------------------------------------------ requests
@@ -126,7 +121,7 @@ class Engine:
     def drain(self, timeout_s: float) -> bool:
         """Waits for loads and stores in flight, without computing; True when none is left."""
         deadline = self.clock() + timeout_s
-        while self.storing or self.scheduler.loading:
+        while self.scheduler.storing or self.scheduler.loading:
             left_s = deadline - self.clock()
             if left_s <= 0:
                 return False
@@ -142,32 +137,28 @@ class Engine:
 
     def check_integrity(self) -> None:
         """AssertionError unless every block and request is accounted for: tests call it after each step."""
-        self.scheduler.check_integrity(self.storing.elements())
+        self.scheduler.check_integrity()
 
     def _compute(self, work: Work) -> list[TokenOutput]:
-        request = work.request
-        where = pages(request.table, self.config.block_tokens, work.start, work.end)
+        request, kinds = work.request, self.config.model.groups
+        where = [
+            pages(blocks, kind, self.config.block_tokens, work.start, work.end)
+            for blocks, kind in zip(request.table, kinds, strict=True)
+        ]
         with torch.inference_mode():
             logits = self.model.forward(
                 torch.tensor(request.tokens[work.start : work.end]),
                 work.start,
-                lambda layer, q, k, v: attend(q, k, v, self.kv, layer, where),
+                lambda layer, q, k, v: attend(q, k, v, self.kv, layer // len(kinds), where[layer % len(kinds)]),
             )
         self.scheduler.advance(work)
-        self._offer(request)
+        self.scheduler.offer(request)
         if work.end < len(request.tokens):
             return []
         token = sample(logits, request.sampling, request.generator)
         if request.sampling.keep_logits:
             request.logits.append(logits)
         return [self._append(request, token)]
-
-    def _offer(self, request: Request) -> None:
-        """Offers the request's KV to the connector and holds what it reads."""
-        blocks = self.connector.begin_store(request.id, request.tokens, request.table, request.computed)
-        if blocks:
-            self.scheduler.blocks.touch(blocks)
-            self.storing[blocks] += 1
 
     def _append(self, request: Request, token: int) -> TokenOutput:
         request.tokens.append(token)
@@ -197,13 +188,7 @@ class Engine:
             if aborted is not None:
                 del self.requests[aborted.id]
         for store in progress.stores:
-            self._store_done(store)
-
-    def _store_done(self, store: StoreDone) -> None:
-        assert self.storing[store.block_ids] > 0, f"StoreDone: found blocks {store.block_ids}, wanted ones being stored"
-        self.storing[store.block_ids] -= 1
-        self.storing += Counter()  # drops what reached zero
-        self.scheduler.blocks.release(store.block_ids)
+            self.scheduler.store_done(store)
 
 
 class NoConnector:
@@ -212,12 +197,12 @@ class NoConnector:
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         return local_tokens
 
-    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         raise AssertionError("begin_load: found a call, wanted none, for lookup never offers anything")
 
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
         return ()
 
     def poll(self, timeout_s: float = 0.0) -> Progress:

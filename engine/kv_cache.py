@@ -1,8 +1,11 @@
-"""The paged KV memory: allocated in a named format, seen by attention as plain per-layer views.
+"""The paged KV memory: allocated in a named format, seen by attention as plain views of rows.
 
-Owns the tensors. Invariants: k[layer] and v[layer] are (num_blocks, block_tokens, kv_heads, head_size)
-views, whatever the format; together the views cover every byte of `tensors` once. Who may write a
-block is the block manager's business, not ours.
+A row is one layer of each KV group: a block belongs to one group at a time, and then holds the KV of that
+group's layers, one in each row. With one group, rows are layers.
+
+Owns the tensors. Invariants: k[row] and v[row] are (num_blocks, block_tokens, kv_heads, size) views, whatever
+the format; `planes` cover every byte of `tensors` once. Who may write a block is the block manager's
+business, not ours.
 """
 
 from __future__ import annotations
@@ -27,18 +30,25 @@ class KVCache:
         model = config.model
         form = KV_FORMATS[config.kv_format]
         sizes = {
-            "NL": model.layers, "TWO": 2, "NB": config.num_blocks, "BS": config.block_tokens,
+            "NL": model.rows, "TWO": 2, "NB": config.num_blocks, "BS": config.block_tokens,
             "NBBS": config.num_blocks * config.block_tokens, "NH": model.kv_heads, "HS": model.head_size,
+            "ONE": 1,
         }
         self.config = config
         self.format = config.kv_format
         self.block_tokens = config.block_tokens
         self.num_blocks = config.num_blocks
-        self.block_bytes = config.block_tokens * model.kv_bytes_per_token
-        """Of one block over all layers, K and V."""
+        self.block_bytes = config.block_tokens * model.kv_bytes_per_token // len(model.groups)
+        """Of one block over all rows."""
         self.tensors = allocate(form.lists, [sizes[axis] for axis in form.axes], sizes, getattr(torch, model.dtype))
-        self.k = [view(form, self.tensors, sizes, {"NL": layer, "TWO": 0}) for layer in range(model.layers)]
-        self.v = [view(form, self.tensors, sizes, {"NL": layer, "TWO": 1}) for layer in range(model.layers)]
+        rows = range(model.rows)
+        self.k = [view(form, self.tensors, sizes, {"NL": row, "TWO": 0}) for row in rows]
+        if form.is_latent:  # the latent is the front of the key
+            self.v = [k[..., : model.latent_size] for k in self.k]
+            self.planes = self.k
+        else:
+            self.v = [view(form, self.tensors, sizes, {"NL": row, "TWO": 1}) for row in rows]
+            self.planes = [*self.k, *self.v]
 
 
 def allocate(lists: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int], dtype: torch.dtype) -> Tensors:
@@ -49,12 +59,14 @@ def allocate(lists: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int
 
 
 def view(form: KVFormat, tensors: Tensors, sizes: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
-    """K or V of one layer, (NB, BS, NH, HS), sharing memory: fix the axes in `at`, order the others."""
+    """One plane, (NB, BS, NH, HS), sharing memory: fix the axes in `at`, order the others."""
     for axis in form.lists:
         tensors = tensors[at[axis]]
     assert isinstance(tensors, Tensor)
-    axes = [part for axis in form.axes for part in (("NB", "BS") if axis == "NBBS" else (axis,))]
+    axes = [part for axis in form.axes for part in {"NBBS": ("NB", "BS"), "ONE": ("NH",)}.get(axis, (axis,))]
     tensor = tensors.view([sizes[axis] for axis in axes])
+    if "NH" not in axes:
+        tensor, axes = tensor.unsqueeze(-2), [*axes[:-1], "NH", axes[-1]]
     for axis in [a for a in axes if a in at]:
         tensor = tensor.select(axes.index(axis), at[axis])
         axes.remove(axis)

@@ -1,7 +1,7 @@
 """The named paged-KV formats as data: a name spells which axes are lists of tensors and which are axes of one.
 
 Axes: NL layers, TWO K and V, NB blocks, BS tokens of a block, NH KV heads, HS head size, NBBS blocks
-times tokens. `A_X_B_C` is a list over A of tensors with axes B, C, outermost first. No code anywhere
+times tokens, ONE a single head. `A_X_B_C` is a list over A of tensors with axes B, C, outermost first. No code anywhere
 asks for a format by name.
 """
 
@@ -16,6 +16,11 @@ class KVFormat:
 
     lists: tuple[str, ...]
     axes: tuple[str, ...]
+
+    @property
+    def is_latent(self) -> bool:
+        """One plane a layer, for multi-head latent attention, instead of K and V."""
+        return "TWO" not in self.lists + self.axes
 
 
 def spelled(name: str) -> KVFormat:
@@ -33,6 +38,7 @@ KV_FORMATS: dict[str, KVFormat] = {
         "NB_NL_TWO_NH_BS_HS",
         "NL_X_TWO_NB_NH_BS_HS",
         "NL_X_NB_TWO_NH_BS_HS",
+        "NL_X_NB_BS_HS",
+        "NL_X_NBBS_ONE_HS",
     )
 }
-"""Those with separate K and V heads, which this engine's attention needs; the latent (MLA) ones have neither."""

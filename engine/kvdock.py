@@ -14,6 +14,11 @@ def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int) ->
     """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size."""
     model = config.model
     part_bytes = layout.part_bytes(chunk_tokens // config.block_tokens)
+    groups = tuple(
+        Group(part_bytes=part_bytes) if kind.reach is None
+        else Group(kind="window", window_tokens=kind.reach, part_bytes=part_bytes)
+        for kind in model.groups
+    )
     return Manifest(
         model=model.name,
         revision=model.revision,
@@ -24,7 +29,7 @@ def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int) ->
         token_order=layout.token_order,
         chunk_tokens=chunk_tokens,
         block_tokens=config.block_tokens,
-        groups=(Group(part_bytes=part_bytes),),
+        groups=groups,
     )
 
 
@@ -33,4 +38,6 @@ def connect(
 ) -> KvdockConnector:
     """A connector for an engine over `kv`. Raises what KvdockConnector raises, and LayoutError."""
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
-    return KvdockConnector(settings, manifest_of(config, layout, chunk_tokens), identity, layout)
+    # A block of any group has the same place and size: the groups take turns in one memory.
+    layouts = [layout] * len(config.model.groups)
+    return KvdockConnector(settings, manifest_of(config, layout, chunk_tokens), identity, layouts)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU, untied head.
+"""A decoder-only transformer: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, untied head.
 
 Owns the weights: drawn from the config's seed, never trained, so the text means nothing; what
 matters is that every cached block matters. An untrained transformer averages its context away. Three
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvdock.engine.config import ModelConfig
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, head)."""
+Attend = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, value); v None: the front of k."""
 
 EMBEDDING_SCALE = 0.1
 
@@ -48,8 +48,9 @@ class Model:
             weights = torch.randn(rows, columns, generator=draw) * (scale / math.sqrt(columns))
             return weights.to(self.dtype)
 
-        width = config.heads * config.head_size
-        qkv_rows = width + 2 * config.kv_heads * config.head_size
+        width = config.heads * config.value_size
+        stored = config.kv_heads if config.latent_size else 2 * config.kv_heads
+        qkv_rows = (config.heads + stored) * config.head_size
         self.layers = [
             Layer(
                 qkv=matrix(qkv_rows, config.hidden),
@@ -79,13 +80,21 @@ class Model:
         # Only the last row: the head's shape is the same in every step.
         return F.linear(unit(x[-1:]), self.head)[0].float()
 
-    def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (n, hidden) → q (n, heads, head) with its sharpness in it, k and v (n, kv_heads, head)."""
+    def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x (n, hidden) → q (n, heads, head) with its sharpness in it, k and v (n, kv_heads, head).
+
+        Latent attention in its absorbed form: queries lie in the latent's space, and the latent is the value."""
         c = self.config
         rows = F.linear(unit(x), layer.qkv).view(len(x), -1, c.head_size)
-        q, k, v = torch.split(rows, [c.heads, c.kv_heads, c.kv_heads], dim=1)
-        q = rotate(unit(q), cos, sin) * self.sharpness
-        return q.to(self.dtype), rotate(unit(k), cos, sin).to(self.dtype), v
+        q, k, v = torch.split(rows, [c.heads, c.kv_heads, rows.shape[1] - c.heads - c.kv_heads], dim=1)
+        q, k = self.turn(q, cos, sin) * self.sharpness, self.turn(k, cos, sin)
+        return q.to(self.dtype), k.to(self.dtype), None if c.latent_size else v
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Normalised, and turned behind the latent: (n, heads, head) → float32 of the same shape."""
+        latent = self.config.latent_size
+        turned = rotate(unit(x[..., latent:]), cos, sin)
+        return torch.cat((unit(x[..., :latent]).float(), turned), dim=-1) if latent else turned
 
 
 def unit(x: Tensor) -> Tensor:
@@ -94,8 +103,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 (max_positions, 1, head_size / 2)."""
-    half = config.head_size // 2
+    """cos and sin, float32 (max_positions, 1, rope_size / 2)."""
+    half = config.rope_size // 2
     frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None, None] * frequencies
     return angles.cos().float(), angles.sin().float()

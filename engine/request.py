@@ -1,11 +1,11 @@
 """One request from arrival to completion: its tokens, its blocks, how much of its KV is valid.
 
-Invariant: `computed` is the truth: KV of tokens [0, computed) lies in the first blocks of `table`,
-valid. `tokens` may be longer (not computed yet) and so may `table` (allocated ahead).
+Invariant: `computed` is the truth: what is needed of the KV of tokens [0, computed) lies in the blocks of
+`table`, valid. `tokens` may be longer (not computed yet) and so may `table` (allocated ahead).
 
     WAITING ─► LOADING ─► RUNNING ─► FINISHED
-       │  ▲─── preempted ───┘ ▲          abort leads to FINISHED from everywhere
-       └──────────────────────┘
+       │  ▲───────┴─────────┘ ▲          abort leads to FINISHED from everywhere
+       └──────────────────────┘          back to WAITING: preempted, or nothing of a load could be used
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvdock.engine.block_manager import chain_hash
+from kvdock.engine.block_manager import Table
+from kvdock.engine.block_pool import chain_hash
 
 
 class RequestError(ValueError):
@@ -80,13 +81,13 @@ class Request:
     arrived_s: float
     state: State = State.WAITING
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    table: Table = field(default_factory=list)
     local: int = 0
     """Tokens [0, local) lie in blocks that other requests may share: never written."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the first full blocks; extended on demand."""
     registered: int = 0
-    """Blocks [0, registered) of `table` have been offered to the prefix cache."""
+    """Blocks [0, registered) of each group have been offered to the prefix cache."""
     finish_reason: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     logits: list[torch.Tensor] = field(default_factory=list)

@@ -7,18 +7,19 @@ A request's tokens, by who provides their KV, as half-open ranges of [0, len(tok
     [hit, len)       fresh blocks the model fills, chunk by chunk
 
 Invariants: `computed` moves only over valid KV; a block's hash is registered only below `computed`;
-the blocks of a LOADING request are neither read, written, freed nor registered; the earliest
-request that holds blocks is never preempted for a later one, so somebody always gets on.
+the blocks of a LOADING request are neither read, written, freed nor registered; blocks that a store reads
+are held until its StoreDone, whatever becomes of the request; the earliest request that holds blocks is
+never preempted for a later one, so somebody always gets on.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections import Counter
 from dataclasses import dataclass
 
-from kvdock.connectors.interface import Connector, LoadDone
-from kvdock.engine.block_manager import BlockManager
+from kvdock.connectors.interface import BlocksRead, Connector, LoadDone, StoreDone
+from kvdock.engine.block_manager import BlockManager, Hit, held
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.request import Request, State
 
@@ -36,12 +37,15 @@ class Scheduler:
     def __init__(self, config: EngineConfig, connector: Connector) -> None:
         self.config = config
         self.block_tokens = config.block_tokens
-        self.blocks = BlockManager(config.num_blocks)
+        self.blocks = BlockManager(
+            config.model.groups, config.num_blocks, config.block_tokens, step_tokens=config.prefill_chunk_tokens
+        )
         self.connector = connector
         # Each in order of arrival.
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
+        self.storing: Counter[BlocksRead] = Counter()
 
     # ------------------------------------------------------------------ the verbs
 
@@ -50,23 +54,20 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """The next step's work, within the token budget: who decodes, who prefills already, newcomers."""
+        # In order of arrival, so that a request only ever preempts who has not been asked yet.
+        ready = [r for r in list(self.running) if r.state is State.RUNNING and self._make_room(r)]
         budget = self.config.max_step_tokens
         works: list[Work] = []
-        # Decoding needs few tokens but may need a block; prefilling got all its blocks on admission.
-        for request in sorted(self.running, key=lambda r: not r.is_decoding):
-            # Another request may have preempted this one a moment ago.
-            if request.state is State.RUNNING and self._fits(request, budget) and self._make_room(request):
-                works.append(Work(request, request.computed, self._next_end(request)))
-                budget -= works[-1].end - works[-1].start
+        for request in sorted(ready, key=lambda r: not r.is_decoding):
+            budget -= self._plan(request, budget, works)
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) >= self.config.max_running:
                 break
             # Nobody overtakes a request that waits for blocks; one that waits for an answer may be overtaken.
             if not self._admit(request):
                 break
-            if request.state is State.RUNNING and self._fits(request, budget):
-                works.append(Work(request, request.computed, self._next_end(request)))
-                budget -= works[-1].end - works[-1].start
+            if request.state is State.RUNNING:
+                budget -= self._plan(request, budget, works)
         return works
 
     def advance(self, work: Work) -> None:
@@ -78,6 +79,21 @@ class Scheduler:
         request.computed = work.end
         self._register(request)
 
+    def offer(self, request: Request) -> None:
+        """Offers the request's KV to the connector and holds what it reads; then lets windows move on."""
+        read = self.connector.begin_store(request.id, request.tokens, request.table, request.computed)
+        if read:
+            self.blocks.pool.touch(held(read))
+            self.storing[read] += 1
+        self.blocks.leave_behind(request.table, request.computed)
+
+    def store_done(self, done: StoreDone) -> None:
+        read = done.block_ids
+        assert self.storing[read] > 0, f"StoreDone: found blocks {read}, wanted ones being stored"
+        self.storing[read] -= 1
+        self.storing += Counter()  # drops what reached zero
+        self.blocks.pool.release(held(read))
+
     def load_done(self, done: LoadDone) -> Request | None:
         """Ends a LOADING request's wait. Returns the request if it was aborted meanwhile: its blocks are free now."""
         request = self.loading.pop(done.request_id)
@@ -85,9 +101,13 @@ class Scheduler:
             self._give_up_blocks(request)
             return request
         valid = max(done.valid_tokens // self.block_tokens * self.block_tokens, request.local)
-        request.metrics.loaded_tokens += valid - request.local
-        # The logits of the last token are wanted, so it is computed even when all its KV is there.
-        self._start(request, min(valid, len(request.tokens) - 1))
+        if self.blocks.holds(request.table, valid):
+            request.metrics.loaded_tokens += valid - request.local
+            # The logits of the last token are wanted, so it is computed even when all its KV is there.
+            self._start(request, min(valid, len(request.tokens) - 1))
+        else:
+            # A shorter prefix than asked for needs what the windows of the longer one had left behind.
+            self._wait_again(request)
         return None
 
     def finish(self, request: Request) -> None:
@@ -100,8 +120,8 @@ class Scheduler:
         request.state = State.FINISHED
         self.connector.finished(request.id)
 
-    def check_integrity(self, storing: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless lists, states and blocks agree; `storing` is every list of blocks being stored."""
+    def check_integrity(self) -> None:
+        """AssertionError unless lists, states and blocks agree."""
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=lambda r: r.arrival), "a queue is out of order"
         for request in self.waiting:
@@ -116,45 +136,50 @@ class Scheduler:
             assert request.registered * self.block_tokens <= max(request.computed, request.local), (
                 f"{request.id}: found {request.registered} blocks registered, computed {request.computed} tokens"
             )
-            assert self._pages(request.computed) <= len(request.table), f"{request.id}: found KV outside the table"
-        self.blocks.check_integrity([*(request.table for request in holding), *storing])
+            assert self.blocks.pages(request.computed) <= len(request.table[0]), f"{request.id}: found KV outside"
+        tables = [(request.table, request.computed) for request in self.running]
+        tables += [(r.table, len(r.table[0]) * self.block_tokens) for r in self.loading.values()]
+        self.blocks.check_integrity(tables, [held(read) for read in self.storing.elements()])
 
     # ------------------------------------------------------------------ steps of the verbs
 
-    def _next_end(self, request: Request) -> int:
-        """Where the next chunk ends: at fixed multiples, so that a request's shapes are its own."""
+    def _next_end(self, request: Request, computed: int) -> int:
+        """Where the chunk after `computed` ends: at fixed multiples, so that a request's shapes are its own."""
         chunk = self.config.prefill_chunk_tokens
-        return min(len(request.tokens), (request.computed // chunk + 1) * chunk)
+        return min(len(request.tokens), (computed // chunk + 1) * chunk)
 
-    def _fits(self, request: Request, budget: int) -> bool:
-        """A chunk is computed whole or not in this step."""
-        return self._next_end(request) - request.computed <= budget
+    def _plan(self, request: Request, budget: int, works: list[Work]) -> int:
+        """Adds the request's next chunk, whole or not at all; returns the tokens it takes of the budget."""
+        end = self._next_end(request, request.computed)
+        if end - request.computed > budget:
+            return 0
+        works.append(Work(request, request.computed, end))
+        return end - request.computed
 
     def _admit(self, request: Request) -> bool:
         """Tries to take a waiting request in, RUNNING or LOADING. False: there are not enough blocks."""
-        local_blocks = self._local_hit(request)
-        local = len(local_blocks) * self.block_tokens
-        missing = self._pages(len(request.tokens)) - len(local_blocks)
-        if missing > self.blocks.room_beside(local_blocks):
+        local_hit = self._local_hit(request)
+        if not self.blocks.fits(local_hit, len(request.tokens)):
             return False
+        local = local_hit.length * self.block_tokens
         hit = self.connector.lookup(request.id, request.tokens, local)
         if hit is None:
             return True
         self.waiting.remove(request)
-        # Hold the local hits first: the allocation must not take them for free blocks.
-        self.blocks.touch(local_blocks)
-        request.table = local_blocks + self.blocks.allocate(missing)
-        request.local, request.registered = local, len(local_blocks)
-        request.metrics.local_hit_tokens += local
-        if hit > local:
+        loads = hit > local
+        # A full hit leaves the last token to be computed, in a block that the hit covers.
+        end = hit if loads else self._next_end(request, local)
+        request.table = self.blocks.admit(local_hit, hit, end)
+        request.local, request.registered = local, local_hit.length
+        if loads:
             request.state = State.LOADING
             self.loading[request.id] = request
-            self.connector.begin_load(request.id, request.table[: self._pages(hit)], local, hit)
+            self.connector.begin_load(request.id, request.table, local, hit)
         else:
             self._start(request, local)
         return True
 
-    def _local_hit(self, request: Request) -> list[int]:
+    def _local_hit(self, request: Request) -> Hit:
         """Blocks of the own prefix cache to use: never the last token's, which will be written again."""
         limits = [request.sampling.max_local_hit_tokens, self.config.max_local_hit_tokens, len(request.tokens) - 1]
         usable = min(limit for limit in limits if limit is not None) // self.block_tokens
@@ -163,41 +188,49 @@ class Scheduler:
     def _start(self, request: Request, computed: int) -> None:
         request.state = State.RUNNING
         request.computed = computed
+        request.metrics.local_hit_tokens += request.local
         self._register(request)
         bisect.insort(self.running, request, key=lambda r: r.arrival)
 
     def _make_room(self, request: Request) -> bool:
-        """Grows the table to the next chunk's end, preempting the latest arrivals. False: it preempted itself."""
-        missing = self._pages(self._next_end(request)) - len(request.table)
-        while missing > len(self.blocks.free):
+        """Grows the table to the next chunk's end, preempting the latest arrivals. False: not in this step."""
+        end = self._next_end(request, request.computed)
+        while (lacking := self.blocks.lacking(request.table, end)) > 0:
+            if lacking <= self._returning():
+                return False
             victim = self.running[-1]
+            if victim is request and self.loading:
+                return False  # who loads cannot be preempted, but soon runs and can
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing > 0:
-            request.table += self.blocks.allocate(missing)
+        self.blocks.grow(request.table, end)
         return True
 
+    def _returning(self) -> int:
+        """How many blocks only stores still hold: waiting for them is cheaper than preempting somebody."""
+        stored = Counter(block for read in self.storing.elements() for block in held(read))
+        return sum(self.blocks.pool.references[block] == count for block, count in stored.items())
+
     def _preempt(self, request: Request) -> None:
-        """Back to WAITING without blocks: all its tokens, outputs too, will be looked up and computed again."""
+        """All its tokens, outputs too, will be looked up and computed again."""
         self.running.remove(request)
-        self._give_up_blocks(request)
-        request.state = State.WAITING
         request.metrics.preemptions += 1
         self.connector.finished(request.id)
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """Back to WAITING, without blocks."""
+        self._give_up_blocks(request)
+        request.state = State.WAITING
         self.add(request)
 
     def _give_up_blocks(self, request: Request) -> None:
         self.blocks.release(request.table)
-        request.table, request.computed = [], 0
+        request.table, request.computed, request.registered, request.local = [], 0, 0, 0
 
     def _register(self, request: Request) -> None:
         """Offers the full blocks below `computed` to the prefix cache."""
         full = request.computed // self.block_tokens
-        hashes = request.block_hashes(self.block_tokens, full)
-        for index in range(request.registered, full):
-            self.blocks.register(request.table[index], hashes[index])
-        request.registered = full
-
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+        self.blocks.register(request.table, request.block_hashes(self.block_tokens, full), request.registered)
+        request.registered = max(full, request.registered)

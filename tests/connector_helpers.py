@@ -21,7 +21,7 @@ from engine_helpers import config, poison, prompt
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import LoadDone, StoreDone
+from kvdock.connectors.interface import BlocksRead, LoadDone, StoreDone
 from kvdock.connectors.session import Attachment, Identity
 from kvdock.datapath.identity import chunk_keys
 from kvdock.datapath.layout import paged_layout
@@ -46,7 +46,8 @@ def connector_over(
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     manifest = msgspec.structs.replace(manifest_of(kv.config, layout, chunk_tokens), cache_salt=salt)
     identity = Identity(instance or unique("instance"), unique("member"), label=label)
-    return KvdockConnector(ConnectorSettings(address, **settings), manifest, identity, layout)
+    layouts = [layout] * len(manifest.groups)
+    return KvdockConnector(ConnectorSettings(address, **settings), manifest, identity, layouts)
 
 
 def engine_over(address: str, settings: EngineConfig | None = None, **options: Any) -> Engine:
@@ -63,7 +64,7 @@ def kvdock_of(engine: Engine) -> KvdockConnector:
 
 
 class Rig:
-    """One connector over its own blocks, used as an engine's single thread would."""
+    """One connector with one KV group over its own blocks, used as an engine's single thread would."""
 
     def __init__(self, address: str, *, num_blocks: int = 128, seed: int = 0, kv: KVCache | None = None,
                  **options: Any) -> None:
@@ -104,13 +105,13 @@ class Rig:
         return hit
 
     def load(self, request: str, block_ids: Sequence[int], local: int, hit: int) -> LoadDone:
-        self.connector.begin_load(request, block_ids, local, hit)
+        self.connector.begin_load(request, [block_ids], local, hit)
         return self.wait_load(request)
 
     def store(self, request: str, tokens: Sequence[int], block_ids: Sequence[int], computed: int | None = None) -> None:
         """Stores the whole chunks of `tokens` and forgets the request."""
         computed = len(tokens) if computed is None else computed
-        wanted = self.connector.begin_store(request, tokens, block_ids, computed)
+        wanted = self.connector.begin_store(request, tokens, [block_ids], computed)
         if wanted:
             self.wait_store(request, wanted)
         self.connector.finished(request)
@@ -123,7 +124,7 @@ class Rig:
         self.loads.remove(found[0])
         return found[0]
 
-    def wait_store(self, request: str, block_ids: tuple[int, ...]) -> StoreDone:
+    def wait_store(self, request: str, block_ids: BlocksRead) -> StoreDone:
         wanted = StoreDone(request, block_ids)
         until = time.monotonic() + PATIENCE_S
         while wanted not in self.stores:

@@ -40,7 +40,7 @@ class HalfwayCopier:
 def main(address: str, salt: str, length: int) -> None:
     engine = engine_over(address, label="to be killed", salt=salt)
     worker = kvdock_of(engine).worker
-    worker._storer = HalfwayCopier(worker._storer)
+    worker._storers = [HalfwayCopier(copier) for copier in worker._storers]
     engine.generate([prompt(1, length)], sampling(1))
     engine.drain(60.0)
 

@@ -1,6 +1,6 @@
 """What the engine's tests share: engines on poisoned memory, and a small honest connector in memory.
 
-MemoryConnector keeps whole chunks by the hash of all tokens up to their end. It copies when it
+MemoryConnector keeps whole chunks, group by group, by all tokens up to their end. It copies when it
 reports, not when it is asked, and fills blocks to be loaded with NaN at once: an engine that reads
 them early, or rewrites a block that is being stored, computes something else.
 """
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdock.connectors.interface import LoadDone, Progress, StoreDone
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
+from kvdock.engine.groups import first_needed
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion, SamplingParams
 
@@ -43,7 +44,7 @@ def sampling(max_tokens: int = 12, **changes: Any) -> SamplingParams:
 
 def poison(kv: KVCache) -> None:
     """NaN everywhere: whoever reads KV that nobody wrote gets NaN logits."""
-    for paged in (*kv.k, *kv.v):
+    for paged in kv.planes:
         paged.fill_(float("nan"))
 
 
@@ -57,10 +58,11 @@ def make_engine(
     kv = KVCache(settings)
     poison(kv)
     engine = Engine(settings, connect(kv) if connect is not None else None, kv=kv, clock=clock)
-    order = list(engine.scheduler.blocks.free)
+    free = engine.scheduler.blocks.pool.free
+    order = list(free)
     Random(shuffle_seed).shuffle(order)
     for block in order:
-        engine.scheduler.blocks.free.move_to_end(block)
+        free.move_to_end(block)
     return engine
 
 
@@ -91,11 +93,16 @@ def assert_same_bits(found: Completion, wanted: Completion) -> None:
         assert torch.equal(one, other), f"position {position} differs by {(one - other).abs().max()}"
 
 
+Key = tuple[int, tuple[int, ...]]
+"""(group, all tokens up to the end of the chunk)."""
+Pool = dict[Key, Tensor]
+
+
 @dataclass
 class Load:
     request_id: str
-    keys: list[tuple[int, ...]]
-    blocks: tuple[int, ...]
+    tokens: list[int]
+    blocks: tuple[tuple[int | None, ...], ...]
     local_tokens: int
     hit_tokens: int
     polls_left: int
@@ -104,8 +111,8 @@ class Load:
 @dataclass
 class Store:
     request_id: str
-    keys: list[tuple[int, ...]]
-    blocks: tuple[int, ...]
+    chunks: list[tuple[Key, list[int]]]
+    blocks: BlocksRead
     polls_left: int
 
 
@@ -115,7 +122,7 @@ class MemoryConnector:
     def __init__(
         self,
         kv: KVCache,
-        pool: dict[tuple[int, ...], Tensor],
+        pool: Pool,
         *,
         chunk_tokens: int = 32,
         load_polls: int = 2,
@@ -126,10 +133,12 @@ class MemoryConnector:
     ) -> None:
         """`fail_at`: tokens from which every load fails. `random`: vary delays, failures and unknown lookups by it."""
         self.kv, self.pool, self.chunk_tokens, self.random = kv, pool, chunk_tokens, random
+        self.kinds = kv.config.model.groups
         self.load_polls, self.store_polls = load_polls, store_polls
         self.unknown_lookups, self.fail_at = unknown_lookups, fail_at
         self.asked: dict[str, tuple[int, list[int]]] = {}
         self.stored: dict[str, int] = {}
+        self.ceilings: dict[str, int] = {}
         self.loads: list[Load] = []
         self.stores: list[Store] = []
         self.all_loads: list[Load] = []
@@ -142,34 +151,48 @@ class MemoryConnector:
         self.asked[request_id] = (asked, list(token_ids))
         if asked <= self._vary(self.unknown_lookups):
             return None
-        hit = 0
-        while hit + self.chunk_tokens <= len(token_ids) and tuple(token_ids[: hit + self.chunk_tokens]) in self.pool:
-            hit += self.chunk_tokens
-        return max(hit, local_tokens)
+        ceiling = min(len(token_ids), self.ceilings.get(request_id, len(token_ids)))
+        hits = range(ceiling // self.chunk_tokens * self.chunk_tokens, local_tokens, -self.chunk_tokens)
+        return next((hit for hit in hits if self._serves(token_ids, hit)), local_tokens)
 
-    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
-        assert local_tokens < hit_tokens == len(block_ids) * self.kv.block_tokens
-        tokens = self.asked[request_id][1]
-        ends = range(self.chunk_tokens, hit_tokens + 1, self.chunk_tokens)
-        load = Load(request_id, [tuple(tokens[:end]) for end in ends], tuple(block_ids), local_tokens, hit_tokens,
-                    self._vary(self.load_polls))
-        self._fill(load, local_tokens, torch.tensor(float("nan")))
+    def _serves(self, tokens: Sequence[int], hit: int) -> bool:
+        """Whether every group has each chunk that it needs something of for this hit."""
+        return all(
+            (group, tuple(tokens[:end])) in self.pool
+            for group, kind in enumerate(self.kinds)
+            for end in range(self.chunk_tokens, hit + 1, self.chunk_tokens)
+            if end > first_needed(kind, hit)
+        )
+
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
+        assert all(local_tokens < hit_tokens == len(column) * self.kv.block_tokens for column in block_ids)
+        load = Load(request_id, self.asked[request_id][1], tuple(tuple(column) for column in block_ids), local_tokens,
+                    hit_tokens, self._vary(self.load_polls))
+        self._fill(load, hit_tokens, None)
         self.loads.append(load)
         self.all_loads.append(load)
 
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
         begin = self.stored.get(request_id, 0)
         end = computed_tokens // self.chunk_tokens * self.chunk_tokens
         if begin >= end:
             return ()
         self.stored[request_id] = end
-        ends = range(begin + self.chunk_tokens, end + 1, self.chunk_tokens)
-        blocks = tuple(block_ids[begin // self.kv.block_tokens : end // self.kv.block_tokens])
-        keys = [tuple(token_ids[:end]) for end in ends]
-        self.stores.append(Store(request_id, keys, blocks, self._vary(self.store_polls)))
-        return blocks
+        per_chunk = self.chunk_tokens // self.kv.block_tokens
+        chunks: list[tuple[Key, list[int]]] = []
+        reads: list[list[int]] = [[] for _ in block_ids]
+        for stop in range(begin + self.chunk_tokens, end + 1, self.chunk_tokens):
+            for group, column in enumerate(block_ids):
+                last = stop // self.kv.block_tokens
+                blocks = [block for block in column[last - per_chunk : last] if block is not None]
+                if len(blocks) == per_chunk:
+                    chunks.append(((group, tuple(token_ids[:stop])), blocks))
+                    reads[group] += blocks
+        read = tuple(tuple(blocks) for blocks in reads)
+        self.stores.append(Store(request_id, chunks, read, self._vary(self.store_polls)))
+        return read
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
         self.waits_s.append(timeout_s)
@@ -185,8 +208,8 @@ class MemoryConnector:
 
     def finished(self, request_id: str) -> None:
         self.forgotten.append(request_id)
-        self.asked.pop(request_id, None)
-        self.stored.pop(request_id, None)
+        for known in (self.asked, self.stored, self.ceilings):
+            known.pop(request_id, None)
 
     def close(self) -> None:
         while self.loads or self.stores:
@@ -197,25 +220,30 @@ class MemoryConnector:
         valid = load.hit_tokens if self.fail_at is None else min(load.hit_tokens, self.fail_at)
         if self.random is not None and self.random.random() < 0.3:
             valid = self.random.randrange(load.hit_tokens + 1)
-        if load.local_tokens < valid:
-            self._fill(load, load.local_tokens, torch.cat([self.pool[key] for key in load.keys], dim=2), valid)
+        if valid < load.hit_tokens:
+            self.ceilings[load.request_id] = valid
+        self._fill(load, valid, self.pool)
         return LoadDone(load.request_id, valid)
 
     def _store(self, store: Store) -> StoreDone:
-        per_chunk = self.chunk_tokens // self.kv.block_tokens
-        for index, key in enumerate(store.keys):
-            blocks = list(store.blocks[index * per_chunk : (index + 1) * per_chunk])
-            sides = [torch.stack([layer[blocks] for layer in side]) for side in (self.kv.k, self.kv.v)]
-            self.pool[key] = torch.stack(sides)
+        for key, blocks in store.chunks:
+            self.pool[key] = torch.stack([plane[blocks] for plane in self.kv.planes])
         return StoreDone(store.request_id, store.blocks)
 
-    def _fill(self, load: Load, begin: int, content: Tensor, end: int | None = None) -> None:
-        """Writes tokens [begin, end) of the load's blocks: content (2, layers, blocks from token 0, …) or one value."""
-        size = self.kv.block_tokens
-        for index in range(begin // size, (load.hit_tokens if end is None else end) // size):
-            for layer in range(len(self.kv.k)):
-                for side, paged in enumerate((self.kv.k, self.kv.v)):
-                    paged[layer][load.blocks[index]] = content[side, layer, index] if content.dim() else content
+    def _fill(self, load: Load, end: int, pool: Pool | None) -> None:
+        """Writes tokens [local, end) of the load's blocks with what the pool holds; without one, NaN."""
+        size, chunk = self.kv.block_tokens, self.chunk_tokens
+        for group, column in enumerate(load.blocks):
+            for index in range(load.local_tokens // size, end // size):
+                block, at = column[index], index * size
+                if block is None:
+                    continue
+                for number, plane in enumerate(self.kv.planes):
+                    if pool is None:
+                        plane[block] = torch.nan
+                    else:
+                        content = pool[group, tuple(load.tokens[: at // chunk * chunk + chunk])]
+                        plane[block] = content[number, at % chunk // size]
 
     def _vary(self, value: int) -> int:
         return value if self.random is None else self.random.randrange(2 * value + 1)

@@ -12,7 +12,7 @@ from api_helpers import ServerProcess, unique
 from kvdock.connectors import conformance
 from kvdock.connectors.conformance import Bench
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import Progress
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, Progress
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.config import preset
@@ -23,23 +23,24 @@ from kvdock.engine.kvdock import manifest_of
 class OurSubject:
     """KvdockConnector over the small engine's KV memory."""
 
-    def __init__(self, address: str, name: str, kind: type[KvdockConnector]) -> None:
-        config = preset("tiny")
+    def __init__(self, address: str, name: str, kind: type[KvdockConnector], model: str) -> None:
+        config = preset(model)
+        self.windows = [group.reach for group in config.model.groups]
         self.label = unique(name)
         self.chunk_tokens, self.block_tokens, self.num_blocks = 64, config.block_tokens, config.num_blocks
         self.kv = KVCache(config)
         identity = Identity(self.label, self.label, label=self.label)
         layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
         manifest = manifest_of(config, layout, self.chunk_tokens)
-        self.connector = kind(ConnectorSettings(address), manifest, identity, layout)
+        self.connector = kind(ConnectorSettings(address), manifest, identity, [layout] * len(self.windows))
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
-        for plane in (*self.kv.k, *self.kv.v):
+        for plane in self.kv.planes:
             plane[block] = torch.randn(plane[block].shape, generator=source)
 
     def contents(self, block: int) -> bytes:
-        return b"".join(plane[block].contiguous().numpy().tobytes() for plane in (*self.kv.k, *self.kv.v))
+        return b"".join(plane[block].contiguous().numpy().tobytes() for plane in self.kv.planes)
 
     def close(self) -> None:
         self.connector.close()
@@ -48,13 +49,14 @@ class OurSubject:
 SEEDS = itertools.count(7)
 
 
-def bench_of(server: ServerProcess, kind: type[KvdockConnector] = KvdockConnector) -> Bench:
-    return Bench(lambda name: OurSubject(server.unix, name, kind), server.unix, seed=next(SEEDS))
+def bench_of(server: ServerProcess, kind: type[KvdockConnector] = KvdockConnector, model: str = "tiny") -> Bench:
+    return Bench(lambda name: OurSubject(server.unix, name, kind, model), server.unix, seed=next(SEEDS))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_our_connector_conforms(server: ServerProcess, check: Callable[[Bench], None]) -> None:
-    check(bench_of(server))
+@pytest.mark.parametrize("model", ["tiny", "tiny-mla", "tiny-hybrid2", "tiny-hybrid3"])
+def test_our_connector_conforms(server: ServerProcess, model: str, check: Callable[[Bench], None]) -> None:
+    check(bench_of(server, model=model))
 
 
 class WritesSharedBlocks(KvdockConnector):
@@ -63,8 +65,30 @@ class WritesSharedBlocks(KvdockConnector):
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         return super().lookup(request_id, token_ids, 0)
 
-    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         super().begin_load(request_id, block_ids, 0, hit_tokens)
+
+
+class WritesWhatWindowsLeftBehind(KvdockConnector):
+    """Fills every block of the chunks it loads, also those that a window has left behind."""
+
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
+        share = preset("tiny-hybrid3").num_blocks // len(block_ids)
+        table: list[list[int | None]] = []
+        for group, column in enumerate(block_ids):
+            behind = sum(block is None for block in column) // 4 * 4
+            table.append([None if at < behind else group * share + at for at in range(len(column))])
+        super().begin_load(request_id, table, local_tokens, hit_tokens)
+
+
+class StoresNoWindows(KvdockConnector):
+    """Declares full attention only, whatever the engine has."""
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
+        rest: list[list[int | None]] = [[None] * len(column) for column in block_ids[1:]]
+        return super().begin_store(request_id, token_ids, [block_ids[0], *rest], computed_tokens)
 
 
 class ReportsTwice(KvdockConnector):
@@ -75,9 +99,9 @@ class ReportsTwice(KvdockConnector):
 
 class StoresTheWrongBlocks(KvdockConnector):
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
-        return super().begin_store(request_id, token_ids, [*block_ids[1:], block_ids[0]], computed_tokens)
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
+        return super().begin_store(request_id, token_ids, [[*b[1:], b[0]] for b in block_ids], computed_tokens)
 
 
 class NeverCancels(KvdockConnector):
@@ -89,6 +113,8 @@ class NeverCancels(KvdockConnector):
     ("broken", "check"),
     [
         (WritesSharedBlocks, conformance.blocks_the_engine_shares_are_never_written),
+        (WritesWhatWindowsLeftBehind, conformance.what_a_window_leaves_behind_is_neither_required_nor_written),
+        (StoresNoWindows, conformance.what_one_stores_another_loads_byte_for_byte),
         (ReportsTwice, conformance.what_one_stores_another_loads_byte_for_byte),
         (StoresTheWrongBlocks, conformance.what_one_stores_another_loads_byte_for_byte),
         (NeverCancels, conformance.nothing_is_held_when_all_requests_have_ended),
@@ -101,4 +127,4 @@ def test_a_broken_connector_is_found_out(
 ) -> None:
     monkeypatch.setattr(conformance, "ANSWER_S", 1.0)
     with pytest.raises(AssertionError):
-        check(bench_of(server, broken))
+        check(bench_of(server, broken, "tiny-hybrid3"))

@@ -77,11 +77,11 @@ def test_a_load_writes_no_block_before_the_local_hit_even_in_the_middle_of_a_chu
 
 def test_every_begin_is_answered_exactly_once_also_without_a_lookup_or_a_second_time(rig: Rig) -> None:
     tokens = stored(rig, 3, 2)
-    rig.connector.begin_load("stranger", SECOND[:8], 0, 128)
+    rig.connector.begin_load("stranger", [SECOND[:8]], 0, 128)
     assert rig.wait_load("stranger").valid_tokens == 0
     assert rig.lookup("r", tokens, 16) == 128
-    rig.connector.begin_load("r", SECOND[:8], 16, 128)
-    rig.connector.begin_load("r", SECOND[:8], 16, 128)
+    rig.connector.begin_load("r", [SECOND[:8]], 16, 128)
+    rig.connector.begin_load("r", [SECOND[:8]], 16, 128)
     assert {rig.wait_load("r").valid_tokens, rig.wait_load("r").valid_tokens} == {128, 16}
     rig.poll(0.2)
     assert (rig.loads, rig.stores) == ([], [])
@@ -90,16 +90,16 @@ def test_every_begin_is_answered_exactly_once_also_without_a_lookup_or_a_second_
 def test_a_chunk_is_offered_once_and_a_tail_never(rig: Rig) -> None:
     tokens = tokens_of(4, 3, 40)
     begin = rig.connector.begin_store
-    assert begin("r", tokens, range(16), 63) == ()
-    first = begin("r", tokens, range(16), 64)
-    assert first == (0, 1, 2, 3)
-    assert begin("r", tokens, range(16), 64) == ()
-    assert begin("r", tokens, range(16), 127) == ()
-    second = begin("r", tokens, range(16), len(tokens))
-    assert second == tuple(range(4, 12))
+    assert begin("r", tokens, [range(16)], 63) == ()
+    first = begin("r", tokens, [range(16)], 64)
+    assert first == ((0, 1, 2, 3),)
+    assert begin("r", tokens, [range(16)], 64) == ()
+    assert begin("r", tokens, [range(16)], 127) == ()
+    second = begin("r", tokens, [range(16)], len(tokens))
+    assert second == (tuple(range(4, 12)),)
     rig.wait_store("r", first)
     rig.wait_store("r", second)
-    assert begin("r", tokens, range(16), len(tokens)) == ()
+    assert begin("r", tokens, [range(16)], len(tokens)) == ()
     rig.poll(0.2)
     assert rig.stores == []
 
@@ -109,7 +109,7 @@ def test_copies_that_fail_are_reported_and_their_memory_is_given_back_at_once(ri
     assert rig.lookup("r", tokens) == 128
     rig.connector.worker.close()
     assert rig.load("r", SECOND[:8], 16, 128).valid_tokens == 16
-    blocks = rig.connector.begin_store("s", tokens_of(25, 2), range(8), 128)
+    blocks = rig.connector.begin_store("s", tokens_of(25, 2), [range(8)], 128)
     rig.wait_store("s", blocks)
     status = client.status()
     assert (status.leases, status.reservations, status.chunks.reserved) == (0, 0, 0)
@@ -120,8 +120,8 @@ def test_what_was_loaded_is_not_offered_again(rig: Rig) -> None:
     longer = tokens[: 2 * CHUNK] + tokens_of(6, 1)
     assert rig.lookup("r", longer) == 128
     rig.load("r", SECOND[:8], 0, 128)
-    assert rig.connector.begin_store("r", longer, SECOND[:12], 192) == SECOND[8:12]
-    rig.wait_store("r", SECOND[8:12])
+    assert rig.connector.begin_store("r", longer, [SECOND[:12]], 192) == (SECOND[8:12],)
+    rig.wait_store("r", (SECOND[8:12],))
 
 
 def test_a_second_engine_storing_the_same_prompt_copies_nothing(
@@ -141,12 +141,12 @@ def test_a_second_engine_storing_the_same_prompt_copies_nothing(
 def test_a_store_that_finds_no_room_still_reports(client: Client) -> None:
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
         tokens = tokens_of(8, 30)
-        blocks = rig.connector.begin_store("r", tokens, range(120), len(tokens))
-        assert blocks == tuple(range(120))
+        blocks = rig.connector.begin_store("r", tokens, [range(120)], len(tokens))
+        assert blocks == (tuple(range(120)),)
         rig.wait_store("r", blocks)
         hit = rig.lookup("look", tokens)
         assert 0 < hit < len(tokens), "wanted a store that was cut short"
-        assert rig.connector.begin_store("r", tokens, range(120), len(tokens)) == (), "a refused chunk came again"
+        assert rig.connector.begin_store("r", tokens, [range(120)], len(tokens)) == (), "a refused chunk came again"
 
 
 def test_each_load_and_each_store_writes_one_log_line(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,7 +230,7 @@ def test_after_preemption_a_higher_epoch_gets_a_lease_of_its_own(rig: Rig, clien
     tokens = stored(rig, 17, 2)
     rig.lookup("r", tokens)
     [first] = client.leases().leases
-    rig.connector.begin_load("r", SECOND[:8], 0, 128)
+    rig.connector.begin_load("r", [SECOND[:8]], 0, 128)
     if forgotten:
         rig.connector.finished("r")  # preempted before the news of the load was taken in
     assert rig.lookup("r", tokens) == 128
@@ -280,8 +280,8 @@ def test_a_damaged_chunk_ends_the_valid_part_is_reported_and_not_offered_again(
         assert rig.lookup("again", tokens) == 64
         rig.connector.finished("again")
         # The request recomputes and offers what failed, but not what it loaded.
-        assert rig.connector.begin_store("r", tokens, range(13), 192) == tuple(range(4, 12))
-        rig.wait_store("r", tuple(range(4, 12)))
+        assert rig.connector.begin_store("r", tokens, [range(13)], 192) == (tuple(range(4, 12)),)
+        rig.wait_store("r", (tuple(range(4, 12)),))
         assert len(spectator.slots(tokens)) == 3
 
 
@@ -295,10 +295,10 @@ def test_a_layout_that_does_not_yield_the_manifests_parts_is_refused_with_both_v
     settings, identity = ConnectorSettings(server.unix), Identity("i", "m")
     wrong_parts = msgspec.structs.replace(good, chunk_tokens=32)
     with pytest.raises(LayoutMismatch, match=r"found 16384 .*wanted 32768"):
-        KvdockConnector(settings, wrong_parts, identity, layout)
+        KvdockConnector(settings, wrong_parts, identity, [layout])
     wrong_order = msgspec.structs.replace(good, token_order="HND")
     with pytest.raises(LayoutMismatch, match=r"found NHD, wanted HND"):
-        KvdockConnector(settings, wrong_order, identity, layout)
+        KvdockConnector(settings, wrong_order, identity, [layout])
     assert own_threads() == []
 
 
@@ -332,7 +332,7 @@ def test_twenty_connectors_leave_no_descriptor_thread_mapping_or_member_behind(
 def test_closing_waits_for_the_copies_that_were_begun(server: ServerProcess, client: Client) -> None:
     tokens = tokens_of(20, 30)
     rig = Rig(server.unix)
-    blocks = rig.connector.begin_store("r", tokens, range(120), len(tokens))
+    blocks = rig.connector.begin_store("r", tokens, [range(120)], len(tokens))
     rig.close()
     rig.close()
     rig.poll()
@@ -348,8 +348,8 @@ def test_without_a_server_everything_is_a_miss_and_it_is_found_when_it_comes(cap
         with Rig(address) as rig:
             tokens = tokens_of(21, 2)
             assert rig.connector.lookup("r", tokens, 32) == 32
-            assert rig.connector.begin_store("r", tokens, range(8), 128) == ()
-            rig.connector.begin_load("r", range(8), 32, 128)
+            assert rig.connector.begin_store("r", tokens, [range(8)], 128) == ()
+            rig.connector.begin_load("r", [range(8)], 32, 128)
             assert rig.wait_load("r").valid_tokens == 32
             with ServerProcess(socket_path=address.removeprefix("unix:")):
                 eventually(lambda: rig.connector.session.attachment is not None)
@@ -361,13 +361,13 @@ def test_a_store_cut_short_offers_nothing_behind_the_gap() -> None:
     """Chunks behind one that found no room could never be reached: they must not take what room there is."""
     tokens, blocks = tokens_of(5, chunks=8), tuple(range(8 * PER_CHUNK))
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
-        rig.wait_store("r", rig.connector.begin_store("r", tokens, blocks, 7 * CHUNK))
+        rig.wait_store("r", rig.connector.begin_store("r", tokens, [blocks], 7 * CHUNK))
         with Client(small.unix) as client:
             before = client.status().counters
             assert 0 < before["stored_chunks"] < 7
-            assert rig.connector.begin_store("r", tokens, blocks, len(tokens)) == ()
+            assert rig.connector.begin_store("r", tokens, [blocks], len(tokens)) == ()
             assert client.status().counters["reservations"] == before["reservations"]
         rig.connector.finished("r")
-        held = rig.connector.begin_store("r", tokens, blocks, CHUNK)
+        held = rig.connector.begin_store("r", tokens, [blocks], CHUNK)
         assert held, "a request that comes back may try again"
         rig.wait_store("r", held)

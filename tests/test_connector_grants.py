@@ -15,7 +15,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.connectors.grants import GrantBook
-from kvdock.connectors.plans import LoadChunk, LoadPlan, StoreChunk, StorePlan
+from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.identity import chunk_keys
 from kvdock.datapath.liveness import MemberLiveness
@@ -142,7 +142,7 @@ def test_a_lease_nobody_remembers_is_said_done_of_and_refused_for_ever(rig: Rig,
 
     before = rig.blocks(range(128))
     chunks = [
-        LoadChunk(index, tuple(parts), tuple(range(64 + 4 * index, 68 + 4 * index)), 0)
+        LoadPiece(index, 0, tuple(parts), tuple(range(64 + 4 * index, 68 + 4 * index)), 0)
         for index, parts in enumerate(found.chunks)
     ]
     late = LoadPlan("late", found.lease, 16, 128, CHUNK, tuple(chunks))
@@ -166,7 +166,7 @@ def test_a_reservation_whose_answer_was_lost_is_asked_about_and_its_memory_comes
     mapping = here.segments.mapping(granted.chunks[0].parts[0].segment)
     with memoryview(mapping) as memory:
         before = bytes(memory)
-        chunks = [StoreChunk(c.index, tuple(c.parts), (60, 61, 62, 63)) for c in granted.chunks]
+        chunks = [StorePiece(c.index, 0, tuple(c.parts), (60, 61, 62, 63)) for c in granted.chunks]
         assert rig.connector.worker.store(here, StorePlan("late", granted.reservation, 128, tuple(chunks))) == 0
         assert bytes(memory) == before, "a refused store wrote into memory that is somebody else's by now"
     assert rig.lookup("r", tokens) == 128
@@ -178,7 +178,7 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
     [lease] = leases_of(asking, rig)
-    begun = rig.connector.scheduler.begin_load("r", range(8, 16), 0, 128)
+    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
     attachment, plan = begun
     assert attachment.grants.begin(plan.lease)
@@ -215,15 +215,15 @@ def test_copies_are_cut_into_the_right_blocks_for_every_local_hit(rig: Rig) -> N
     for local in range(0, 4 * CHUNK, 16):
         request = f"local-{local}"
         assert rig.lookup(request, tokens, local) == 4 * CHUNK
-        begun = rig.connector.scheduler.begin_load(request, range(32, 48), local, 4 * CHUNK)
+        begun = rig.connector.scheduler.begin_load(request, [range(32, 48)], local, 4 * CHUNK)
         assert begun is not None
         attachment, plan = begun
-        assert [chunk.index for chunk in plan.chunks] == list(range(local // CHUNK, 4))
-        assert [chunk.skip_blocks for chunk in plan.chunks] == [local % CHUNK // 16] + [0] * (3 - local // CHUNK)
+        assert [piece.chunk for piece in plan.pieces] == list(range(local // CHUNK, 4))
+        assert [piece.skip_blocks for piece in plan.pieces] == [local % CHUNK // 16] + [0] * (3 - local // CHUNK)
         rig.kv.k[0][32:48] = float("nan")
         assert rig.connector.worker.load(attachment, plan) == 4 * CHUNK
         attachment.release()
         first = local // 16
         assert torch.equal(rig.blocks(range(32 + first, 48)), wanted[:, first:])
         assert rig.kv.k[0][32 : 32 + first].isnan().all()
-        assert len(plan.chunks) * PER_CHUNK >= 16 - first
+        assert len(plan.pieces) * PER_CHUNK >= 16 - first

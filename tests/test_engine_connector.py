@@ -6,12 +6,14 @@ loaded are NaN until the load is done, and stores read the blocks only when they
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import Any
 
 import pytest
 from engine_helpers import (
     MemoryConnector,
+    Pool,
     assert_same_bits,
     config,
     make_engine,
@@ -20,13 +22,11 @@ from engine_helpers import (
     run_one,
     sampling,
 )
-from torch import Tensor
 
-from kvdock.engine.config import EngineConfig
+from kvdock.engine.block_manager import held
+from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import Completion, RequestError, State
-
-Pool = dict[tuple[int, ...], Tensor]
 
 
 def connected(pool: Pool, settings: EngineConfig | None = None, **options: Any) -> tuple[Engine, MemoryConnector]:
@@ -136,7 +136,7 @@ def test_loading_blocks_are_not_offered_to_the_prefix_cache() -> None:
     twins = [engine.add_request(tokens, sampling()) for _ in range(2)]
     engine.step()
     assert [engine.requests[twin].state for twin in twins] == [State.LOADING] * 2
-    assert not engine.scheduler.blocks.cached
+    assert not engine.scheduler.blocks.pool.cached
     done = run(engine)
     assert all(done[twin].output_tokens == cold(tokens).output_tokens for twin in twins)
     assert all(done[twin].metrics.local_hit_tokens == 0 for twin in twins)
@@ -181,13 +181,13 @@ def test_blocks_being_stored_outlive_their_request() -> None:
     engine, connector = connected({}, config(num_blocks=12), store_polls=40)
     tokens = prompt(1, 100)
     run_one(engine, tokens, sampling(4))
-    stored = {block for store in connector.stores for block in store.blocks}
+    stored = {block for store in connector.stores for block in held(store.blocks)}
     assert len(stored) == 6
-    assert not stored & engine.scheduler.blocks.free.keys()
+    assert not stored & engine.scheduler.blocks.pool.free.keys()
     run_one(engine, prompt(2, 80), sampling(4))  # takes all the other blocks, writes none of the held
     assert engine.drain(10.0)
     engine.check_integrity()
-    assert len(engine.scheduler.blocks.free) == 12
+    assert len(engine.scheduler.blocks.pool.free) == 12
     other, _ = connected(connector.pool)
     found = run_one(other, tokens)
     assert found.metrics.loaded_tokens == 96
@@ -197,7 +197,7 @@ def test_blocks_being_stored_outlive_their_request() -> None:
 def test_a_request_waits_for_blocks_that_a_store_holds() -> None:
     engine, _ = connected({}, config(num_blocks=8), store_polls=12)
     run_one(engine, prompt(1, 100), sampling(4))
-    assert len(engine.scheduler.blocks.free) < 7
+    assert len(engine.scheduler.blocks.pool.free) < 7
     assert run_one(engine, prompt(2, 100)).output_tokens == cold(prompt(2, 100)).output_tokens
 
 
@@ -206,17 +206,17 @@ def test_an_aborted_load_keeps_its_blocks_and_its_id_until_it_reports() -> None:
     engine, connector = connected(filled_pool(tokens), load_polls=5)
     victim = engine.add_request(tokens, sampling())
     engine.step()
-    taken = set(connector.loads[0].blocks)
+    taken = set(held(connector.loads[0].blocks))
     engine.abort(victim)
     engine.check_integrity()
-    assert not taken & engine.scheduler.blocks.free.keys()
+    assert not taken & engine.scheduler.blocks.pool.free.keys()
     assert connector.forgotten == [victim]
     with pytest.raises(RequestError, match="in use"):
         engine.add_request(tokens, request_id=victim)
     assert not engine.has_unfinished
     assert engine.drain(10.0)
     engine.check_integrity()
-    assert len(engine.scheduler.blocks.free) == engine.config.num_blocks
+    assert len(engine.scheduler.blocks.pool.free) == engine.config.num_blocks
     assert engine.add_request(tokens, sampling(), victim) == victim
     assert run(engine)[victim].output_tokens == cold(tokens).output_tokens
 
@@ -253,15 +253,21 @@ def test_close_aborts_and_closes_the_connector() -> None:
     assert not engine.has_unfinished
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_delays_failures_preemptions_and_aborts_never_change_tokens(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "num_blocks"), [("tiny", 22), ("tiny-mla", 22), ("tiny-hybrid2", 44), ("tiny-hybrid3", 60)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_delays_failures_preemptions_and_aborts_never_change_tokens(
+    seed: int, model: str, num_blocks: int
+) -> None:
     random = Random(seed)
     pool: Pool = {}
+    settings = preset(model)
     engine, connector = connected(
-        pool, config(num_blocks=22, max_running=6), random=Random(seed + 100), unknown_lookups=1, load_polls=3,
-        store_polls=4,
+        pool, dataclasses.replace(settings, num_blocks=num_blocks, max_running=6), random=Random(seed + 100),
+        unknown_lookups=1, load_polls=3, store_polls=4,
     )
-    alone = make_engine(config(max_local_hit_tokens=0))
+    alone = make_engine(dataclasses.replace(settings, max_local_hit_tokens=0))
     wanted: dict[str, list[int]] = {}
     done: dict[str, Completion] = {}
     while len(wanted) < 25 or engine.has_unfinished:
@@ -281,4 +287,4 @@ def test_random_delays_failures_preemptions_and_aborts_never_change_tokens(seed:
     for request_id, completion in done.items():
         assert completion.output_tokens == wanted[request_id][: len(completion.output_tokens)]
         assert completion.finish_reason == "aborted" or len(completion.output_tokens) == len(wanted[request_id])
-    assert len(engine.scheduler.blocks.free) == engine.config.num_blocks
+    assert len(engine.scheduler.blocks.pool.free) == engine.config.num_blocks

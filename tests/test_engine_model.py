@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,42 +14,61 @@ from torch import Tensor
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine import tokenizer
 from kvdock.engine.config import ConfigError, EngineConfig, preset
+from kvdock.engine.groups import SlidingWindow
 from kvdock.engine.kv_cache import KVCache, Tensors
 from kvdock.engine.kv_formats import KV_FORMATS
 from kvdock.engine.model import Model
 
+MODELS = ["tiny", "tiny-mha", "tiny-mla", "tiny-hybrid2", "tiny-hybrid3"]
 
-def plain_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of a whole sequence, by the formula, no pages: q (n, heads, head) → the same shape."""
+
+def plain_attend(q: Tensor, k: Tensor, v: Tensor, reach: int | None) -> Tensor:
+    """Attention of a whole sequence, by the formula, no pages: q (n, heads, head) → (n, heads, value)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k)
-    scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    back = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    hidden = (back < 0) | (back >= (len(q) if reach is None else reach))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
 def plain_greedy(model: Model, tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+    groups, latent = model.config.groups, model.config.latent_size
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor | None) -> Tensor:
+        return plain_attend(q, k, k[..., :latent] if v is None else v, groups[layer % len(groups)].reach)
+
     tokens, logits = list(tokens), []
     for _ in range(count):
-        logits.append(model.forward(torch.tensor(tokens), 0, lambda _, q, k, v: plain_attend(q, k, v)))
+        logits.append(model.forward(torch.tensor(tokens), 0, attend))
         tokens.append(int(logits[-1].argmax()))
     return tokens[-count:], logits
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 300])
-def test_paged_equals_plain_attention(length: int) -> None:
-    found = run_one(make_engine(), prompt(length, length), sampling(8))
-    tokens, logits = plain_greedy(Model(TINY.model), prompt(length, length), 8)
+def test_paged_equals_plain_attention(length: int, name: str) -> None:
+    settings = preset(name)
+    found = run_one(make_engine(settings), prompt(length, length), sampling(8))
+    tokens, logits = plain_greedy(Model(settings.model), prompt(length, length), 8)
     assert found.output_tokens == tokens
     for one, other in zip(found.logits, logits, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
 
 
+def fitting(name: str) -> EngineConfig:
+    """The tiny preset whose attention has the planes of a format."""
+    return preset("tiny-mla" if KV_FORMATS[name].is_latent else "tiny")
+
+
+def in_format(name: str, **changes: Any) -> EngineConfig:
+    return dataclasses.replace(fitting(name), kv_format=name, **changes)
+
+
 @pytest.mark.parametrize("name", sorted(KV_FORMATS))
 def test_every_format_gives_the_same_bits(name: str) -> None:
-    wanted = run_one(make_engine(), prompt(1, 200))
-    found = run_one(make_engine(config(kv_format=name), shuffle_seed=9), prompt(1, 200))
-    assert_same_bits(found, wanted)
+    found = run_one(make_engine(in_format(name), shuffle_seed=9), prompt(1, 200))
+    assert_same_bits(found, run_one(make_engine(fitting(name)), prompt(1, 200)))
 
 
 def leaves(tensors: Tensors) -> list[Tensor]:
@@ -57,9 +77,10 @@ def leaves(tensors: Tensors) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", sorted(KV_FORMATS))
 def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
-    kv = KVCache(config(kv_format=name, num_blocks=5))
-    for value, paged in enumerate([*kv.k, *kv.v], start=1):
-        assert paged.shape == (5, 16, 2, 16)
+    kv = KVCache(in_format(name, num_blocks=5))
+    model = kv.config.model
+    for value, paged in enumerate(kv.planes, start=1):
+        assert paged.shape == (5, 16, model.kv_heads, model.head_size)
         assert not paged.any(), "written through another view"
         paged.fill_(value)
     assert all(tensor.all() for tensor in leaves(kv.tensors))
@@ -69,9 +90,9 @@ def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(KV_FORMATS))
 def test_the_data_path_sees_the_planes_that_attention_sees(name: str) -> None:
     """A plane's base address and block stride, layer by layer, K before V, are those of the engine's views."""
-    kv = KVCache(config(kv_format=name, num_blocks=5))
+    kv = KVCache(in_format(name, num_blocks=5))
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
-    sides = [side for pair in zip(kv.k, kv.v, strict=True) for side in pair]
+    sides = kv.planes if KV_FORMATS[name].is_latent else [s for pair in zip(kv.k, kv.v, strict=True) for s in pair]
     assert [plane[:2] for plane in layout.planes] == [(s.data_ptr(), s.stride(0) * s.element_size()) for s in sides]
     assert (layout.block_bytes, layout.num_blocks) == (kv.block_bytes, 5)
 
@@ -88,8 +109,9 @@ def test_any_single_wrong_block_changes_the_logits() -> None:
         while request.computed < length // 64 * 64:
             engine.step()
         wrong, donor = random.sample(range(request.computed // 16), 2)
-        for paged in (*engine.kv.k, *engine.kv.v):
-            paged[request.table[wrong]] = paged[request.table[donor]]
+        [table] = request.table
+        for paged in engine.kv.planes:
+            paged[table[wrong]] = paged[table[donor]]
         found = run(engine)[request_id]
         change = (found.logits[0] - wanted.logits[0]).abs().max()
         assert change > 1e-2, f"trial {trial}: block {wrong} of {length // 16} moved the first logits by {change}"
@@ -122,6 +144,7 @@ def test_text_survives_the_tokenizer(text: str) -> None:
     ("changes", "message"),
     [
         ({"kv_format": "NL_X_NB_BS_HS"}, "kv_format: found 'NL_X_NB_BS_HS', wanted one of"),
+        ({"model": preset("tiny-mla").model}, "kv_format: found 'NL_X_TWO_NB_BS_NH_HS', wanted one of"),
         ({"num_blocks": 0}, "num_blocks: found 0, wanted at least 1"),
         ({"max_step_tokens": 64}, "max_step_tokens: found 64, wanted at least 80"),
         ({"max_local_hit_tokens": -1}, "max_local_hit_tokens: found -1"),
@@ -135,6 +158,10 @@ def test_a_bad_setting_is_refused_by_name(changes: dict[str, object], message: s
 def test_a_bad_model_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="heads: found 3, wanted a multiple of kv_heads=2"):
         dataclasses.replace(TINY.model, heads=3)
-    with pytest.raises(ConfigError, match=r"preset: found 'huge', wanted one of \['small', 'tiny'\]"):
+    with pytest.raises(ConfigError, match=r"preset: found 'huge', wanted one of \['small', 'tiny', 'tiny-hybrid2', .*"):
         preset("huge")
+    with pytest.raises(ConfigError, match="layers: found 2, wanted a multiple of the groups"):
+        dataclasses.replace(TINY.model, groups=preset("tiny-hybrid3").model.groups)
+    with pytest.raises(ConfigError, match="groups: found"):
+        dataclasses.replace(TINY.model, groups=(SlidingWindow(0),))
     assert isinstance(preset("small"), EngineConfig)

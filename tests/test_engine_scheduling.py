@@ -148,7 +148,7 @@ def test_preempted_requests_give_the_tokens_they_give_alone() -> None:
     assert sum(completion.metrics.preemptions for completion in done.values()) > 0
     for request_id, tokens in zip(ids, prompts, strict=True):
         assert_same_tokens(done[request_id], run_one(make_engine(), tokens, sampling(60)))
-    assert len(engine.scheduler.blocks.free) == 20
+    assert len(engine.scheduler.blocks.pool.free) == 20
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 8])
@@ -161,7 +161,7 @@ def test_abort_frees_the_blocks_whenever_it_comes(steps: int) -> None:
     assert engine.abort(victim).finish_reason == "aborted"
     engine.check_integrity()
     assert_same_bits(run(engine)[other], run_one(make_engine(), prompt(2, 100)))
-    assert len(engine.scheduler.blocks.free) == engine.config.num_blocks
+    assert len(engine.scheduler.blocks.pool.free) == engine.config.num_blocks
     with pytest.raises(RequestError, match="wanted an unfinished request"):
         engine.abort(victim)
 
@@ -268,7 +268,7 @@ def test_no_block_is_lost_in_a_random_life(seed: int) -> None:
     for request_id, completion in done.items():
         assert completion.output_tokens == wanted[request_id][: len(completion.output_tokens)]
         assert completion.finish_reason == "aborted" or len(completion.output_tokens) == len(wanted[request_id])
-    assert len(engine.scheduler.blocks.free) == engine.config.num_blocks
+    assert len(engine.scheduler.blocks.pool.free) == engine.config.num_blocks
 
 
 def test_text_goes_in_and_text_comes_out() -> None:

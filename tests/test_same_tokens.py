@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kvdock.api.client import Client
 from kvdock.connectors.connector import KvdockConnector
-from kvdock.connectors.interface import LoadDone, Progress, StoreDone
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion
@@ -168,9 +169,10 @@ class Spoiler:
         self.victims[request_id] = self.random.randrange(first_own_chunk * per_chunk, chunks * per_chunk)
 
     def begin_store(
-        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[int], computed_tokens: int
-    ) -> tuple[int, ...]:
-        victim = block_ids[self.victims[request_id]] if self.victims[request_id] < len(block_ids) else -1
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
+        table = held(block_ids)
+        victim = table[self.victims[request_id]] if self.victims[request_id] < len(table) else -1
         paged = [*self.kv.k, *self.kv.v]
         before = [one[victim].clone() for one in paged]
         for one in paged:
@@ -178,7 +180,7 @@ class Spoiler:
         blocks = self.inner.begin_store(request_id, token_ids, block_ids, computed_tokens)
         while blocks and StoreDone(request_id, blocks) not in self.stores:
             self._take_in(self.inner.poll(0.05))
-        if victim in blocks:
+        if victim in held(blocks):
             self.spoiled.append(request_id)
         for one, old in zip(paged, before, strict=True):
             one[victim] = old
@@ -197,7 +199,7 @@ class Spoiler:
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         return self.inner.lookup(request_id, token_ids, local_tokens)
 
-    def begin_load(self, request_id: str, block_ids: Sequence[int], local_tokens: int, hit_tokens: int) -> None:
+    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         self.inner.begin_load(request_id, block_ids, local_tokens, hit_tokens)
 
     def finished(self, request_id: str) -> None:

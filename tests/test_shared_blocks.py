@@ -20,6 +20,7 @@ from engine_helpers import assert_same_bits, config, make_engine, prompt, run_on
 from torch import Tensor
 
 from kvdock.connectors.connector import KvdockConnector
+from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.request import Completion, State
@@ -147,7 +148,7 @@ def test_two_loads_at_once_with_a_skip_in_the_same_chunk_write_only_their_own_bl
             assert rig.lookup(request, tokens, shared * BLOCK) == 2 * CHUNK
         for request, own in tables.items():
             table = [*range(64, 64 + shared), *own[shared:]]
-            rig.connector.begin_load(request, table, shared * BLOCK, 2 * CHUNK)
+            rig.connector.begin_load(request, [table], shared * BLOCK, 2 * CHUNK)
         for request, own in tables.items():
             assert rig.wait_load(request).valid_tokens == 2 * CHUNK
             assert torch.equal(rig.blocks(own[shared:]), rig.blocks(range(shared, 8)))
@@ -177,7 +178,8 @@ class Stillness:
         paged = [*self.engine.kv.k, *self.engine.kv.v]
         for request in self.engine.scheduler.running:
             for index in range(request.computed // BLOCK):
-                block = request.table[index]
+                block = request.table[0][index]
+                assert block is not None
                 now = [one[block] for one in paged]
                 before = self.seen.setdefault((request.id, index, block), [one.clone() for one in now])
                 self.looks += 1
@@ -236,7 +238,7 @@ def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(se
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
         engine.check_integrity()
         loading = [r for r in engine.requests.values() if r.state is State.LOADING]
-        taken = [block for request in loading for block in request.table]
+        taken = [block for request in loading for block in held(request.table)]
         assert len(taken) == len(set(taken))
         together = max(together, len(loading))
     engine.close()

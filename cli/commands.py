@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -136,11 +136,13 @@ def bench(
 
 
 def demo(
-    port: Annotated[int, typer.Option(help="TCP port of the server; 0 lets the system choose.")] = 7410,
+    port: Annotated[int, typer.Option(
+        min=0, max=65535, help="TCP port of the server; 0 lets the system choose."
+    )] = 7410,
     as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object; ends by itself.")] = False,
-    preset: Annotated[str, typer.Option(help="Size of the engines' model.")] = "small",
+    preset: Annotated[Literal["small", "tiny"], typer.Option(help="Size of the engines' model.")] = "small",
     turns: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 4,
-    pool: Annotated[str, typer.Option(help="Size of the server's pool.")] = "1GiB",
+    pool_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Size of the server's pool.")] = "1GiB",
 ) -> int:
     """A server, two small engines that share it, and the status page."""
     # The engines are processes of their own: what they lack is said here, before anything starts.
@@ -149,4 +151,4 @@ def demo(
         raise Refused(f"the demo's engines need {' and '.join(missing)}: pip install 'kvdock[engine]'", FAILED)
     from kvdock.cli.demo import demo as run_demo
 
-    return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool=pool)
+    return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.api.settings import Effective
@@ -20,10 +20,11 @@ def show_config(effective: Effective, *, as_json: bool, console: Console) -> Non
             for name, origin in effective.origins.items()
         }})
         return
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    table = Table(Column("setting", no_wrap=True), "value", "from", box=None, pad_edge=False)
     for name, origin in effective.origins.items():
         value = exact_bytes(values[name]) if name.endswith("_bytes") else str(values[name])
         place = f"{origin.source}: {origin.where}" if origin.where else origin.source
         style = "" if origin.source == "default" else "bold"
-        table.add_row(name, Text(printable(value) or "(empty)", style=style), Text(printable(place)))
+        table.add_row(name, Text(printable(value) or "(empty)", style=style, overflow="fold"),
+                      Text(printable(place), overflow="fold"))
     console.print(table)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -28,6 +30,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from kvdock.api.client import Client
+from kvdock.api.server import ending_signals
+from kvdock.api.settings import effective
+from kvdock.cli.outcome import DONE, FAILED, Refused
 from kvdock.engine import tokenizer
 
 CHUNK_TOKENS = 256
@@ -53,10 +58,6 @@ class Turn:
         return self.ttft_alone_s / self.ttft_kvdock_s
 
 
-class DemoFailed(Exception):
-    """A process of the demo ended early; the message carries what it said."""
-
-
 class EngineProcess:
     """A demo_engine at the other end of two pipes. Ends when its input closes."""
 
@@ -73,13 +74,15 @@ class EngineProcess:
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended: reading will say so
+            self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
+            self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
@@ -87,29 +90,30 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise DemoFailed(f"{self.name} ended with status {self._process.wait()}")
+            raise Refused(f"{self.name} ended with status {self._process.wait()}", FAILED)
         found: dict[str, Any] = json.loads(line)
         return found
 
 
 @contextmanager
-def serving(port: int, pool: str, folder: Path) -> Iterator[tuple[str, str]]:
-    """A `kvdock serve` of its own process group; yields (page URL, Unix address) once it is ready."""
+def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server in a process group of its own, so that Ctrl-C is ours alone; yields (it, page URL, Unix address)
+    once it is ready."""
     socket_path = folder / "kvdock.sock"
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvdock.cli.main", "serve", "--port", str(port), "--socket-path", str(socket_path),
-         "--pool-bytes", pool],
-        stdout=subprocess.PIPE, text=True, start_new_session=True,
+        [sys.executable, "-m", "kvdock.cli.demo_server", "--port", str(port), "--socket-path", str(socket_path),
+         "--pool-bytes", pool_bytes],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
     try:
         line = process.stdout.readline()
         if not line:
-            raise DemoFailed("the server did not start (see above)")
+            raise Refused("the server did not start (see above)", FAILED)
         url = next(word for word in line.split() if word.startswith("http://"))
-        yield url.rstrip("/") + "/", f"unix:{socket_path}"
+        yield process, f"{url}/", f"unix:{socket_path}"
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.stdin.close()
         process.wait()
         process.stdout.close()
 
@@ -137,13 +141,26 @@ def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, sh
 
 
 class Screen:
-    """What a person watches: one row a turn, a spinner for what is under way."""
+    """What a person watches: one row a turn, a spinner for what is under way. The rows stay when it ends."""
 
-    def __init__(self, console: Console, live: Live) -> None:
-        self._console, self._live = console, live
-        self._table = Table(title="Seconds to the first token of each answer", title_justify="left")
+    def __init__(self, console: Console) -> None:
+        self._live = Live(Spinner("dots", "starting a server, two engines that share it, and one without"),
+                          console=console)
+        self._table = Table(title="Seconds to the first token of each answer", title_justify="left", box=None,
+                            pad_edge=False, padding=(0, 2, 0, 0))
         for title in ("turn", "engine", "prompt", "from kvdock", "MiB", "alone", "kvdock", "faster", "tokens"):
             self._table.add_column(title, justify="left" if title in ("engine", "tokens") else "right", no_wrap=True)
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._live.update(self._table if self._table.row_count else "")
+        self._live.stop()
 
     def working(self, what: str) -> None:
         grid = Table.grid()
@@ -171,54 +188,58 @@ def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict
         "turns_with_reuse": len(reused),
         "loaded_bytes": sum(turn.loaded_bytes for turn in turns),
         "stored_bytes": counters.get("stored_bytes", 0),
-        "median_speedup": round(sorted(turn.speedup for turn in reused)[len(reused) // 2], 2) if reused else None,
+        "median_speedup": round(statistics.median(turn.speedup for turn in reused), 2) if reused else None,
         "seconds": round(seconds, 1),
     }
 
 
-def demo(*, port: int, as_json: bool, preset: str = "small", turns: int = 4, pool: str = "1GiB") -> int:
-    """Runs the demo; returns the exit status: 0 when every token was the same and something was reused."""
+def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) -> int:
+    """Runs the demo; returns the exit status: 0 when every token was the same and something was reused.
+
+    Raises SettingsError, and Refused when one of its processes ends early.
+    """
+    effective(os.environ, flags={"port": str(port), "pool_bytes": pool_bytes})  # before anything is started
     console = Console(stderr=as_json)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both unwind the stack: nothing is left behind
+    for number in ending_signals():  # each unwinds the stack: nothing is left behind
+        signal.signal(number, signal.default_int_handler)
     began = time.monotonic()
-    try:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
-            starting = Spinner("dots", "starting a server, two engines that share it, and one without")
-            live = stack.enter_context(Live(starting, console=console))
-            url, address = stack.enter_context(serving(port, pool, folder))
-            engines = [EngineProcess(name, address, preset) for name in ("engine A", "engine B")]
-            alone = EngineProcess("engine alone", None, preset)
-            for engine in [*engines, alone]:
-                stack.callback(engine.close)
-                engine.wait_ready()
-            console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
-            results = run_turns(engines, alone, turns, Screen(console, live))
-            with Client(address) as client:
-                found = figures(results, client.status().counters, time.monotonic() - began)
-            live.stop()
-            if as_json:
-                print(json.dumps(found))
-            else:
-                linger(console, url, found)
-            return 0 if found["tokens_identical"] and found["turns_with_reuse"] else 1
-    except DemoFailed as error:
-        console.print(f"demo: {error}", style="red")
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
+        screen = stack.enter_context(Screen(console))
+        server, url, address = stack.enter_context(serving(port, pool_bytes, folder))
+        engines = [EngineProcess(name, address, preset) for name in ("engine A", "engine B")]
+        alone = EngineProcess("engine alone", None, preset)
+        for engine in [*engines, alone]:
+            stack.callback(engine.close)
+        for engine in [*engines, alone]:
+            engine.wait_ready()
+        console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
+        results = run_turns(engines, alone, turns, screen)
+        with Client(address) as client:
+            found = figures(results, client.status().counters, time.monotonic() - began)
+        screen.stop()
+        if as_json:
+            print(json.dumps(found))
+        else:
+            linger(console, server, url, found)
+        return DONE if found["tokens_identical"] and found["turns_with_reuse"] else FAILED
 
 
-def linger(console: Console, url: str, found: dict[str, Any]) -> None:
-    """Keeps the server and both engines up until Ctrl-C."""
+def linger(console: Console, server: subprocess.Popen[str], url: str, found: dict[str, Any]) -> None:
+    """Keeps the server and both engines up until Ctrl-C. Raises Refused when the server ends by itself."""
     same = "identical" if found["tokens_identical"] else "DIFFERENT"
     console.print(
         f"\nTokens {same} in every turn; {found['stored_bytes'] / 2**20:.1f} MiB stored, "
         f"{found['loaded_bytes'] / 2**20:.1f} MiB loaded by the other engine, "
         f"time to first token {found['median_speedup']}x shorter (median)."
     )
-    console.print(f"The server stays up: open {url} in a browser. Ctrl-C ends it and removes every segment.")
+    console.print(
+        f"The server stays up: open {url} in a browser, or ask it: kvdock status --server {url.rstrip('/')}\n"
+        "Ctrl-C ends it and removes every segment.", soft_wrap=True,
+    )
     try:
-        signal.pause()
+        status = server.wait()
     except KeyboardInterrupt:
         console.print("\nstopping")
+    else:
+        raise Refused(f"the server ended with status {status}", FAILED)

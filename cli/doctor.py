@@ -7,6 +7,7 @@ kvdock itself.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -71,6 +72,8 @@ def _server(settings: Settings) -> Finding:
         with Client(address, timeout_s=TIMEOUT_S) as client:
             status = client.status()
     except ServerUnavailable as error:
+        if _listens(settings.socket_path):
+            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
         return Finding("server", "problem", f"at {address}: {error}", "run a client of the server's release")
@@ -79,6 +82,17 @@ def _server(settings: Settings) -> Finding:
         reasons = ", ".join(status.reasons)
         return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
     return Finding("server", "ok", said)
+
+
+def _listens(socket_path: str) -> bool:
+    """Whether a process is behind that socket. One that is stopped is: the kernel takes connections for it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(TIMEOUT_S)
+        try:
+            probe.connect(socket_path)
+        except OSError:
+            return False
+        return True
 
 
 # --------------------------------------------------------------------------- the extension
@@ -95,12 +109,15 @@ def _extension() -> list[Finding]:
     paths = _core.cpu_paths()
     plain = "" if paths[0] != "scalar" else "this processor has no vector loop for it: copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
-    # Whatever copies on a GPU is exported under its name: there is nothing to look for elsewhere.
-    kernels = [name for name in vars(_core) if name.lower().startswith(("cuda", "gpu"))]
-    gpu = Finding("GPU kernels", "ok", ", ".join(kernels)) if kernels else Finding(
-        "GPU kernels", "note", "none in this build: CPU copy only"
-    )
-    return [build, gpu]
+    return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable())]
+
+
+def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
+    """`unavailable`: why they cannot run here, "" when they can."""
+    if not compiled_for:
+        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: install it where nvcc is")
+    said = f"for {', '.join(compiled_for)}"
+    return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
 
 
 def _wanted_bytes(settings: Settings) -> int:
@@ -153,7 +170,7 @@ def _size_bytes(machine: Machine, name: str) -> int:
 def _table(findings: list[Finding]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
-        said = Text(printable(finding.found))
+        said = Text(printable(finding.found), overflow="fold")
         if finding.advice:
             said.append(f"\n→ {printable(finding.advice)}", style="italic")
         level = "OK" if finding.level == "ok" else finding.level

@@ -5,6 +5,7 @@ Reads only. Where it looks is passed in, so that tests can show it machines that
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
@@ -62,6 +63,11 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
         yield Finding(
             "shared memory", "problem", f"{machine.shm_dir} is not there",
             f"mount -t tmpfs -o size=… tmpfs {machine.shm_dir}; in a container: --ipc host, or mount the host's",
+        )
+        return
+    if not os.access(machine.shm_dir, os.W_OK):
+        yield Finding(
+            "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user may write"
         )
         return
     try:

@@ -31,7 +31,8 @@ MEANINGS: dict[str, str] = {
     "ask_s": "The server asks about a lease that is older.",
     "watch_s": "How often locks of members, deadlines and free space are looked at.",
     "drain_s": "After SIGTERM calls, leases and reservations get so long to end; nothing new is given out.",
-    "on_exit": "What SIGTERM does with the pool in the end: `remove`, or `keep` for a later server. Ctrl-C removes it.",
+    "on_exit": "What SIGTERM does with the pool: `remove`, or `keep` it until the next server starts. "
+    "Ctrl-C removes it.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",
     "recent_requests": "Lookups and stores kept for the status page.",

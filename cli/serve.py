@@ -10,9 +10,7 @@ import inspect
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,32 +29,27 @@ def serve(config: str | None, verbose: bool, **flags: str | None) -> None:
     `pool_bytes = "8GiB"` a line. Sizes may be written 512MiB or 4GiB. Flags win over the environment, which
     wins over the file.
 
-    It ends by Ctrl-C, at once, or by SIGTERM, which drains: nothing new is given out, and what is under way
-    gets --drain-s to end.
+    It ends by Ctrl-C, at once, or by SIGTERM or the terminal's end, which drain: nothing new is given out, and
+    what is under way gets --drain-s to end. Either way its exit status is 0.
     """
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     settings = effective(os.environ, config=config, flags=flags).settings
-    ready = threading.Event()
+    from kvdock.api.server import Server, ending_signals  # half a second of imports that --help need not wait for
 
-    def stop_early(number: int, frame: FrameType | None) -> None:
-        # Until the server handles signals itself the stack is unwound, which removes what it has made of
-        # the pool. Once it has served, it is already doing so: a second signal must not cut that short.
-        if not ready.is_set():
-            raise KeyboardInterrupt
+    announced = False
 
     def announce(addresses: Addresses) -> None:
-        ready.set()
+        nonlocal announced
+        announced = True
         typer.echo(ready_line(addresses))
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop_early)
-    from kvdock.api.server import run  # half a second of imports that --help need not wait for
-
-    try:
-        run(settings, announce)
-    except KeyboardInterrupt:
+    server = Server(settings, announce)
+    for number in ending_signals():  # while it starts and while it cleans up; in between the server handles them itself
+        signal.signal(number, lambda *_: server.stop())
+    server.run()
+    if not announced:
         typer.echo("stopped before it was ready", err=True)
 
 

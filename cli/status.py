@@ -34,13 +34,13 @@ def _overview(status: Status, address: str) -> Table:
         "server": f"{status.version} at {address}, up {duration(status.uptime_s)}",
         "state": ", ".join([status.status, *status.reasons]),
         "pool": f"{size(pool.allocated_bytes)} of at most {size(pool.limit_bytes)}, {size(pool.free_bytes)} free",
-        "ready": f"{size(pool.ready_bytes)} in {chunks.ready} chunks",
-        "being written": f"{size(pool.reserved_bytes)} in {chunks.reserved} chunks",
-        "quarantined": f"{size(pool.quarantined_bytes)} in {chunks.quarantined} chunks",
+        "ready": f"{size(pool.ready_bytes)} in {chunks.ready:,} chunks",
+        "being written": f"{size(pool.reserved_bytes)} in {chunks.reserved:,} chunks",
+        "quarantined": f"{size(pool.quarantined_bytes)} in {chunks.quarantined:,} chunks",
         "held": f"{size(pool.held_bytes)} by {status.leases} leases and {status.reservations} reservations",
         **{name.replace("_", " "): figure(name, value) for name, value in sorted(status.counters.items())},
     }
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(printable(value)))
+        table.add_row(Text(name, style="bold"), Text(printable(value), overflow="fold"))
     return table

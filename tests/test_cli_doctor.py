@@ -14,9 +14,9 @@ import pytest
 from api_helpers import ServerProcess
 from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 
-from kvdock._core import Table, cpu_paths
+from kvdock._core import Table, cpu_paths, cuda_kernels
 from kvdock.api.settings import Settings
-from kvdock.cli.doctor import examine
+from kvdock.cli.doctor import _kernels, examine
 from kvdock.cli.doctor_machine import Finding, Machine
 
 CHECKS = {"kvdock", "settings", "server", "extension", "GPU kernels", "shared memory", "control group", "huge pages",
@@ -60,6 +60,7 @@ def test_every_check_is_made_and_a_small_pool_has_no_problem_here(tmp_path: Path
     assert set(found) == CHECKS
     assert all(check["level"] in ("ok", "note") for check in found.values())
     assert found["server"]["level"] == "note" and "kvdock serve" in found["server"]["advice"]
+    assert ", ".join(cuda_kernels()) in found["GPU kernels"]["found"]
     assert found["extension"]["found"] == f"CPU copy by {', '.join(cpu_paths())}"
     assert "/dev/shm" in found["shared memory"]["found"]
     assert "KVDOCK_POOL_BYTES" in found["settings"]["found"]
@@ -95,6 +96,22 @@ def test_a_server_that_answers_needs_no_room_for_another_pool(server: ServerProc
     found = checks_of(kvdock("doctor", "--json", **environ), 0)
     assert found["server"]["level"] == found["shared memory"]["level"] == "ok"
     assert "1 in use" in found["pools"]["found"] or int(found["pools"]["found"].split()[0]) > 1
+
+
+def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerProcess, tmp_path: Path) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        found = checks_of(kvdock("doctor", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"), **SMALL), 1)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert found["server"]["level"] == "problem" and "it listens at" in found["server"]["found"]
+    assert "stopped" in found["server"]["advice"]
+
+
+def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:
+    assert _kernels([], "no driver").level == "note" and "CPU copy only" in _kernels([], "no driver").found
+    assert _kernels(["sm_90"], "no driver") == Finding("GPU kernels", "note", "for sm_90; no driver")
+    assert _kernels(["sm_80", "sm_90"], "") == Finding("GPU kernels", "ok", "for sm_80, sm_90")
 
 
 def test_a_pool_whose_server_was_killed_is_noted_until_it_is_removed(tmp_path: Path) -> None:
@@ -172,6 +189,8 @@ def test_the_table_counts_as_well_as_the_pool(tmp_path: Path) -> None:
 def test_shared_memory_that_is_missing_is_a_problem_and_memory_that_is_short_a_note(tmp_path: Path) -> None:
     found = examined(Machine(shm_dir=tmp_path / "nowhere"), tmp_path)
     assert found["shared memory"].level == "problem" and "is not there" in found["shared memory"].found
+    locked = Path("/proc/sys")  # a folder that not even root may write
+    assert "cannot be written" in examined(Machine(shm_dir=locked), tmp_path)["shared memory"].found
     short = machine_of(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1024 kB\n"})
     found = examined(short, tmp_path)
     assert found["shared memory"].level == "note" and "only 1.0 MiB of memory" in found["shared memory"].found

@@ -1,24 +1,40 @@
-"""How `kvdock serve` ends: SIGTERM drains, then removes or keeps the pool; Ctrl-C removes it at once."""
+"""How `kvdock serve` ends: SIGTERM drains, then removes or keeps the pool; Ctrl-C removes it at once; and when
+there is no shared memory it says so before it has begun."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 from api_helpers import Engine, attach, eventually, http_connection, keys, raw
-from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
+from cli_helpers import (
+    KVDOCK,
+    SMALL,
+    TIMEOUT_S,
+    clean_environ,
+    complaints,
+    first_line,
+    kvdock,
+    kvdock_serve,
+    refusal,
+)
 
+from kvdock._core import Table
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
-from kvdock.api.errors import ApiError
-from kvdock.datapath.liveness import server_alive
+from kvdock.api.errors import ApiError, StartupError
+from kvdock.api.server import Server
+from kvdock.api.settings import Settings
+from kvdock.datapath.liveness import remove_stale, server_alive
 from kvdock.datapath.shm import pool_objects
 
 Serving = tuple[subprocess.Popen[str], Client]
@@ -49,8 +65,13 @@ def drain(process: subprocess.Popen[str], folder: Path) -> None:
 
 def ended(process: subprocess.Popen[str]) -> None:
     """By itself, without a word."""
+    assert last_words(process) == []
+
+
+def last_words(process: subprocess.Popen[str]) -> list[str]:
     out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, out, err) == (0, "", "")
+    assert (process.returncode, out) == (0, ""), err
+    return complaints(err)
 
 
 def refused(call: object) -> str:
@@ -112,7 +133,7 @@ def test_a_drain_does_not_wait_for_engines_that_die(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.Signals) -> None:
     with ready(tmp_path, *LONG) as (process, client):
         engine, _, _ = holding(client)
@@ -122,6 +143,26 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.S
         ended(process)
         assert time.monotonic() - began < 5
         engine.close()
+
+
+def test_the_terminals_end_drains_and_nohup_outlives_it(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):
+        engine, _, _ = holding(client)
+        process.send_signal(signal.SIGHUP)
+        eventually(lambda: client.status().reasons == ["draining"])
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        engine.close()
+    command = ["nohup", *KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
+    with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          stdin=subprocess.DEVNULL) as process:
+        assert first_line(process)
+        process.send_signal(signal.SIGHUP)
+        with Client(f"unix:{tmp_path}/kvdock.sock") as client:
+            time.sleep(0.5)  # several looks at what is open
+            assert client.status().status == "ok"
+        process.send_signal(signal.SIGTERM)
+        ended(process)
 
 
 def slow_call(folder: Path) -> tuple[HTTPConnection, bytes]:
@@ -168,14 +209,17 @@ def test_a_kept_pool_is_whole_until_the_next_server_starts(tmp_path: Path) -> No
         engine = attach(client)
         engine.store(keys(2, "kept"))
         process.send_signal(signal.SIGTERM)
-        ended(process)
+        (said,) = last_words(process)
         engine.close()
+    assert f"pool {pool:016x} stays in shared memory" in said
+    assert "the next one that this user starts removes it" in said
     assert pool_objects()[pool] == objects and len(objects) == 3, "segment, table and lock file are there"
     assert not server_alive(pool) and not (tmp_path / "kvdock.sock").exists()
     with ready(tmp_path) as (process, client):
         assert pool not in pool_objects() and pool_of(client) != pool
         process.send_signal(signal.SIGTERM)
-        ended(process)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert f"a server that is gone had left its pool in shared memory: removed kvdock-{pool:016x}.lock" in err
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
@@ -196,3 +240,25 @@ def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: si
 def test_on_exit_takes_two_words() -> None:
     said = refusal(kvdock("serve", "--on-exit", "leave"), 2)
     assert "wanted remove or keep; found on_exit='leave' (--on-exit)" in said
+
+
+# --------------------------------------------------------------------------- shared memory that is not there
+
+
+def test_shared_memory_that_cannot_be_used_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock.api.pool.remove_stale", partial(remove_stale, tmp_path / "nowhere"))
+    settings = Settings.load({"socket_path": str(tmp_path / "kvdock.sock"), "port": 0, "pool_bytes": "16MiB"})
+    with pytest.raises(StartupError, match=r"shared memory cannot be used: .*nowhere") as error:
+        Server(settings).run()
+    assert error.value.code == "no_shared_memory" and not (tmp_path / "kvdock.sock").exists()
+
+
+def test_a_pool_that_leaves_no_room_for_its_table_is_refused(tmp_path: Path) -> None:
+    there, records = os.statvfs("/dev/shm"), 1 << 20
+    pool_bytes = there.f_bavail * there.f_frsize - Table.region_bytes(records, 64) // 2
+    done = kvdock(
+        "serve", "--port", "0", "--socket-path", str(tmp_path / "s"), "--pool-bytes", str(pool_bytes),
+        "--table-records", str(records), "--table-grants", "64",
+    )
+    (said,) = complaints(done.stderr)
+    assert done.returncode == 1 and f"pool_bytes={pool_bytes} does not fit beside the chunk table" in said

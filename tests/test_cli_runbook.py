@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml  # type: ignore[import-untyped]  # it ships no types
 from api_helpers import ServerProcess, attach, http_connection, keys, raw
 from cli_helpers import kvdock
@@ -20,7 +21,8 @@ from kvdock.api import probes, views
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES
 from kvdock.api.guard import allowed_hosts
-from kvdock.api.settings import Settings, effective
+from kvdock.api.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings, effective
+from kvdock.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
@@ -73,9 +75,24 @@ def test_codes_of_the_runbook_are_codes_of_the_server() -> None:
     assert named and named <= set(CODES)
 
 
-def test_commands_of_the_runbook_are_commands() -> None:
-    for command in sorted(set(re.findall(r"kvdock (\w+) --(\w[\w-]*)", RUNBOOK))):
-        assert f"--{command[1]}" in kvdock(command[0], "--help").stdout, command
+def test_commands_flags_and_variables_of_all_pages_exist() -> None:
+    commands = typer.main.get_group(app).commands
+    flags = {name: {word for one in command.params for word in one.opts} for name, command in commands.items()}
+    variables = {CONFIG_VARIABLE, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]
+    seen = 0
+    for page in pages:
+        text = page.read_text()
+        for command, words in re.findall(r"\bkvdock ([a-z]+)((?: [^\s`|;]+)*)", text):
+            asked = {word.partition("=")[0] for word in words.split() if word.startswith("--")}
+            assert not asked or asked <= flags[command] | {"--help"}, (page.name, command, words)
+            seen += len(asked)
+        unknown = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+", text)) - variables
+        assert not unknown, (page.name, unknown)
+    assert seen >= 6
+    named = set(re.findall(r"`--([a-z-]+)[ =`]", (ROOT / "docs/deploy.md").read_text()))
+    docker = {"ipc", "user", "shm-size", "memory"}
+    assert {"drain-s", "on-exit"} <= named <= docker | {word[2:] for word in flags["serve"]}, named
 
 
 # --------------------------------------------------------------------------- examples

@@ -35,6 +35,8 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     table_id = pool.table.add_member(
         session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms
     )
+    if member.pinned_through is not None:
+        pool.table.report_pinned(table_id, member.pinned_through)
     if member.id not in session.members:
         session.members[member.id] = MemberRecord(
             member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset, len(pool.retired)

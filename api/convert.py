@@ -60,14 +60,24 @@ def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
     return groups
 
 
-def limited_by(text: str) -> Literal["held_bytes", "no_space"] | None:
+def lookup_limit(text: str) -> Literal["held_bytes", "pinning"] | None:
+    """The table's word for what cut a hit short."""
+    match text:
+        case "":
+            return None
+        case "held_bytes" | "pinning":
+            return text
+    raise ValueError(f"limit found {text!r}, wanted held_bytes or pinning")
+
+
+def store_limit(text: str) -> Literal["held_bytes", "no_space", "pinning"] | None:
     """The table's word for what cut a reservation short."""
     match text:
         case "":
             return None
-        case "held_bytes" | "no_space":
+        case "held_bytes" | "no_space" | "pinning":
             return text
-    raise ValueError(f"limit found {text!r}, wanted held_bytes or no_space")
+    raise ValueError(f"limit found {text!r}, wanted held_bytes, no_space or pinning")
 
 
 @contextmanager

@@ -44,7 +44,7 @@ BODIES: dict[type[s.Body], dict[str, Any]] = {
         "instance": INSTANCE, "manifest": _MANIFEST,
         "member": {"id": MEMBER, "ranks": [0], "scheduler": True, "lock_offset": LOCK_OFFSET},
     },
-    s.Heartbeat: {"member": MEMBER},
+    s.Heartbeat: {"member": MEMBER, "pinned_through": 1},
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
@@ -64,7 +64,7 @@ _SEGMENT = s.Segment(
     id=0, name="/kvdock-3fa90c51d27be604-0000", bytes=1 << 30, data_offset=4096, prefaulted_bytes=1 << 30,
     used_bytes=32768,
 )
-_MEMBER = s.MemberView(id=MEMBER, ranks=[0], scheduler=True, state="live", heartbeat_age_s=0.8)
+_MEMBER = s.MemberView(id=MEMBER, ranks=[0], scheduler=True, state="live", heartbeat_age_s=0.8, pinned_through=1)
 _SESSION = s.SessionView(
     session=SESSION, instance=INSTANCE, label="", model="example-model", namespace=NAMESPACE, members=[_MEMBER],
     leases=1, reservations=0, held_bytes=32768, age_s=61.5,

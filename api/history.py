@@ -25,11 +25,16 @@ class Counters(msgspec.Struct):
     hit_tokens: int = 0
     peeks: int = 0
     limited_lookups: int = 0
+    unpinned_lookups: int = 0
+    unpinned_chunks: int = 0
+    unpinned_tokens: int = 0
+    """What hits lost because a rank of the session had not pinned where it lies."""
     loaded_chunks: int = 0
     loaded_bytes: int = 0
     """Of chunks in leases handed out; a lookup whose lease is cancelled counts no less."""
     reservations: int = 0
     short_reservations: int = 0
+    unpinned_reservations: int = 0
     attached_members: int = 0
     dead_members: int = 0
     refusals: int = 0

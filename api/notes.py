@@ -32,7 +32,8 @@ NOTES: dict[tuple[str, str], Note] = {
         "404 says that an earlier attempt got through.",
     ),
     ("POST", "/v1/sessions/{session}/heartbeat"): Note(
-        "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`.",
+        "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`. `pinned_through`: what is "
+        "pinned by now, for members that need pinning.",
         "idempotent by nature: done and keep may be said twice, and questions not answered are asked again.",
     ),
     ("POST", "/v1/lookups"): Note(

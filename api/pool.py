@@ -1,4 +1,4 @@
-"""The pool as one thing: lock file, segments, table region and the table over them.
+"""The pool as one thing: lock file, table region, segments and the table over them.
 
 Ownership: made by `open_pool` in that order, undone by `close` in the reverse one; when opening fails
 half-way nothing is left behind. The table and all methods are used from the event loop; only the
@@ -251,12 +251,15 @@ def open_pool(
 
     Raises StartupError(pool_too_small) naming what the machine has and what was wanted.
     """
-    remove_stale()
+    for name in remove_stale():
+        if name.endswith(".lock"):  # each pool has one, and it goes last
+            log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
     pool_id, incarnation = randbits(64), randbits(23) + 1
     with ExitStack() as undo:
         try:
             lock = PoolLock.create(pool_id)
             undo.callback(lock.close, unlink=True)
+            region = _make_region(settings, pool_id, undo)  # first: the pool must fit into what the table leaves
             segments = SegmentPool(
                 pool_id,
                 limit_bytes=settings.pool_bytes,
@@ -265,7 +268,6 @@ def open_pool(
                 prefault_threads=settings.prefault_threads,
             )
             undo.callback(segments.close, unlink=True)
-            region = _make_region(settings, pool_id, undo)
         except PoolTooSmall as error:
             raise StartupError("pool_too_small", _advice(settings, error)) from error
         table = Table(
@@ -296,6 +298,6 @@ def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:
 
 def _advice(settings: Settings, error: PoolTooSmall) -> str:
     return (
-        f"pool_bytes={settings.pool_bytes} does not fit: {error}. "
+        f"pool_bytes={settings.pool_bytes} does not fit beside the chunk table: {error}. "
         "Choose a smaller pool_bytes, or give more shared memory (docker run --shm-size)."
     )

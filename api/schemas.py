@@ -152,6 +152,9 @@ class Manifest(Identity, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- sessions
 
 
+PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+
+
 class Member(Body, kw_only=True):
     """One process of an engine instance, and the byte of the pool's lock file that proves it lives."""
 
@@ -160,6 +163,8 @@ class Member(Body, kw_only=True):
     ranks: Annotated[list[Rank], msgspec.Meta(max_length=128)] = msgspec.field(default_factory=list)
     scheduler: bool = False
     lock_offset: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+    pinned_through: PinnedThrough | None = None
+    """Every segment with an id below it is pinned here: no grant names another. None: this member needs no pinning."""
 
 
 class AttachSession(Body, kw_only=True):
@@ -214,6 +219,8 @@ class Heartbeat(Carrier, kw_only=True):
     done: list[GrantRanks] = msgspec.field(default_factory=list)
     """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
     keep: list[Hex64] = msgspec.field(default_factory=list)
+    pinned_through: PinnedThrough | None = None
+    """As the member's, by now; None: as last said."""
 
 
 class HeartbeatAnswer(Carried, kw_only=True):
@@ -234,6 +241,7 @@ class MemberView(Answer, kw_only=True):
     scheduler: bool
     state: MemberState
     heartbeat_age_s: float
+    pinned_through: int | None = None
 
 
 class SessionView(Answer, kw_only=True):
@@ -296,7 +304,7 @@ class LookupHead(Carried, kw_only=True):
     lease: Hex64 | None
     first_chunk: int
     """Index of the first chunk in `chunks`: those wholly before the skip are neither locked nor returned."""
-    limited_by: Literal["held_bytes"] | None = None
+    limited_by: Literal["held_bytes", "pinning"] | None = None
 
 
 class LookupAnswer(LookupHead, kw_only=True):
@@ -378,7 +386,7 @@ class ReserveHead(Carried, kw_only=True):
     present: list[int]
     busy: list[int]
     """Being written by someone else now."""
-    limited_by: Literal["held_bytes", "no_space"] | None = None
+    limited_by: Literal["held_bytes", "no_space", "pinning"] | None = None
 
 
 class ReserveAnswer(ReserveHead, kw_only=True):

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
 from kvdock.api.drain import Drain
+from kvdock.api.errors import StartupError
 from kvdock.api.hot_path import HotPath
 from kvdock.api.keeper import Keeper
 from kvdock.api.listen import bind_tcp, bind_unix
@@ -58,7 +59,7 @@ def log_ready(addresses: Addresses) -> None:
 
 
 def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
-    """Serves until SIGINT, which ends it at once, or SIGTERM, which drains it. Raises StartupError.
+    """Serves until SIGINT, which ends it at once, or SIGTERM or SIGHUP, which drain it. Raises StartupError.
 
     `on_ready` is called once, when both addresses answer and there is memory to give out.
     """
@@ -86,7 +87,10 @@ class Server:
         with ExitStack() as undo:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
-            pool = open_pool(settings, secrets.randbits)
+            try:
+                pool = open_pool(settings, secrets.randbits)
+            except OSError as error:
+                raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
             service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
             drain = self._drain = Drain(service, time.monotonic)
@@ -115,7 +119,11 @@ class Server:
             raise self._failure
 
     def _close(self, pool: Pool) -> None:
-        pool.close(keep=self._failure is None and self._drain is not None and self._drain.keeps_pool)
+        keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
+        pool.close(keep=keep)
+        if keep:
+            log.warning("pool %016x stays in shared memory (on_exit=keep); no server of this version can take it "
+                        "over: the next one that this user starts removes it", pool.pool_id)
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
         """Without its keeper a server would never notice a death: it stops instead."""
@@ -139,8 +147,8 @@ class _Uvicorn(uvicorn.Server):
         self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM drains; one more, or SIGINT at any time, waits no longer."""
-        if sig == signal.SIGTERM and not self._drain.begun:
+        """The first SIGTERM or SIGHUP drains; one more, or SIGINT at any time, waits no longer."""
+        if sig != signal.SIGINT and not self._drain.begun:
             self._drain.begin(self.server_state.tasks)
             return
         if sig == signal.SIGINT:
@@ -157,12 +165,18 @@ class _Uvicorn(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.handle_exit) for number in ending_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Those that end a server. The terminal's end is one, unless it was to be outlived (nohup)."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:

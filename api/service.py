@@ -24,7 +24,8 @@ from kvdock.api.convert import (
     group_indices,
     ignore_unknown_grant,
     key_bytes,
-    limited_by,
+    lookup_limit,
+    store_limit,
 )
 from kvdock.api.errors import ApiError
 from kvdock.api.forms import Form, LookupReply, ReserveReply
@@ -109,6 +110,8 @@ class CacheService:
         refused = self._carried(session, body)
         member = session.member(body.member)
         now_ms = self.clock.now_ms()
+        if body.pinned_through is not None:
+            self.table.report_pinned(member.table_id, body.pinned_through)
         for said in body.done:
             with ignore_unknown_grant():
                 self.table.done(member.table_id, grant_id(said.grant), said.ranks, now_ms)
@@ -164,7 +167,7 @@ class CacheService:
             hit_tokens=found.hit_tokens,
             lease=grant_text(found.lease) if found.lease else None,
             first_chunk=found.first_chunk,
-            limited_by="held_bytes" if found.limited else None,
+            limited_by=lookup_limit(found.limited),
             chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
@@ -222,7 +225,7 @@ class CacheService:
             deadline_s=body.deadline_s,
             present=granted.present,
             busy=granted.busy,
-            limited_by=limited_by(granted.limited),
+            limited_by=store_limit(granted.limited),
             chunks=msgspec.Raw(granted.chunks_msgpack if form.packed else granted.chunks_json),
         )
 

@@ -58,7 +58,10 @@ class Tally:
             counters.lookups += 1
             counters.lookup_tokens += tokens
             counters.hit_tokens += found.hit_tokens
-            counters.limited_lookups += found.limited
+            counters.limited_lookups += found.limited == "held_bytes"
+            counters.unpinned_lookups += found.unpinned_tokens > 0
+            counters.unpinned_tokens += found.unpinned_tokens
+            counters.unpinned_chunks += -(-found.unpinned_tokens // manifest.chunk_tokens)
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
@@ -80,7 +83,8 @@ class Tally:
         if granted.grant in self._stores:
             return
         self._counters.reservations += 1
-        self._counters.short_reservations += bool(granted.limited)
+        self._counters.short_reservations += granted.limited in ("held_bytes", "no_space")
+        self._counters.unpinned_reservations += granted.limited == "pinning"
         if granted.grant:
             self._stores.put(granted.grant, None)
         chunk_tokens = session.namespace.manifest.chunk_tokens

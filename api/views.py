@@ -127,6 +127,7 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
         "scheduler": view.scheduler,
         "state": _state(view.state),
         "heartbeat_age_s": (now_ms - view.heartbeat_ms) / 1000,
+        "pinned_through": view.pinned_through,
     }
 
 

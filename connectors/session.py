@@ -20,8 +20,9 @@ from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import AttachSession, GrantRanks, Heartbeat, Manifest, Member, Segment, SessionAttached
 from kvdock.connectors.grants import GrantBook
-from kvdock.datapath.errors import AttachError
+from kvdock.datapath.errors import AttachError, SegmentNotPinned
 from kvdock.datapath.liveness import MemberLiveness, server_alive
+from kvdock.datapath.pinning import Pin, SegmentPinner
 from kvdock.datapath.segments import AttachedSegments
 
 log = logging.getLogger("kvdock.connector")
@@ -59,6 +60,7 @@ class Attachment:
     segments: AttachedSegments
     liveness: MemberLiveness
     heartbeat_s: float
+    pinner: SegmentPinner | None = None
     grants: GrantBook = field(default_factory=GrantBook)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
@@ -76,19 +78,26 @@ class Attachment:
             self._users -= 1
             last = self._users == 0
         if last:
+            if self.pinner is not None:
+                self.pinner.close()
             self.segments.close()
             self.liveness.close()
 
 
 class EngineSession:
-    """`identity`, `manifest` and the random source are passed in; nothing is contacted before start()."""
+    """`identity`, `manifest` and the random source are passed in; nothing is contacted before start().
+
+    `pin`: registers segments with the GPU's driver, in the background; None when copies need no pinned memory.
+    """
 
     def __init__(
-        self, client: Client, manifest: Manifest, identity: Identity, *, source: random.Random | None = None
+        self, client: Client, manifest: Manifest, identity: Identity, *, source: random.Random | None = None,
+        pin: Pin | None = None,
     ) -> None:
         self.client, self.manifest, self.identity = client, manifest, identity
         self.keeps_lease: Callable[[str], bool] = lambda _lease: False
         """The scheduler half's word on an old lease it asked for: True means keep."""
+        self._pin = pin
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
@@ -125,9 +134,15 @@ class EngineSession:
         self._wake.set()
 
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:
-        """Maps a segment the pool grew since we last looked. AttachError, ServerUnavailable, ApiError."""
+        """Maps a segment the pool grew since we last looked. AttachError, ServerUnavailable, ApiError.
+
+        SegmentNotPinned when copies need it pinned and it is not yet."""
         if all(known.id != segment for known in attachment.segments.segments):
             self._map(attachment, self.client.segments().segments, populate=False)
+        if attachment.pinner is not None and not attachment.pinner.is_pinned(segment):
+            raise SegmentNotPinned(
+                f"segment {segment}", found=f"pinned through {attachment.pinner.pinned_through}", wanted="a pinned one"
+            )
 
     def close(self) -> None:
         """Leaves the server: this process's word on everything it holds. Call it when no copy is in flight."""
@@ -157,11 +172,14 @@ class EngineSession:
         member = f"{self.identity.member}-{self._lives}"
         liveness = MemberLiveness(pool.lock_file, source=self._source)
         segments = AttachedSegments(int(pool.pool_id, 16))
+        pinner = SegmentPinner(segments, self._pin, progress=self._wake.set) if self._pin is not None else None
         try:
-            answer = self.client.attach(self._attach_body(member, liveness))
-            attachment = self._attachment_of(answer, member, segments, liveness)
+            answer = self.client.attach(self._attach_body(member, liveness, pinner))
+            attachment = self._attachment_of(answer, member, segments, liveness, pinner)
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
+            if pinner is not None:
+                pinner.close()
             segments.close()
             liveness.close()
             if isinstance(error, ApiError) and error.code != "not_ready":
@@ -178,7 +196,7 @@ class EngineSession:
             return False
         if last.pool_id == pool_id:
             try:
-                self.client.attach(self._attach_body(last.member, last.liveness))
+                self.client.attach(self._attach_body(last.member, last.liveness, last.pinner))
             except ApiError as error:
                 log.warning("cannot come back as %s: %s", last.member, error)
             else:
@@ -195,17 +213,21 @@ class EngineSession:
         if last is not None:
             last.release()
 
-    def _attach_body(self, member: str, liveness: MemberLiveness) -> AttachSession:
+    def _attach_body(self, member: str, liveness: MemberLiveness, pinner: SegmentPinner | None) -> AttachSession:
         who = self.identity
         return AttachSession(
             instance=who.instance,
             manifest=self.manifest,
             label=who.label,
-            member=Member(id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset),
+            member=Member(
+                id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
+                pinned_through=_pinned_through(pinner),
+            ),
         )
 
     def _attachment_of(
-        self, answer: SessionAttached, member: str, segments: AttachedSegments, liveness: MemberLiveness
+        self, answer: SessionAttached, member: str, segments: AttachedSegments, liveness: MemberLiveness,
+        pinner: SegmentPinner | None,
     ) -> Attachment:
         return Attachment(
             session=answer.session,
@@ -216,11 +238,18 @@ class EngineSession:
             segments=segments,
             liveness=liveness,
             heartbeat_s=answer.heartbeat_s,
+            pinner=pinner,
         )
 
     def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:
-        for segment in segments:
-            attachment.segments.attach(segment, populate=populate)
+        """In the order of their ids. A pinner maps the pages itself, outside of this thread."""
+        pinner = attachment.pinner
+        try:
+            for segment in segments:
+                attachment.segments.attach(segment, populate=populate and pinner is None)
+        finally:
+            if pinner is not None:
+                pinner.wake()
 
     # ------------------------------------------------------------------ the heartbeat thread
 
@@ -260,10 +289,11 @@ class EngineSession:
         keep: list[str] = []
         try:
             while True:
-                beat = Heartbeat(member=attachment.member, done=done, keep=keep)
+                through = _pinned_through(attachment.pinner)
+                beat = Heartbeat(member=attachment.member, done=done, keep=keep, pinned_through=through)
                 answer = self.client.heartbeat(attachment.session, beat)
                 for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
-                    attachment.segments.detach(segment)
+                    _unmap(attachment, segment)
                 if answer.segments > len(attachment.segments.segments):
                     self._map_new(attachment)
                 done, keep = self._answers(attachment, answer.questions)
@@ -290,3 +320,14 @@ class EngineSession:
             elif attachment.grants.ask(question.grant):
                 done.append(question)
         return done, keep
+
+
+def _pinned_through(pinner: SegmentPinner | None) -> int | None:
+    """What a member says of itself; None: it needs no pinning."""
+    return None if pinner is None else pinner.pinned_through
+
+
+def _unmap(attachment: Attachment, segment: int) -> None:
+    if attachment.pinner is not None:
+        attachment.pinner.unpin(segment)
+    attachment.segments.detach(segment)

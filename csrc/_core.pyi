@@ -19,8 +19,10 @@ class Lookup:
     first_chunk: int
     lease: int
     """Grant id; 0 when nothing was locked."""
-    limited: bool
-    """A byte cap shortened the hit."""
+    limited: str
+    """What shortened the hit: '', 'held_bytes' or 'pinning'."""
+    unpinned_tokens: int
+    """What the hit lost because a rank has not pinned where it lies."""
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
 
@@ -48,7 +50,7 @@ class Reservation:
     present: list[int]
     busy: list[int]
     limited: str
-    """'', 'held_bytes' or 'no_space'."""
+    """'', 'held_bytes', 'no_space' or 'pinning'."""
 
 class GrantView:
     grant: int
@@ -72,6 +74,7 @@ class MemberView:
     state: str
     """live, suspect, dead or gone."""
     heartbeat_ms: int
+    pinned_through: int | None
 
 class SessionView:
     session: int
@@ -134,6 +137,10 @@ class Table:
     # -- life and death
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
         """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
+    def report_pinned(self, member: int, through: int) -> None:
+        """The member has pinned every segment with an id below `through`. Until it reports, it needs no pinning.
+
+        Grants of its session name only segments below the least that its living members report."""
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
     def done(self, member: int, grant: int, ranks: Sequence[int], now_ms: int) -> None:
         """D1: a member's promise. ranks []: the asker's own word."""

@@ -105,7 +105,8 @@ void bind_views(py::module_& m) {
       .def_readonly("ranks", &MemberInfo::ranks)
       .def_readonly("scheduler", &MemberInfo::scheduler)
       .def_property_readonly("state", [](const MemberInfo& x) { return state_name(x.state); })
-      .def_readonly("heartbeat_ms", &MemberInfo::heartbeat_ms);
+      .def_readonly("heartbeat_ms", &MemberInfo::heartbeat_ms)
+      .def_readonly("pinned_through", &MemberInfo::pinned_through);
   py::class_<SessionInfo>(m, "SessionView")
       .def_readonly("session", &SessionInfo::session)
       .def_property_readonly("nonce", [](const SessionInfo& x) { return raw(x.nonce); })
@@ -119,6 +120,7 @@ void bind_views(py::module_& m) {
       .def_readonly("first_chunk", &LookupResult::first_chunk)
       .def_readonly("lease", &LookupResult::lease)
       .def_readonly("limited", &LookupResult::limited)
+      .def_readonly("unpinned_tokens", &LookupResult::unpinned_tokens)
       .def_property_readonly("chunk_count", [](const LookupResult& r) { return r.part_ends.size(); })
       .def(
           "bytes_from",
@@ -266,6 +268,10 @@ void bind_life(py::class_<BoundTable>& c) {
             return out;
           },
           py::arg("member"), py::arg("now_ms"))
+      .def(
+          "report_pinned",
+          [](BoundTable& t, uint64_t member, uint32_t through) { t.table->report_pinned(member, through); },
+          py::arg("member"), py::arg("through"))
       .def(
           "keep",
           [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },

@@ -18,11 +18,12 @@ void SlotAllocator::add_segment(uint32_t segment, uint64_t data_offset, uint64_t
   total_bytes_ += data_bytes;
 }
 
-std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes) {
+std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t below) {
   Segment* home = nullptr;
   uint32_t home_id = 0;
   uint64_t offset = 0, room = 0;
   for (auto& [id, s] : segments_) {
+    if (id >= below) break;
     if (s.retired) continue;
     uint64_t target = std::max(slot_bytes, std::min(kSlabTarget, s.data_bytes / 64) / slot_bytes * slot_bytes);
     for (auto& [at, bytes] : s.free) {
@@ -65,17 +66,18 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes) {
   return slab;
 }
 
-std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record) {
+std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record, uint32_t below) {
   uint64_t slot_bytes = round_slot(bytes);
   auto room = with_room_.find(slot_bytes);
-  uint32_t slab;
-  if (room != with_room_.end() && !room->second.empty()) {
-    slab = *room->second.begin();
-  } else if (auto opened = open_slab(slot_bytes)) {
-    slab = *opened;
-  } else {
-    return std::nullopt;
+  std::optional<uint32_t> found;
+  if (room != with_room_.end()) {
+    auto in_reach = [&](uint32_t s) { return slabs_[s].segment < below; };
+    auto first = std::find_if(room->second.begin(), room->second.end(), in_reach);
+    if (first != room->second.end()) found = *first;
   }
+  if (!found) found = open_slab(slot_bytes, below);
+  if (!found) return std::nullopt;
+  uint32_t slab = *found;
   Live& live = live_[slab];
   uint32_t i = live.free.back();
   live.free.pop_back();

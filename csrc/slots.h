@@ -31,8 +31,9 @@ class SlotAllocator {
 
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
 
-  // A slot of at least `bytes`, owned by `record`; nullopt when only eviction could make room.
-  std::optional<Slot> take(uint64_t bytes, uint32_t record);
+  // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when only eviction
+  // could make room.
+  std::optional<Slot> take(uint64_t bytes, uint32_t record, uint32_t below = kNone);
   void give(uint32_t slab, uint64_t offset);
 
   void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
@@ -43,6 +44,7 @@ class SlotAllocator {
   // No slot of the segment is given out any more; remove_segment once used_bytes(segment) is 0.
   void retire_segment(uint32_t segment);
   void remove_segment(uint32_t segment);
+  uint32_t segment_end() const { return segments_.empty() ? 0 : segments_.rbegin()->first + 1; }  // ids are below it
   bool knows(uint32_t segment) const { return segments_.count(segment) != 0; }
   bool retired(uint32_t segment) const { return segments_.at(segment).retired; }
   std::vector<uint32_t> records_in(uint32_t segment) const;
@@ -86,7 +88,7 @@ class SlotAllocator {
     std::map<uint64_t, uint32_t> slabs;  // offset → slab
   };
 
-  std::optional<uint32_t> open_slab(uint64_t slot_bytes);
+  std::optional<uint32_t> open_slab(uint64_t slot_bytes, uint32_t below);
   void close_slab(uint32_t slab);
   void free_extent(Segment& s, uint64_t offset, uint64_t bytes);
   void scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const;

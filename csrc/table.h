@@ -52,7 +52,8 @@ struct PartAt {
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
   uint32_t first_chunk = 0;
-  bool limited = false;
+  std::string limited;         // "", "held_bytes" or "pinning"
+  uint64_t unpinned_tokens = 0;  // what the hit lost to pinning
   std::vector<PartAt> parts;        // of all chunks, one after the other
   std::vector<uint32_t> part_ends;  // per chunk: where its parts end
 };
@@ -93,6 +94,7 @@ struct MemberInfo {
   bool scheduler;
   MemberState state;
   uint64_t heartbeat_ms;
+  std::optional<uint32_t> pinned_through;
 };
 struct ReserveCall {
   Id16 store;
@@ -128,6 +130,7 @@ class Table {
   uint64_t find_member(uint64_t session, const Id16& nonce);
 
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
+  void report_pinned(uint64_t member, uint32_t through);
   void keep(uint64_t member, uint64_t grant, uint64_t now);
   void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
   void member_dead(uint64_t member, uint64_t now);
@@ -193,6 +196,7 @@ class Table {
     std::set<uint32_t> grants;  // cells with live holders
     std::set<uint32_t> members;
     uint64_t held_bytes = 0;
+    uint32_t pinned_through = kNone;  // the least that its living members have pinned
   };
 
   // -- records (table.cpp, table_evict.cpp)
@@ -263,6 +267,7 @@ class Table {
   struct Scan;
   Scan scan(uint32_t space, const std::vector<Key>& keys);
   uint32_t best_hit(const Namespace& ns, const Scan& s, uint32_t limit) const;
+  uint32_t within_pinned(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
   uint32_t within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
   void lock_chunks(uint32_t cell, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader, LookupResult* out);
   Grant* current_lease(uint32_t session, const LookupCall& call, uint32_t* cell);
@@ -270,8 +275,8 @@ class Table {
   // -- stores (table_store.cpp)
   void check_chain(uint32_t space, const ReserveCall& call, uint32_t groups);
   bool reserve_one(uint32_t space, const Key& key, const Key& parent, uint32_t groups, bool temporary, uint64_t tick,
-                   uint32_t* out);
-  bool take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<StoredPart>* out);
+                   uint32_t below, uint32_t* out);
+  bool take_parts(const Namespace& ns, uint32_t groups, uint32_t id, uint32_t below, std::vector<StoredPart>* out);
   void stamp_path(uint32_t space, Key key, uint64_t tick);
   void repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t now, ReserveResult* out);
 
@@ -282,6 +287,8 @@ class Table {
   uint64_t session_id(uint32_t cell) const { return (sessions_[cell].word >> 1) << 20 | cell; }
   uint64_t member_id(uint32_t cell) const { return (members_[cell].word >> 3) << 20 | cell; }
   void set_member_state(uint32_t cell, MemberState state);
+  uint32_t least_pinned(const SessionState& state) const;
+  uint32_t segments_in_reach(uint32_t session);
   uint32_t bound_member(const Grant& g, uint32_t rank) const;
   void gone(uint32_t cell);
   void close_session(uint32_t cell);

@@ -114,6 +114,7 @@ void Table::check_grants() {
   for (auto& [cell, state] : session_state_) {
     uint64_t mine = 0;
     for (uint32_t id : held[cell]) mine += record_bytes(id);
+    require(state.pinned_through == least_pinned(state), "a session's pinned segments are counted wrongly", cell);
     require(mine == state.held_bytes, "a session's held bytes do not add up", cell);
     require(static_cast<double>(mine) <= widest_session_cap_, "I7: a session is over its cap", cell);
   }

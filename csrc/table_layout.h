@@ -177,6 +177,8 @@ struct Member {
   uint64_t ranks[2];
   uint64_t heartbeat_ms;  // mutable
   uint64_t dead_ms;       // mutable
+  uint32_t pinned_through;  // mutable: it has pinned all segments with ids below; kNone: it needs no pinning
+  uint32_t spare_end;
 
   MemberState state() const { return static_cast<MemberState>(word & 7); }
 };
@@ -218,7 +220,7 @@ static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 160 && offsetof(Grant, holders) == 72);
 static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);
-static_assert(sizeof(Session) == 552 && sizeof(Member) == 72);
+static_assert(sizeof(Session) == 552 && sizeof(Member) == 80);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
 
 constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4a7c15ull; }

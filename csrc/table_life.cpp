@@ -87,6 +87,7 @@ uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vecto
   for (uint32_t r : ranks) m.ranks[r / 64] |= 1ull << (r % 64);
   m.heartbeat_ms = now;
   m.dead_ms = 0;
+  m.pinned_through = kNone;
   m.crc = body_crc(m);
   publish(m.word, ((m.word >> 3) + 1) << 3 | static_cast<uint64_t>(MemberState::kLive));
   for (uint32_t r : ranks) s.rank_member[r] = cell;
@@ -105,6 +106,33 @@ uint64_t Table::find_member(uint64_t session, const Id16& nonce) {
 
 void Table::set_member_state(uint32_t cell, MemberState state) {
   publish(members_[cell].word, (members_[cell].word >> 3) << 3 | static_cast<uint64_t>(state));
+  SessionState& session = session_state_[members_[cell].session];
+  session.pinned_through = least_pinned(session);
+}
+
+// Over the members that may still be given grants; kNone when none of them pins.
+uint32_t Table::least_pinned(const SessionState& state) const {
+  uint32_t least = kNone;
+  for (uint32_t m : state.members)
+    if (members_[m].state() < MemberState::kDead) least = std::min(least, members_[m].pinned_through);
+  return least;
+}
+
+// Grants of the session name slots in segments with ids below this; kNone: in any.
+uint32_t Table::segments_in_reach(uint32_t session) {
+  uint32_t through = session_state_[session].pinned_through;
+  return through >= slots_.segment_end() ? kNone : through;
+}
+
+void Table::report_pinned(uint64_t member, uint32_t through) {
+  std::lock_guard lock(mutex_);
+  uint32_t cell;
+  Member& m = member_at(member, &cell);
+  if (through > kMaxSegments)
+    throw TableRefusal("bad_argument", "pinned_through is above every segment id", through, kMaxSegments);
+  m.pinned_through = through;
+  SessionState& session = session_state_[m.session];
+  session.pinned_through = least_pinned(session);
 }
 
 // Who speaks for a holder: the member with that rank, else the one that asked.
@@ -241,7 +269,9 @@ std::vector<MemberInfo> Table::members() {
   for (auto& [session, state] : session_state_)
     for (uint32_t cell : state.members) {
       const Member& m = members_[cell];
-      MemberInfo info{member_id(cell), session_id(session), m.nonce, {}, m.scheduler != 0, m.state(), m.heartbeat_ms};
+      MemberInfo info{member_id(cell), session_id(session), m.nonce, {}, m.scheduler != 0, m.state(), m.heartbeat_ms,
+                      std::nullopt};
+      if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
       for (uint32_t r = 0; r < kMaxRanks; ++r)
         if (m.ranks[r / 64] >> (r % 64) & 1) info.ranks.push_back(r);
       out.push_back(std::move(info));

@@ -59,6 +59,19 @@ uint32_t Table::best_hit(const Namespace& ns, const Scan& s, uint32_t limit) con
   return 0;
 }
 
+// How many chunks from `first` lie wholly in segments that every rank has pinned: the end of that range.
+uint32_t Table::within_pinned(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
+  uint32_t below = segments_in_reach(session);
+  if (below == kNone) return end;
+  for (uint32_t i = first; i < end; ++i) {
+    if (s.found[i] == kNone) continue;
+    const Record& r = record(s.found[i]);
+    for (uint32_t p = 0; p < r.part_count; ++p)
+      if (r.parts[p].segment >= below) return i;
+  }
+  return end;
+}
+
 // How many chunks from `first` may be pinned before a byte cap is reached: the end of that range.
 uint32_t Table::within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end) {
   auto session_room = static_cast<uint64_t>(options_.session_cap * static_cast<double>(options_.limit_bytes));
@@ -121,11 +134,16 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   auto first = static_cast<uint32_t>(call.skip_tokens / ns.chunk_tokens);
   LookupResult out;
   out.first_chunk = first;
-  uint32_t room = within_caps(s, session_cell, first, hit);
+  uint32_t pinned = within_pinned(s, session_cell, first, hit);
+  uint32_t room = within_caps(s, session_cell, first, pinned);
   if (room < hit) {
-    out.limited = true;
+    auto tokens_up_to = [&](uint32_t end) {
+      return std::max(uint64_t{best_hit(ns, s, end)} * ns.chunk_tokens, call.skip_tokens);
+    };
+    out.limited = room < pinned ? "held_bytes" : "pinning";
+    out.unpinned_tokens = hit_tokens - tokens_up_to(pinned);
+    hit_tokens = tokens_up_to(room);
     hit = best_hit(ns, s, room);
-    hit_tokens = std::max(uint64_t{hit} * ns.chunk_tokens, call.skip_tokens);
   }
   out.hit_tokens = hit_tokens;
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;

@@ -69,13 +69,17 @@ void Table::stamp_path(uint32_t space, Key key, uint64_t tick) {
   }
 }
 
-bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::vector<StoredPart>* out) {
+// Slots in segments with ids below `below`. Only who may use all of them has others' chunks evicted for its sake:
+// what went could lie where it may not.
+bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, uint32_t below,
+                       std::vector<StoredPart>* out) {
   bool ok = true;
   for (uint32_t g = 0; g < ns.group_count && ok; ++g) {
     if (!(groups >> g & 1)) continue;
     for (uint32_t w = 0; w < ns.writers && ok; ++w) {
       std::optional<Slot> slot;
-      while (!(slot = slots_.take(ns.groups[g].part_bytes, id)) && make_room(ns.groups[g].part_bytes)) {
+      while (!(slot = slots_.take(ns.groups[g].part_bytes, id, below)) && below == kNone &&
+             make_room(ns.groups[g].part_bytes)) {
       }
       ok = slot.has_value();
       if (!ok) break;
@@ -93,7 +97,7 @@ bool Table::take_parts(const Namespace& ns, uint32_t groups, uint32_t id, std::v
 
 // FREE → RESERVED. The parent counts the child first, so that making room never takes the parent.
 bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint32_t groups, bool temporary,
-                        uint64_t tick, uint32_t* out) {
+                        uint64_t tick, uint32_t below, uint32_t* out) {
   const Namespace& ns = spaces_[space];
   storing_ = {space, parent};
   count_child(space, parent);
@@ -106,7 +110,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
     ++counters_.evicted_chunks;
   }
   std::vector<StoredPart> taken;
-  if (!id || !take_parts(ns, groups, *id, &taken)) {
+  if (!id || !take_parts(ns, groups, *id, below, &taken)) {
     if (id) give_record_id(*id);
     uncount_child(space, parent);
     return false;
@@ -180,6 +184,7 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;
 
+  uint32_t below = segments_in_reach(session_cell);
   Grant* grant = nullptr;
   for (uint32_t i = 0; i < call.keys.size(); ++i) {
     KeyEntry* e = index_.find(space, call.keys[i]);
@@ -201,8 +206,8 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
     }
     if (!grant) grant = &new_grant(GrantKind::kReservation, session_cell, member_cell, call.store, ns.writers, now);
     uint32_t id;
-    if (!reserve_one(space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, &id)) {
-      out.limited = "no_space";
+    if (!reserve_one(space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, below, &id)) {
+      out.limited = below == kNone ? "no_space" : "pinning";
       break;
     }
     add_line(static_cast<uint32_t>(grant - grants_),

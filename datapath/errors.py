@@ -11,6 +11,7 @@
     └── AttachError         a segment cannot be used by this engine
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
+        ├── SegmentNotPinned     it is mapped, but the GPU's driver does not know it yet: try again
         ├── SegmentWrongVersion  written by a build with another layout
         └── SegmentCorrupt       the header contradicts itself, the object or the caller
 
@@ -36,6 +37,7 @@ __all__ = [
     "PoolTooSmall",
     "SegmentAbsent",
     "SegmentCorrupt",
+    "SegmentNotPinned",
     "SegmentNotReady",
     "SegmentWrongVersion",
     "SlotOutOfBounds",
@@ -86,6 +88,10 @@ class AttachError(DatapathError):
 
 
 class SegmentAbsent(AttachError):
+    pass
+
+
+class SegmentNotPinned(AttachError):
     pass
 
 

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 import torch
 import uvicorn
-from api_helpers import MIB, ServerProcess, eventually, raw, small_pool
+from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
 from connector_helpers import CHUNK, Rig, mapped_objects, open_descriptors, own_threads, sweep, tokens_of
+from pin_helpers import GatedLock, MemoryLock, locked_bytes
 
 from kvdock.api.app import create_app
 from kvdock.api.client import Client
@@ -27,6 +28,9 @@ from kvdock.api.pool import Pool, open_pool
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.connectors.interface import LoadDone
+from kvdock.connectors.session import Attachment, EngineSession, Identity
+from kvdock.datapath.errors import SegmentNotPinned
+from kvdock.datapath.pinning import Pin
 
 
 @contextmanager
@@ -115,7 +119,7 @@ def test_a_killed_server_is_a_miss_and_its_memory_is_given_back() -> None:
         assert mapped_objects() == before + 2, "a segment and the lock file"
         server.stop(signal.SIGKILL)
         eventually(lambda: rig.lookup("r", tokens, 32) == 32)
-        assert rig.connector.begin_store("r", tokens, range(8), 128) == ()
+        assert rig.connector.begin_store("r", tokens, [range(8)], 128) == ()
         rig.connector.finished("r")
         eventually(lambda: mapped_objects() == before)
 
@@ -128,7 +132,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
         tokens = tokens_of(3, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("r", tokens) == 128
-        begun = rig.connector.scheduler.begin_load("r", range(64, 72), 0, 128)
+        begun = rig.connector.scheduler.begin_load("r", [range(64, 72)], 0, 128)
         assert begun is not None
         server.stop(signal.SIGKILL)
         with successor(server):
@@ -154,10 +158,10 @@ def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
             first = rig.attachment
             eventually(lambda: rig.connector.session.attachment not in (None, first))
             assert rig.lookup("r", tokens) == 0
-            rig.connector.begin_load("r", range(8), 0, 128)
+            rig.connector.begin_load("r", [range(8)], 0, 128)
             assert rig.wait_load("r") == LoadDone("r", 0)
-            wanted = rig.connector.begin_store("r", tokens, range(8), 128)
-            assert wanted == tuple(range(8)), "what the first server held must be offered to the second"
+            wanted = rig.connector.begin_store("r", tokens, [range(8)], 128)
+            assert wanted == (tuple(range(8)),), "what the first server held must be offered to the second"
             rig.wait_store("r", wanted)
             assert rig.lookup("again", tokens) == 128
             rig.close()
@@ -198,9 +202,9 @@ def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together()
         offered = {}
         for number in range(8):
             tokens = tokens_of(10 + number, 1)
-            offered[f"r{number}"] = rig.connector.begin_store(f"r{number}", tokens, range(4), 64)
+            offered[f"r{number}"] = rig.connector.begin_store(f"r{number}", tokens, [range(4)], 64)
         for request, blocks in offered.items():
-            assert blocks == (0, 1, 2, 3)
+            assert blocks == ((0, 1, 2, 3),)
             rig.wait_store(request, blocks)
         assert time.monotonic() - began < 4.0, "each store waited for a timeout of its own"
         continued(server)
@@ -216,7 +220,7 @@ def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
         stopped(server)
         began = time.monotonic()
         for number in range(8):
-            rig.connector.begin_load(f"r{number}", range(64 + 8 * number, 72 + 8 * number), 0, 128)
+            rig.connector.begin_load(f"r{number}", [range(64 + 8 * number, 72 + 8 * number)], 0, 128)
         for number in range(8):
             assert rig.wait_load(f"r{number}").valid_tokens == 128
         assert time.monotonic() - began < 4.0, "each load waited for a timeout of its own"
@@ -262,8 +266,8 @@ def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
             rig.store("s", tokens, range(24))
             rig.lookup("r", tokens)
             stopped(server)
-            rig.connector.begin_load("r", range(64, 88), 0, 6 * CHUNK)
-            rig.connector.begin_store("t", tokens_of(41, 2), range(8), 128)
+            rig.connector.begin_load("r", [range(64, 88)], 0, 6 * CHUNK)
+            rig.connector.begin_store("t", tokens_of(41, 2), [range(8)], 128)
             rig.connector.lookup("u", tokens, 0)
         assert (open_descriptors(), own_threads(), mapped_objects()) == before
         continued(server)
@@ -271,3 +275,94 @@ def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
             eventually(lambda: client.status().sessions == 0)
             eventually(lambda: client.status().chunks.quarantined == client.status().chunks.reserved == 0)
             assert client.leases().leases == []
+
+
+# --------------------------------------------------------------------------- pinning
+
+
+@contextmanager
+def pinning(server: ServerProcess, pin: Pin) -> Iterator[EngineSession]:
+    """An engine process that pins what it maps."""
+    with Client(server.unix) as client:
+        session = EngineSession(client, manifest(), Identity(unique("instance"), unique("member")), pin=pin)
+        session.start()
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+def attached(session: EngineSession) -> Attachment:
+    assert session.attachment is not None
+    return session.attachment
+
+
+def reported(client: Client) -> list[int | None]:
+    """What the members say that they have pinned."""
+    return [member.pinned_through for view in client.sessions().sessions for member in view.members]
+
+
+def test_what_is_pinned_is_reported_at_once_and_unpinned_at_the_end() -> None:
+    before = locked_bytes()
+    with ServerProcess(heartbeat_s=60.0) as server, Client(server.unix) as client:
+        pin = GatedLock()
+        with pinning(server, pin) as session:
+            assert pin.reached.wait(10.0)
+            assert reported(client) == [0], "attaching says that nothing is pinned yet"
+            with pytest.raises(SegmentNotPinned, match="segment 0: found pinned through 0"):
+                session.ensure_segment(attached(session), 0)
+            pin.gate.set()
+            eventually(lambda: reported(client) == [1])
+            session.ensure_segment(attached(session), 0)
+            assert locked_bytes() == before + 16 * MIB
+        assert locked_bytes() == before
+
+
+def test_an_engine_that_pins_nothing_says_nothing_of_it() -> None:
+    with ServerProcess() as server, Client(server.unix) as client, Rig(server.unix):
+        assert reported(client) == [None]
+
+
+def test_segments_that_the_pool_grows_and_gives_up_are_pinned_and_unpinned() -> None:
+    before_locked, before_mapped = locked_bytes(), mapped_objects()
+    sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
+    with restartable(**sizes) as server, Client(server.unix) as client, pinning(server, MemoryLock()) as session:
+        eventually(lambda: reported(client) == [1])
+        writer = attach(client)
+        writer.store(keys(150))  # parts of 16 KiB
+        grown = len(client.segments().segments)
+        assert grown >= 3
+        eventually(lambda: reported(client)[0] == grown)
+        assert locked_bytes() == before_locked + grown * MIB
+        body = msgspec.json.encode({"pool_bytes": 2 * MIB})
+        status, _, _ = raw(server.unix, "PATCH", "/v1/config", body, {"Content-Type": "application/json"})
+        assert status == 200
+        eventually(lambda: len(client.segments().segments) == 2)
+        eventually(lambda: mapped_objects() == before_mapped + 2 + 1 + 1)
+        assert locked_bytes() == before_locked + 2 * MIB
+        assert reported(client)[0] == grown
+        assert session.attachment is not None
+        writer.close()
+
+
+def test_after_a_restart_of_the_server_all_is_pinned_anew() -> None:
+    before = locked_bytes()
+    with restartable() as server, pinning(server, MemoryLock()) as session:
+        with Client(server.unix) as client:
+            eventually(lambda: reported(client) == [1])
+        first = attached(session)
+        server.stop(signal.SIGKILL)
+        with successor(server) as second, Client(second.unix) as client:
+            eventually(lambda: session.attachment not in (None, first))
+            eventually(lambda: reported(client) == [1])
+            eventually(lambda: locked_bytes() == before + 16 * MIB)
+            session.close()
+
+
+def test_a_member_that_comes_back_says_what_it_still_has_pinned() -> None:
+    with restartable() as server, pinning(server, MemoryLock()) as session, Client(server.unix) as client:
+        eventually(lambda: reported(client) == [1])
+        before = attached(session)
+        session.lost(before, ServerUnavailable("the line was cut"))
+        eventually(lambda: session.attachment is before)
+        assert reported(client) == [1] and before.pinner is not None and before.pinner.is_pinned(0)

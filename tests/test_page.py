@@ -154,7 +154,7 @@ def test_an_empty_server_says_what_to_do_next(open_page: OpenPage) -> None:
     with PageServer(bodies=say.empty_bodies()) as page_server:
         page = open_page(page_server.url)
         words = say.plain(page.locator("#sessions").inner_text())
-        assert words == "Sessions No engine is attached yet. Try: kvdock demo"
+        assert words == "Sessions No engine is attached yet. Try: kvdock bench"
         for panel in ("pool", "history", "grants", "requests"):
             expect(page.locator(f"#{panel} .hint")).to_be_visible()
         expect(page.locator("table.list:visible")).to_have_count(0)

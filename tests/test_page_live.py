@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
-from page_helpers import OpenPage
+from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
 
 from kvdock.connectors.connector import ConnectorSettings
@@ -67,3 +69,26 @@ def test_the_page_says_so_when_the_real_server_is_gone(open_page: OpenPage) -> N
         mortal.stop()
         expect(page.locator("#pill")).not_to_have_text("Ready", timeout=15_000)
         expect(page.locator("body")).to_contain_text("trying")
+
+
+def test_an_empty_real_server_is_shown_as_ready_and_empty(open_page: OpenPage) -> None:
+    with ServerProcess() as empty:
+        page = open_page(empty.http)
+        expect(page.locator("#pill")).to_have_text("Ready")
+        expect(page.locator("#sessions")).to_contain_text("No engine is attached yet.")
+        expect(page.locator("table.list:visible")).to_have_count(0)
+
+
+def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open_page: OpenPage) -> None:
+    with ServerProcess() as stopped:
+        page = open_page(stopped.http)
+        expect(page.locator("#pill")).to_have_text("Ready")
+        stopped.process.send_signal(signal.SIGSTOP)
+        try:
+            wait_phase(page, "stale")
+            expect(page.locator("#age")).to_have_text(re.compile(r"figures are \d+\ss old"))
+            wait_phase(page, "gone")
+        finally:
+            stopped.process.send_signal(signal.SIGCONT)
+        wait_phase(page, "live")
+        expect(page.locator("#pill")).to_have_text("Ready")

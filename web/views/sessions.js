@@ -67,7 +67,7 @@ export function mountSessions(root) {
     columns: COLUMNS,
     keyOf: (s) => s.session,
     limit: 50,
-    empty: hint("No engine is attached yet.", "kvdock demo"),
+    empty: hint("No engine is attached yet.", "kvdock bench"),
   });
   return ({ sessions }) => table.update(sessions.sessions);
 }

@@ -23,6 +23,7 @@ from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.connectors.worker import WorkerHalf
+from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.connector")
@@ -34,19 +35,33 @@ class ConnectorSettings:
 
     address: str
     timeout_s: float = 2.0
+    device: str = "cpu"
+    """Where the engine's blocks are: "cpu", "cuda" or "cuda:N"."""
     copy_threads: int = 2
+    """Of copies with the CPU."""
 
 
 class KvdockConnector:
     """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
     share their memory share a layout. Refused when a server is there and will not have this engine;
-    LayoutMismatch when `layouts` and `manifest` disagree."""
+    LayoutMismatch when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as WorkerHalf
+    has it."""
 
     def __init__(
-        self, settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout]
+        self,
+        settings: ConnectorSettings,
+        manifest: Manifest,
+        identity: Identity,
+        layouts: Sequence[PagedLayout],
+        *,
+        stream: int | None = None,
     ) -> None:
-        self.session = EngineSession(Client(settings.address, timeout_s=settings.timeout_s), manifest, identity)
-        self.worker = WorkerHalf(self.session, layouts, threads=settings.copy_threads)
+        device = Device.named(settings.device)
+        client = Client(settings.address, timeout_s=settings.timeout_s)
+        self.session = EngineSession(client, manifest, identity, pin=device.pin)
+        self.worker = WorkerHalf(
+            self.session, layouts, device=device, stream=stream, threads=settings.copy_threads
+        )
         self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
         self._news = threading.Condition()
         self._loads: list[LoadDone] = []

@@ -20,14 +20,15 @@ from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.copy import Copier, CopyHandle, CpuCopier, PartCopy, PartResult
-from kvdock.datapath.errors import CopyError, DatapathError
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult
+from kvdock.datapath.devices import CPU, Device
+from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.connector")
 
 CallFailed = (ServerUnavailable, ApiError)
-CopyFailed = (DatapathError, CopyError, OSError, MemoryError)
+CopyFailed = (DatapathError, CopyError, CudaError, OSError, MemoryError)
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
@@ -38,7 +39,12 @@ class LayoutMismatch(Exception):
 
 
 class WorkerHalf:
-    """`layouts[g]` says where KV group g has its blocks; `rank` is this worker's tensor-parallel rank."""
+    """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's
+    tensor-parallel rank; `threads` copy when the blocks are in host memory.
+
+    `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
+    it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,8 @@ class WorkerHalf:
         layouts: Sequence[PagedLayout],
         *,
         rank: int = 0,
+        device: Device = CPU,
+        stream: int | None = None,
         threads: int = 2,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,10 +70,16 @@ class WorkerHalf:
                 )
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatch(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
-        self.session, self.rank = session, rank
+        self.session, self.rank, self._stream = session, rank, stream
         self._clock = clock
-        self._loaders: list[Copier] = [CpuCopier(layout, threads=threads) for layout in layouts]
-        self._storers: list[Copier] = [CpuCopier(layout, threads=threads) for layout in layouts]
+
+        def open_copiers() -> list[Copier]:
+            return [
+                device.open_copier(layout, part_blocks=manifest.chunk_tokens // layout.block_tokens, threads=threads)
+                for layout in layouts
+            ]
+
+        self._loaders, self._storers = open_copiers(), open_copiers()
 
     @property
     def client(self) -> Client:
@@ -106,7 +120,7 @@ class WorkerHalf:
     def _scatter(self, attachment: Attachment, plan: LoadPlan) -> list[int]:
         """Indices of the chunks that failed, in whatever group."""
         results = self._copy(plan.pieces, lambda group, pieces: self._loaders[group].scatter(
-            [self._load_copy(attachment, piece) for piece in pieces]
+            [self._load_copy(attachment, piece) for piece in pieces], after=self._stream
         ))
         failed = sorted({piece.chunk for piece, result in results if not result.ok})
         if failed:
@@ -144,7 +158,7 @@ class WorkerHalf:
         ready = 0
         try:
             results = self._copy(plan.pieces, lambda group, pieces: self._storers[group].gather(
-                [self._store_copy(attachment, piece) for piece in pieces]
+                [self._store_copy(attachment, piece) for piece in pieces], after=self._stream
             ))
             done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
             body = Commit(session=attachment.session, rank=self.rank, parts=done)

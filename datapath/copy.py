@@ -8,7 +8,7 @@ names (its slot, its blocks) belongs to the copy until its handle is done.
 
 Invariants: arguments are checked before any byte moves, all parts of a call or none; a block that is
 skipped is hashed but never written; a result says ok only when the bytes that were moved hashed to the
-expected value.
+expected value. CpuCopier is here, CudaCopier in cuda.py; devices.py chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from kvdock import _core
 from kvdock.datapath.checksum import ensure_keys
@@ -70,21 +70,88 @@ class CopyHandle(Protocol):
 
 
 class Copier(Protocol):
-    """Moves parts; one for each engine process and layout."""
+    """Moves parts; one for each engine process and layout.
 
-    def gather(self, parts: Sequence[PartCopy]) -> CopyHandle: ...
+    `after`: a stream of the device that the blocks are on, whose work so far comes first; None: nothing to wait for.
+    """
 
-    def scatter(self, parts: Sequence[PartCopy]) -> CopyHandle: ...
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
+
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
 
     def close(self) -> None:
         """Waits for what was submitted; later submissions raise CopierClosed."""
 
 
+class PackedParts(NamedTuple):
+    """Parts as the native core takes them. Part i has blocks block_ids[starts[i]:starts[i + 1]]."""
+
+    slots: array[int]
+    """uint64 [n], addresses."""
+    block_ids: array[int]
+    """int64, flat; `starts` int64 [n + 1] and `skips` int64 [n] likewise."""
+    starts: array[int]
+    skips: array[int]
+
+
+def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
+    """CopyError for a part with skip_blocks, or values that are no 64-bit integers."""
+    for index, part in enumerate(parts):
+        if part.skip_blocks:
+            raise copy_error(f"part {index}: skip_blocks of a gather", found=part.skip_blocks, wanted=0)
+    return _packed(layout, parts)
+
+
+def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
+    """CopyError for a part without its expected checksum, or values that are no 64-bit integers."""
+    for index, part in enumerate(parts):
+        if part.checksum is None:
+            raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
+    return _packed(layout, parts)
+
+
+def _packed(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
+    """Also makes the native core able to hash the longest part."""
+    packed = PackedParts(array("Q"), array("q"), array("q", [0]), array("q"))
+    for index, part in enumerate(parts):
+        blocks = part.block_ids.tolist() if isinstance(part.block_ids, IntegerArray) else part.block_ids
+        try:
+            packed.slots.append(part.slot)
+            packed.block_ids.extend(blocks)
+            packed.skips.append(part.skip_blocks)
+        except (OverflowError, TypeError) as error:
+            raise copy_error(f"part {index}", found=str(error), wanted="64-bit integers") from error
+        packed.starts.append(len(packed.block_ids))
+    starts = packed.starts
+    longest = max((starts[i + 1] - starts[i] for i in range(len(parts))), default=0)
+    ensure_keys(layout.part_bytes(longest))
+    return packed
+
+
+def skip_blocks(tokens: int, block_tokens: int) -> int:
+    """How many leading blocks `tokens` tokens fill, for PartCopy.skip_blocks.
+
+    CopyError when they end inside a block: that block is half somebody else's, so it can be neither skipped
+    nor written.
+    """
+    blocks, rest = divmod(tokens, block_tokens)
+    if tokens < 0 or rest:
+        raise copy_error("tokens to skip", found=tokens, wanted=f"a multiple of {block_tokens}, the tokens of a block")
+    return blocks
+
+
+def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResult]:
+    return [
+        PartResult(sum_, part.checksum is None or sum_ == part.checksum)
+        for sum_, part in zip(found, parts, strict=True)
+    ]
+
+
 class _CpuHandle:
     """Result or error is set once, by the copier's thread, before `_ended`."""
 
-    def __init__(self, expected: Sequence[int | None], work: Callable[[], list[int]]) -> None:
-        self._expected = expected
+    def __init__(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> None:
+        self._parts = tuple(parts)
         self._work: Callable[[], list[int]] | None = work
         self._ended = threading.Event()
         self._results: list[PartResult] = []
@@ -107,15 +174,17 @@ class _CpuHandle:
         work, self._work = self._work, None
         assert work is not None, "a copy runs once"
         try:
-            self._results = [
-                PartResult(found, expected is None or found == expected)
-                for found, expected in zip(work(), self._expected, strict=True)
-            ]
+            self._results = results_of(work(), self._parts)
             self._error = None
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             self._error = error
         finally:
             self._ended.set()
+
+
+def _refuse_stream(after: int | None) -> None:
+    if after is not None:
+        raise copy_error("after", found=after, wanted="None: copies with the CPU know no streams")
 
 
 class CpuCopier:
@@ -132,23 +201,19 @@ class CpuCopier:
         self._thread = threading.Thread(target=self._run, name="kvdock-copier", daemon=True)
         self._thread.start()
 
-    def gather(self, parts: Sequence[PartCopy]) -> CopyHandle:
-        """CopyError for a part with skip_blocks: a gather has nothing to skip."""
-        for index, part in enumerate(parts):
-            if part.skip_blocks:
-                raise copy_error(f"part {index}: skip_blocks of a gather", found=part.skip_blocks, wanted=0)
-        slots, ids, starts, _ = self._pack(parts)
-        core = self._layout.core
-        return self._submit(parts, lambda: _core.gather(core, slots, ids, starts, threads=self._threads))
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        """CopyError for a part with skip_blocks: a gather has nothing to skip; and for a stream."""
+        _refuse_stream(after)
+        packed, core = packed_for_gather(self._layout, parts), self._layout.core
+        return self._submit(
+            parts, lambda: _core.gather(core, packed.slots, packed.block_ids, packed.starts, threads=self._threads)
+        )
 
-    def scatter(self, parts: Sequence[PartCopy]) -> CopyHandle:
-        """CopyError for a part without its expected checksum."""
-        for index, part in enumerate(parts):
-            if part.checksum is None:
-                raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
-        slots, ids, starts, skips = self._pack(parts)
-        core = self._layout.core
-        return self._submit(parts, lambda: _core.scatter(core, slots, ids, starts, skips, threads=self._threads))
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        """CopyError for a part without its expected checksum; and for a stream."""
+        _refuse_stream(after)
+        packed, core = packed_for_scatter(self._layout, parts), self._layout.core
+        return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))
 
     def close(self) -> None:
         with self._lock:
@@ -158,28 +223,12 @@ class CpuCopier:
         self._thread.join()
 
     def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:
-        handle = _CpuHandle([part.checksum for part in parts], work)
+        handle = _CpuHandle(parts, work)
         with self._lock:
             if self._closed:
                 raise CopierClosed("copier", found="closed", wanted="open")
             self._queue.put(handle)
         return handle
-
-    def _pack(self, parts: Sequence[PartCopy]) -> tuple[array[int], array[int], array[int], array[int]]:
-        """(slots, block ids, starts, skips) as the native core takes them: uint64, then int64."""
-        slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
-        for index, part in enumerate(parts):
-            blocks = part.block_ids.tolist() if isinstance(part.block_ids, IntegerArray) else part.block_ids
-            try:
-                slots.append(part.slot)
-                ids.extend(blocks)
-                skips.append(part.skip_blocks)
-            except (OverflowError, TypeError) as error:
-                raise copy_error(f"part {index}", found=str(error), wanted="64-bit integers") from error
-            starts.append(len(ids))
-        longest = max((starts[i + 1] - starts[i] for i in range(len(parts))), default=0)
-        ensure_keys(self._layout.part_bytes(longest))
-        return slots, ids, starts, skips
 
     def _run(self) -> None:
         while True:

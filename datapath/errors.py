@@ -8,6 +8,8 @@
     ├── SlotOutOfBounds     bytes outside the data of a segment (or of one not attached)
     ├── ManifestError       a manifest or token list without one canonical form
     ├── CopierClosed        a copy was submitted after close()
+    ├── DeviceUnknown       a device name that is none
+    ├── NoCuda              a GPU was asked for that this process cannot use
     └── AttachError         a segment cannot be used by this engine
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
@@ -18,19 +20,25 @@
     ValueError
     ├── LayoutError         strides that no copy can follow (from the native core)
     └── CopyError           ids, lengths or skips outside a layout (from the native core)
+
+    RuntimeError
+    └── CudaError           the GPU's driver refused (from the native core)
 """
 
 from __future__ import annotations
 
-from kvdock._core import CopyError, LayoutError
+from kvdock._core import CopyError, CudaError, LayoutError
 
 __all__ = [
     "AttachError",
     "CopierClosed",
     "CopyError",
+    "CudaError",
     "DatapathError",
+    "DeviceUnknown",
     "LayoutError",
     "ManifestError",
+    "NoCuda",
     "PoolFull",
     "PoolGone",
     "PoolInUse",
@@ -81,6 +89,18 @@ class ManifestError(DatapathError, ValueError):
 
 class CopierClosed(DatapathError):
     pass
+
+
+class DeviceUnknown(DatapathError, ValueError):
+    pass
+
+
+class NoCuda(DatapathError):
+    """The message is one sentence for people."""
+
+    def __init__(self, sentence: str, *, found: object, wanted: object) -> None:
+        super().__init__(sentence, found=found, wanted=wanted)
+        self.args = (sentence,)
 
 
 class AttachError(DatapathError):

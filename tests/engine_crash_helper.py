@@ -24,14 +24,14 @@ class HalfwayCopier:
     def __init__(self, inner: Copier) -> None:
         self.inner = inner
 
-    def gather(self, parts: Sequence[PartCopy]) -> CopyHandle:
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         self.inner.gather(parts[: (len(parts) + 1) // 2]).result()
         print(f"halfway {len(parts)}", flush=True)
         threading.Event().wait()
         raise AssertionError("it waits for ever")
 
-    def scatter(self, parts: Sequence[PartCopy]) -> CopyHandle:
-        return self.inner.scatter(parts)
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        return self.inner.scatter(parts, after=after)
 
     def close(self) -> None:
         self.inner.close()

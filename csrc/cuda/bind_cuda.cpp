@@ -78,7 +78,6 @@ void bind_copier(py::module_& m) {
           py::arg("timeout_s") = py::none(), Nogil())
       .def("order", &cuda::Copy::order, py::arg("stream"), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil());
-  const cuda::Tuning usual;
   py::class_<cuda::Copier>(m, "CudaCopier")
       .def(py::init([](const PagedLayout& layout, int device, size_t piece_bytes, int buffers, int load_blocks,
                        int store_blocks, int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes) {
@@ -86,11 +85,9 @@ void bind_copier(py::module_& m) {
                                                    cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks,
                                                                 direct_blocks, direct_load_bytes, direct_store_bytes});
            }),
-           py::arg("layout"), py::kw_only(), py::arg("device"), py::arg("piece_bytes") = usual.piece_bytes,
-           py::arg("buffers") = usual.buffers, py::arg("load_blocks") = usual.load_blocks,
-           py::arg("store_blocks") = usual.store_blocks, py::arg("direct_blocks") = usual.direct_blocks,
-           py::arg("direct_load_bytes") = usual.direct_load_bytes,
-           py::arg("direct_store_bytes") = usual.direct_store_bytes, Nogil())
+           py::arg("layout"), py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"),
+           py::arg("load_blocks"), py::arg("store_blocks"), py::arg("direct_blocks"), py::arg("direct_load_bytes"),
+           py::arg("direct_store_bytes"), Nogil())
       .def("gather", &gather, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::kw_only(),
            py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::arg("skips"),

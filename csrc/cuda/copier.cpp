@@ -53,6 +53,10 @@ bool all_wide(const std::vector<Plane>& planes) {
                      [](const Plane& plane) { return plane.run_bytes % kWideBytes == 0; });
 }
 
+size_t extent_bytes(const PagedLayout& layout, const Plane& plane) {
+  return (layout.num_blocks() - 1) * plane.block_stride + (plane.run_count - 1) * plane.run_stride + plane.run_bytes;
+}
+
 std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
   std::vector<PlaneArgs> all;
   for (size_t i = 0; i < layout.planes().size(); ++i) {
@@ -94,6 +98,7 @@ Copier::Copier(const PagedLayout& layout, int device, const Tuning& tuning)
     buffers_.push_back({staging_.address() + i * tuning_.piece_bytes, make_event(device_), make_event(device_)});
   const auto planes = describe_planes(layout_);
   const ContextGuard current(device_);
+  for (const Plane& plane : layout_.planes()) require_on_device(device_, plane.base, extent_bytes(layout_, plane));
   cuda::check(driver().cuMemcpyHtoDAsync_v2(planes_.address(), planes.data(), planes.size() * sizeof(PlaneArgs),
                                             uploads_.get()),
               "upload of the layout");

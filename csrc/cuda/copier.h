@@ -33,13 +33,12 @@
 
 namespace kvdock::cuda {
 
+// datapath/cuda.py has usual values.
 struct Tuning {
-  size_t piece_bytes = size_t(16) << 20;
-  int buffers = 2;  // staging buffers of piece_bytes each
-  // Thread blocks of a kernel.
-  int load_blocks = 16, store_blocks = 16, direct_blocks = 8;
-  // A call of up to so many bytes goes direct.
-  size_t direct_load_bytes = size_t(4) << 20, direct_store_bytes = size_t(4) << 20;
+  size_t piece_bytes;
+  int buffers;  // staging buffers of piece_bytes each
+  int load_blocks, store_blocks, direct_blocks;  // thread blocks of a kernel
+  size_t direct_load_bytes, direct_store_bytes;  // a call of up to so many bytes goes direct
 };
 
 class DescriptorRing;

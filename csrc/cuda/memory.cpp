@@ -34,6 +34,8 @@ void drop_range(uintptr_t begin) {
   g_ranges.erase(begin);
 }
 
+}  // namespace
+
 void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
   for (const uintptr_t at : {address, address + bytes - 1}) {
     unsigned type = 0;
@@ -50,8 +52,6 @@ void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
                   found, std::string("device memory"));
   }
 }
-
-}  // namespace
 
 std::optional<Range> find_range(uintptr_t address, size_t bytes) {
   const std::shared_lock<std::shared_mutex> guard(g_mutex);

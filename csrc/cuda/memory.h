@@ -19,6 +19,9 @@ struct Range {
   Place place;
 };
 
+// Throws Refused{cuda} unless first and last byte are memory of `device`.
+void require_on_device(const Device& device, uintptr_t address, size_t bytes);
+
 // The range that holds all of [address, address + bytes).
 std::optional<Range> find_range(uintptr_t address, size_t bytes);
 

@@ -1,0 +1,120 @@
+"""Copies on a GPU: the copier of copy.py, with the engine's streams ordered around it.
+
+    copier.scatter(parts, after=stream) ─► handle     only enqueues; `after`'s work so far comes first
+    handle.order(stream)                              `stream`'s later work comes after the copy
+    handle.done() | wait() | copier.fileno()          for the host, which need not ask
+
+The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
+described by a PagedLayout. Slots lie in memory that the driver knows: pinned segments (pinning.py), or
+CudaSlotMemory on the device.
+
+Invariants: those of copy.py; a call never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvdock import _core
+from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
+from kvdock.datapath.errors import CopierClosed, NoCuda
+from kvdock.datapath.layout import PagedLayout
+
+
+@dataclass(frozen=True)
+class CopyTuning:
+    """How copies go best; tuning.py measures it. These values are good on an H200."""
+
+    piece_bytes: int = 16 << 20
+    """Of one staging buffer."""
+    buffers: int = 2
+    load_blocks: int = 16
+    """Thread blocks of a kernel that fills paged blocks from staging; `store_blocks` that empties them."""
+    store_blocks: int = 16
+    direct_blocks: int = 8
+    """Thread blocks of a kernel that works on pinned host memory itself."""
+    direct_load_bytes: int = 4 << 20
+    """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
+    direct_store_bytes: int = 4 << 20
+
+
+def require_cuda(device: int) -> _core.CudaDevice:
+    """The GPU of that index. NoCuda, in one sentence, when it cannot be used."""
+    why = _core.cuda_unavailable()
+    if why:
+        raise NoCuda(why, found=why, wanted="a CUDA GPU")
+    known = _core.cuda_devices()
+    if not 0 <= device < len(known):
+        wanted = f"one of 0..{len(known) - 1}"
+        sentence = f'device "cuda:{device}" is not there: this process sees {len(known)}'
+        raise NoCuda(sentence, found=device, wanted=wanted)
+    return known[device]
+
+
+class CudaHandle:
+    """A copy under way on the GPU (a CopyHandle)."""
+
+    def __init__(self, copy: _core.CudaCopy, parts: Sequence[PartCopy]) -> None:
+        self._copy, self._parts = copy, parts
+
+    def done(self) -> bool:
+        return self._copy.done()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """True once the copy has ended, False on timeout. Sleeps without the GIL."""
+        return self._copy.wait(timeout_s)
+
+    def order(self, stream: int) -> None:
+        """What is put on `stream` (a CUstream as an integer) from now on runs after the copy."""
+        self._copy.order(stream)
+
+    def result(self) -> list[PartResult]:
+        """Waits, then one result a part in order. CudaError when the copy failed: nothing is known of its bytes."""
+        return results_of(self._copy.checksums(), self._parts)
+
+
+class CudaCopier:
+    """A Copier for blocks in the memory of GPU `device`.
+
+    Raises NoCuda; CopyError for a tuning that cannot be; CudaError when the layout's memory is not that GPU's, or
+    when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB pinned).
+    """
+
+    def __init__(self, layout: PagedLayout, *, device: int, tuning: CopyTuning | None = None) -> None:
+        require_cuda(device)
+        self._layout, self.device = layout, device
+        self.tuning = tuning if tuning is not None else CopyTuning()
+        self._closed = False
+        self._core = _core.CudaCopier(layout.core, device=device, **asdict(self.tuning))
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that copies pass through."""
+        return self._core.staging_bytes
+
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
+        """Paged blocks → slots. `after`: a stream (CUstream as an integer, 0 the legacy default stream) whose work
+        so far comes first. CopyError: ids, skips or slots that cannot be; CopierClosed; CudaError."""
+        packed = packed_for_gather(self._layout, parts)
+        self._require_open()
+        copy = self._core.gather(packed.slots, packed.block_ids, packed.starts, after=after)
+        return CudaHandle(copy, tuple(parts))
+
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
+        """Slots → paged blocks. Else as gather()."""
+        packed = packed_for_scatter(self._layout, parts)
+        self._require_open()
+        return CudaHandle(self._core.scatter(*packed, after=after), tuple(parts))
+
+    def fileno(self) -> int:
+        """An eventfd, readable when copies have ended since it was last read; it counts them."""
+        return self._core.fileno()
+
+    def close(self) -> None:
+        self._closed = True
+        self._core.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise CopierClosed("copier", found="closed", wanted="open")

@@ -1,0 +1,302 @@
+"""How copies go best on one GPU with one layout: measured once in private scratch, kept in a file.
+
+    tuned(layout, device) ─► the file ─► else calibrate() under a lock ─► the file
+
+What is chosen: the size of a staging buffer, how many thread blocks a kernel gets (the fewest that come
+within half a percent of the best: every other block is left to the engine), and up to which size a call
+goes direct. One process calibrates at a time, since two would measure each other.
+
+Nothing here fails an engine: without room for scratch or a place for the file, the usual values serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kvdock import _core
+from kvdock.datapath.checksum import ensure_keys
+from kvdock.datapath.cuda import CopyTuning, require_cuda
+from kvdock.datapath.layout import PagedLayout
+
+log = logging.getLogger("kvdock.datapath")
+
+FORMAT: Final = 1  # of the file, and of what is measured: raised when either changes
+SCRATCH_BYTES: Final = 64 << 20
+PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
+BLOCKS: Final = (4, 8, 16, 32)
+DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
+NEAR: Final = 1.005
+"""A cheaper choice is taken when it is within half a percent of the best."""
+DIRECT_NEAR: Final = 1.03
+ROUNDS: Final = 3
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What of a layout decides speed."""
+
+    planes: int
+    run_bytes: int
+    run_count: int
+    part_blocks: int
+    """Blocks of a chunk."""
+
+    @classmethod
+    def of(cls, layout: PagedLayout, part_blocks: int) -> Geometry:
+        _, _, run_bytes, run_count, _ = layout.planes[0]
+        return cls(len(layout.planes), run_bytes, run_count, part_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block over all planes; planes that are not alike count as the first."""
+        return self.planes * self.run_bytes * self.run_count
+
+
+@dataclass(frozen=True)
+class Calibration:
+    device: str
+    """The GPU's name."""
+    uuid: str
+    driver: int
+    geometry: Geometry
+    tuning: CopyTuning
+    took_s: float
+    load_share: float
+    """Speed of the chosen load beside one plain copy of the same 64 MiB; `store_share` likewise."""
+    store_share: float
+
+    def describe(self) -> str:
+        g, t = self.geometry, self.tuning
+        return (
+            f"{self.device} ({self.uuid[:8]}), {g.planes} planes of {g.run_count} x {g.run_bytes} bytes a block: "
+            f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, {t.load_blocks}/{t.store_blocks} thread blocks "
+            f"(load/store), direct up to {t.direct_load_bytes >> 10}/{t.direct_store_bytes >> 10} KiB "
+            f"with {t.direct_blocks}; load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
+        )
+
+
+def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path | None = None) -> CopyTuning:
+    """The tuning for this GPU and layout: from the file, else measured now (well under a second) and kept.
+
+    NoCuda when there is no such GPU.
+    """
+    geometry, info = Geometry.of(layout, part_blocks), require_cuda(device)
+    directory = cache_dir if cache_dir is not None else cache_directory()
+    path = directory / f"copy-{_digest(info, geometry)}.json"
+    known = _read(path)
+    if known is not None:
+        return known.tuning
+    try:
+        with _lock(directory):
+            known = _read(path)  # another process may have measured meanwhile
+            if known is None:
+                known = calibrate(info, geometry)
+                _write(path, known)
+    except OSError as error:
+        log.warning("copies on GPU %d are not calibrated for later: %s", device, error)
+        return known.tuning if known is not None else CopyTuning()
+    except _core.CudaError as error:
+        log.warning("copies on GPU %d are not calibrated: %s", device, error)
+        return CopyTuning()
+    return known.tuning
+
+
+def cached_tunings(cache_dir: Path | None = None) -> list[Calibration]:
+    """Every calibration kept on this machine, for people to read."""
+    directory = cache_dir if cache_dir is not None else cache_directory()
+    found = [_read(path) for path in sorted(directory.glob("copy-*.json"))]
+    return [one for one in found if one is not None]
+
+
+def cache_directory() -> Path:
+    """$XDG_CACHE_HOME/kvdock, or ~/.cache/kvdock."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "kvdock"
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
+    """Measures on private scratch: 64 MiB pinned, as much and the staging on the GPU. CudaError."""
+    began = time.perf_counter()
+    bench = _Bench(info.index, geometry)
+    tuning = CopyTuning()
+    tuning = _fewest(tuning, "load_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, False))
+    tuning = _fewest(tuning, "store_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, True))
+    tuning = _fewest(
+        tuning, "piece_bytes", PIECES_BYTES, NEAR, lambda one: bench.staged_ms(one, False) + bench.staged_ms(one, True)
+    )
+    tuning = _fewest(tuning, "direct_blocks", BLOCKS, DIRECT_NEAR, bench.direct_ms)
+    tuning = replace(
+        tuning,
+        direct_load_bytes=bench.crossover_bytes(tuning, False),
+        direct_store_bytes=bench.crossover_bytes(tuning, True),
+    )
+    load, store = (bench.plain_ms(store) / bench.staged_ms(tuning, store) for store in (False, True))
+    took_s = round(time.perf_counter() - began, 3)
+    return Calibration(info.name, info.uuid, info.driver, geometry, tuning, took_s, round(load, 4), round(store, 4))
+
+
+Choice = TypeVar("Choice", bound=int)
+
+
+def _fewest(
+    tuning: CopyTuning, name: str, choices: Sequence[int], near: float, cost_ms: Callable[[CopyTuning], float]
+) -> CopyTuning:
+    """`tuning` with the smallest of `choices` for `name` that costs no more than `near` times the cheapest."""
+    costs = {choice: cost_ms(replace(tuning, **{name: choice})) for choice in choices}
+    limit = near * min(costs.values())
+    return replace(tuning, **{name: min(choice for choice, cost in costs.items() if cost <= limit)})
+
+
+class _Bench:
+    """Scratch memory with the layout's geometry, and timed copies in it."""
+
+    def __init__(self, device: int, geometry: Geometry) -> None:
+        self._device, self._geometry = device, geometry
+        part_bytes = geometry.block_bytes * geometry.part_blocks
+        parts = max(1, SCRATCH_BYTES // part_bytes)
+        self._blocks = min(parts * geometry.part_blocks, max(1, SCRATCH_BYTES // geometry.block_bytes))
+        bytes_ = self._blocks * geometry.block_bytes
+        slot_bytes = -(-geometry.block_bytes * geometry.part_blocks // _core.SLOT_ALIGN) * _core.SLOT_ALIGN
+        ensure_keys(slot_bytes)
+        self._slot_bytes = slot_bytes
+        self._host = _core.CudaBuffer(device=device, bytes=parts * slot_bytes, host=True)
+        # Runs that touched would be one run: they are laid out with a gap.
+        run_stride = geometry.run_bytes + (_GAP_BYTES if geometry.run_count > 1 else 0)
+        block_stride = run_stride * geometry.run_count
+        self._paged = _core.CudaBuffer(
+            device=device, bytes=geometry.planes * self._blocks * block_stride, host=False
+        )
+        planes = [
+            (
+                self._paged.address + plane * self._blocks * block_stride,
+                block_stride, geometry.run_bytes, geometry.run_count, run_stride,
+            )
+            for plane in range(geometry.planes)
+        ]
+        self._layout = _core.PagedLayout(planes, num_blocks=self._blocks, block_tokens=1)
+        self._watch = _core.CudaStopwatch(device=device)
+        self._bytes = bytes_
+
+    def staged_ms(self, tuning: CopyTuning, store: bool) -> float:
+        return self._copy_ms(replace(tuning, direct_load_bytes=0, direct_store_bytes=0), store, self._bytes)
+
+    def direct_ms(self, tuning: CopyTuning) -> float:
+        size = DIRECT_SIZES[3]
+        always = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
+        return self._copy_ms(always, False, size) + self._copy_ms(always, True, size)
+
+    def crossover_bytes(self, tuning: CopyTuning, store: bool) -> int:
+        """The largest size up to which direct copies are no slower."""
+        always = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
+        staged = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
+        largest = 0
+        for size in DIRECT_SIZES:
+            if size > self._bytes or self._copy_ms(always, store, size) > self._copy_ms(staged, store, size):
+                break
+            largest = size
+        return largest
+
+    def plain_ms(self, store: bool) -> float:
+        def copy() -> None:
+            to, from_ = self._paged.address, self._host.address
+            size = min(self._bytes, self._host.bytes)
+            self._watch.copy(*((from_, to) if store else (to, from_)), size, to_device=not store)
+
+        return self._median_ms(copy) * self._bytes / min(self._bytes, self._host.bytes)
+
+    def _copy_ms(self, tuning: CopyTuning, store: bool, size_bytes: int) -> float:
+        """Median time of one call that moves about `size_bytes`, whole blocks at least."""
+        copier = _core.CudaCopier(self._layout, device=self._device, **asdict(tuning))
+        blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
+        slots, ids, starts = array("Q"), array("q"), array("q", [0])
+        for first in range(0, blocks, self._geometry.part_blocks):
+            slots.append(self._host.address + len(slots) * self._slot_bytes)
+            # Scattered, as an engine's blocks are: a stride that shares no factor with the number of blocks.
+            last = min(first + self._geometry.part_blocks, blocks)
+            ids.extend(block * _STRIDE % self._blocks for block in range(first, last))
+            starts.append(len(ids))
+        skips = array("q", bytes(8 * len(slots)))
+
+        def copy() -> None:
+            stream = self._watch.stream
+            if store:
+                copier.gather(slots, ids, starts, after=stream).order(stream)
+            else:
+                copier.scatter(slots, ids, starts, skips, after=stream).order(stream)
+
+        try:
+            return self._median_ms(copy)
+        finally:
+            copier.close()
+
+    def _median_ms(self, copy: Callable[[], None]) -> float:
+        times = []
+        for _ in range(1 + ROUNDS):  # the first warms up
+            self._watch.start()
+            copy()
+            times.append(self._watch.stop_ms())
+        return statistics.median(times[1:])
+
+
+_GAP_BYTES: Final = 128
+_STRIDE: Final = 7919  # prime: no number of scratch blocks is a multiple of it in practice
+
+
+# ------------------------------------------------------------------ the file
+
+
+def _digest(info: _core.CudaDevice, geometry: Geometry) -> str:
+    """Names the file: another GPU, driver, kernel or geometry is measured anew."""
+    identity = [FORMAT, info.uuid, info.driver, _core.cuda_kernels(), list(asdict(geometry).values())]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> Calibration | None:
+    """None when there is no such file, or it is not ours to understand."""
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("format") != FORMAT:
+            return None
+        geometry = Geometry(**data.pop("geometry"))
+        tuning = CopyTuning(**data.pop("tuning"))
+        return Calibration(geometry=geometry, tuning=tuning, **data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("calibration %s is not readable and will be made again: %s", path.name, error)
+        return None
+
+
+def _write(path: Path, calibration: Calibration) -> None:
+    data = {"format": FORMAT, **{one.name: getattr(calibration, one.name) for one in fields(calibration)}}
+    data["geometry"], data["tuning"] = asdict(calibration.geometry), asdict(calibration.tuning)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(data, indent=1) + "\n")
+    fresh.replace(path)
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """One calibrating process at a time. OSError when the directory cannot be had."""
+    directory.mkdir(parents=True, exist_ok=True)
+    fd = os.open(directory / "calibrating.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -8,7 +8,7 @@
 #
 #     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … engine at unix:/run/kvdock/kvdock.sock
 #
-# The shared /dev/shm has the server's --shm-size: the pool and its table (62 MiB) must fit. For engines
+# The shared /dev/shm has the server's --shm-size: the pool and its table (63 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, `--user` of the engines and a bind mount that they can
 # reach. Do not publish port 7410 beyond loopback: it asks nobody for a password. SIGTERM drains for up to
 # 5 s, so `docker stop` with its 10 s is long enough. docs/deploy.md says more of all this.

@@ -33,13 +33,15 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     if session is None:
         session = _open_session(body, pool, registry, now_ms)
     table_id = pool.table.add_member(
-        session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms
+        session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms, member.lock_offset
     )
+    came_back = pool.unheard.pop(table_id, None) is not None
     if member.pinned_through is not None:
         pool.table.report_pinned(table_id, member.pinned_through)
     if member.id not in session.members:
         session.members[member.id] = MemberRecord(
-            member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset, len(pool.retired)
+            member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
+            retired_before=0 if came_back else len(pool.retired),
         )
     return session
 

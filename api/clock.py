@@ -22,11 +22,12 @@ def boottime_ns() -> int:
 class ServerClock:
     """Sum of the source's steps, each cut to one second. Thread-safe."""
 
-    def __init__(self, source_ns: Callable[[], int] = boottime_ns) -> None:
+    def __init__(self, source_ns: Callable[[], int] = boottime_ns, *, start_ms: int = 0) -> None:
+        """`start_ms`: where the clock of the server whose pool was adopted had got to."""
         self._source_ns = source_ns
         self._lock = threading.Lock()
         self._last_ns = source_ns()  # guarded by _lock, as is _sum_ns
-        self._sum_ns = 0
+        self._sum_ns = start_ms * 1_000_000
 
     def now_ms(self) -> int:
         with self._lock:

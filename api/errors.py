@@ -85,7 +85,7 @@ class StartupError(KvdockError):
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
-        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory` or `pool_too_small`."""
+        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`, `pool_too_small`."""
 
 
 class ServerUnavailable(KvdockError):

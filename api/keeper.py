@@ -40,6 +40,7 @@ class Keeper:
                 await self.keep_free()
                 await service.pool.drain()
                 service.pulse.made_round()
+                service.pool.say_alive()
                 now_ms = service.clock.now_ms()
                 if now_ms >= next_sample_ms:
                     service.history.sample(service.totals(), pool_view(service), now_ms / 1000)
@@ -62,7 +63,18 @@ class Keeper:
                     service.counters.dead_members += 1
                     log.warning("session %s (%s): member %s is dead", session.id, session.label, member.id)
                     service.table.member_dead(member.table_id, now_ms)
+        self.watch_unheard(now_ms)
         service.table.tick(now_ms)
+
+    def watch_unheard(self, now_ms: int) -> None:
+        """Members of an adopted pool that have not come back: their locks too say whether they live."""
+        pool = self._service.pool
+        for table_id, lock_offset in tuple(pool.unheard.items()):
+            if not pool.lock_held(lock_offset):
+                del pool.unheard[table_id]
+                self._service.counters.dead_members += 1
+                log.warning("a member of the adopted pool is dead, and never came back")
+                self._service.table.member_dead(table_id, now_ms)
 
     async def keep_free(self) -> None:
         """Below the low mark: grow in the background, or, when full, evict up to the high mark."""

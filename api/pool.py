@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
+from kvdock.api.adopt import Adopted, AdoptionRefused, LeftBehind, address_of, adopt_pool, left_behind
 from kvdock.api.errors import ApiError, StartupError
 from kvdock.api.limits import Limits
 from kvdock.api.schemas import Segment
@@ -37,19 +38,25 @@ class Pool:
     """`table` may be called directly; what concerns memory goes through here."""
 
     def __init__(
-        self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, incarnation: int,
-        undo: ExitStack, now_s: Callable[[], float],
+        self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, undo: ExitStack,
+        now_s: Callable[[], float], adopted: Adopted | None = None,
     ) -> None:
         self.table = table
         self.pool_id = segments.pool_id
-        self.incarnation = incarnation
+        self.incarnation = table.incarnation
+        self.clock_ms = adopted.found["clock_ms"] if adopted else 0
+        """Where the server clock goes on from."""
         self.limit_bytes = settings.pool_bytes
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
         """Why the last attempt to grow failed; '' while it may grow, and after the next that succeeds."""
         self.retired: list[int] = []
-        """Ids of segments removed in this server's life, in that order."""
+        """Ids of removed segments, in that order."""
+        self.unheard: dict[int, int] = {
+            member.member: member.lock_offset for member in table.members() if member.state == "suspect"
+        }
+        """Members of an adopted pool that have not come back yet: table id → lock offset."""
         self._lock = lock
         self._segments = segments
         self._undo = undo
@@ -61,6 +68,11 @@ class Pool:
         self._retry_s = FIRST_RETRY_S
         self._retry_at_s = 0.0
         self._growing = asyncio.Lock()
+        if adopted:
+            self._added = list(segments.segments)
+            self._retiring = list(adopted.retiring)
+            self.retired = list(adopted.retired)
+            self._choose_retiring()
 
     def close(self, *, keep: bool = False) -> None:
         """Removes every object of the pool. Engines that still map one keep their memory until they unmap it.
@@ -78,6 +90,10 @@ class Pool:
     def lock_held(self, offset: int) -> bool:
         """Whether someone holds that byte of the lock file."""
         return self._lock.member_alive(offset)
+
+    def say_alive(self) -> None:
+        """For those who will one day find the pool without a server."""
+        self._lock.touch()
 
     # ---------------------------------------------------------------- memory
 
@@ -245,19 +261,51 @@ class Pool:
 def open_pool(
     settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic
 ) -> Pool:
-    """A new, empty pool; what dead servers left is removed first. `randbits(k)`: k random bits.
+    """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says; what else dead
+    servers left is removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow.
 
-    `now_s` times the attempts to grow.
-
-    Raises StartupError(pool_too_small) naming what the machine has and what was wanted.
+    Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    for name in remove_stale():
+    left = left_behind(address_of(settings))
+    adopted = _adopt(settings, left)
+    _clear_up(left)
+    if adopted:
+        return Pool(
+            settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,
+            now_s=now_s, adopted=adopted,
+        )
+    return _new_pool(settings, randbits, now_s)
+
+
+def _adopt(settings: Settings, left: LeftBehind) -> Adopted | None:
+    """None: there is nothing to adopt, or it is not wanted. A refusal is loud, and final for that pool."""
+    if settings.adopt == "never" or not left.ours:
+        if settings.adopt == "require":
+            raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
+        return None
+    pool_id = left.ours[0]
+    try:
+        adopted = adopt_pool(settings, pool_id)
+    except AdoptionRefused as error:
+        if settings.adopt == "require":
+            raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
+        log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
+        return None
+    log.warning("took over pool %016x: %s", pool_id, ", ".join(f"{name} {n}" for name, n in adopted.found.items()))
+    return adopted
+
+
+def _clear_up(left: LeftBehind) -> None:
+    for name in remove_stale(keep=left.spared):
         if name.endswith(".lock"):  # each pool has one, and it goes last
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
-    pool_id, incarnation = randbits(64), randbits(23) + 1
+
+
+def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float]) -> Pool:
+    pool_id, incarnation = randbits(64), randbits(22) + 1  # adopting servers count on
     with ExitStack() as undo:
         try:
-            lock = PoolLock.create(pool_id)
+            lock = PoolLock.create(pool_id, address=address_of(settings))
             undo.callback(lock.close, unlink=True)
             region = _make_region(settings, pool_id, undo)  # first: the pool must fit into what the table leaves
             segments = SegmentPool(
@@ -273,6 +321,7 @@ def open_pool(
         table = Table(
             region,
             pool_id=pool_id,
+            lock_inode=lock.inode,
             incarnation=incarnation,
             limit_bytes=settings.pool_bytes,
             max_records=settings.table_records,
@@ -283,10 +332,7 @@ def open_pool(
             session_cap=settings.session_cap,
             total_cap=settings.total_cap,
         )
-        return Pool(
-            settings, lock=lock, segments=segments, table=table, incarnation=incarnation, undo=undo.pop_all(),
-            now_s=now_s,
-        )
+        return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s)
 
 
 def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:

@@ -77,8 +77,9 @@ class SessionRecord:
 class Registry:
     """Sessions by wire id, instance and table id; namespaces by digest."""
 
-    def __init__(self, incarnation: int) -> None:
-        self._prefix = f"{incarnation:06x}"
+    def __init__(self, pool: int) -> None:
+        """`pool`: a number that servers which adopt the pool share, and those of other pools do not."""
+        self._prefix = f"{pool:06x}"
         self._by_id: dict[str, SessionRecord] = {}
         self._by_instance: dict[str, SessionRecord] = {}
         self._by_table_id: dict[int, SessionRecord] = {}
@@ -115,7 +116,8 @@ class Registry:
         return self._namespaces.setdefault(digest, NamespaceRecord(table_id, digest, manifest))
 
     def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
-        """The wire id carries the incarnation, so an id of another server life is never found here."""
+        """The wire id carries the pool's number, so an id of another pool is never found here; the table never
+        uses one of its own twice, so one that outlives its server means the same session to the next."""
         self._opened += 1
         record = SessionRecord(f"{self._prefix}-{table_id}", table_id, instance, label, namespace, self._opened)
         self._by_id[record.id] = self._by_instance[instance] = self._by_table_id[table_id] = record

@@ -92,7 +92,8 @@ class Server:
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
-            service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+            clock = ServerClock(start_ms=pool.clock_ms)
+            service = CacheService(settings, pool, clock, perf_ns=time.perf_counter_ns, wall_s=time.time)
             drain = self._drain = Drain(service, time.monotonic)
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
             keeper = Keeper(service)
@@ -122,8 +123,9 @@ class Server:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
         pool.close(keep=keep)
         if keep:
-            log.warning("pool %016x stays in shared memory (on_exit=keep); no server of this version can take it "
-                        "over: the next one that this user starts removes it", pool.pool_id)
+            log.warning(
+                "pool %016x stays in shared memory (on_exit=keep) for the next server at this socket", pool.pool_id
+            )
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
         """Without its keeper a server would never notice a death: it stops instead."""

@@ -56,8 +56,9 @@ class CacheService:
         self.pool = pool
         self.table = pool.table
         self.clock = clock
+        self.started_ms = clock.now_ms()
         self.wall_s = wall_s
-        self.registry = Registry(pool.incarnation)
+        self.registry = Registry(pool.table.first_incarnation)
         self.names = Names(keep=4 * settings.table_grants)
         self.limits = Limits.of(settings)
         self.configuring = asyncio.Lock()

@@ -56,6 +56,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
+Adopt = Literal["auto", "never", "require"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +99,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     watch_s: Seconds = 0.5
     """Interval of the look at members' locks, deadlines and watermarks."""
 
-    # the end
+    # the beginning and the end
+    adopt: Adopt = "auto"
+    """What becomes of the pool that a server at this socket left: taken over if it is whole, removed, or
+    taken over or else no start."""
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
     """After SIGTERM, what is under way gets so long to end."""
     on_exit: OnExit = "remove"
@@ -242,7 +246,7 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
     return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {"on_exit": get_args(OnExit)}
+_CHOICES: dict[str, tuple[str, ...]] = {"on_exit": get_args(OnExit), "adopt": get_args(Adopt)}
 
 
 def _named(name: str, value: object, where: Mapping[str, str]) -> str:

@@ -47,7 +47,7 @@ def status(service: CacheService) -> s.Status:
         version=VERSION,
         pool_id=grant_text(service.pool.pool_id),
         incarnation=service.pool.incarnation,
-        uptime_s=service.clock.now_ms() / 1000,
+        uptime_s=(service.clock.now_ms() - service.started_ms) / 1000,
         now=service.wall_s(),
         pool=pool_view(service),
         chunks=s.ChunkCounts(

@@ -13,6 +13,9 @@ import typer
 
 from kvdock.cli.outcome import FAILED, Refused
 
+Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
+"""engine.config.PRESETS, without importing torch for it."""
+
 Server = Annotated[str, typer.Option(
     "--server", metavar="ADDRESS", help="unix:/path or http://host:port; else this user's socket.", show_default=False,
 )]
@@ -140,7 +143,7 @@ def demo(
         min=0, max=65535, help="TCP port of the server; 0 lets the system choose."
     )] = 7410,
     as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object; ends by itself.")] = False,
-    preset: Annotated[Literal["small", "tiny"], typer.Option(help="Size of the engines' model.")] = "small",
+    preset: Annotated[Preset, typer.Option(help="Size of the engines' model.")] = "small",
     turns: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 4,
     pool_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Size of the server's pool.")] = "1GiB",
 ) -> int:

@@ -30,8 +30,10 @@ MEANINGS: dict[str, str] = {
     "settle_s": "From a member's death until the memory it held is used again.",
     "ask_s": "The server asks about a lease that is older.",
     "watch_s": "How often locks of members, deadlines and free space are looked at.",
+    "adopt": "Whether the pool that a server at this socket left is taken over: `auto` (a damaged one is removed), "
+    "`never` (it is removed), or `require` (no start without one).",
     "drain_s": "After SIGTERM calls, leases and reservations get so long to end; nothing new is given out.",
-    "on_exit": "What SIGTERM does with the pool: `remove`, or `keep` it until the next server starts. "
+    "on_exit": "What SIGTERM does with the pool: `remove`, or `keep` it for the next server at this socket. "
     "Ctrl-C removes it.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",

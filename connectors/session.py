@@ -21,13 +21,14 @@ from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import AttachSession, GrantRanks, Heartbeat, Manifest, Member, Segment, SessionAttached
 from kvdock.connectors.grants import GrantBook
 from kvdock.datapath.errors import AttachError, SegmentNotPinned
-from kvdock.datapath.liveness import MemberLiveness, server_alive
+from kvdock.datapath.liveness import MemberLiveness, pool_exists
 from kvdock.datapath.pinning import Pin, SegmentPinner
 from kvdock.datapath.segments import AttachedSegments
 
 log = logging.getLogger("kvdock.connector")
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 1.0
+"""A server that is back is found within 1.5 s, jitter included."""
 LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
 NotYet = (ServerUnavailable, ApiError, AttachError, OSError)
 """What attaching may meet that passes by itself; Refused is what does not."""
@@ -275,13 +276,11 @@ class EngineSession:
             self._wake.clear()
 
     def _let_go_of_the_dead(self) -> None:
-        """A dead server's memory is given back as soon as its lock says so."""
+        """A pool whose lock file is gone comes never back. One that a dead server left is the next server's, and
+        this member with all that it holds: until then it keeps its memory and its lock."""
         last = self._suspended
-        try:
-            if last is not None and not server_alive(int(last.pool_id, 16)):
-                self._retire_suspended()
-        except OSError as error:  # no descriptor left, say: no proof of death
-            log.debug("cannot look at the server's lock: %s", error)
+        if last is not None and not pool_exists(int(last.pool_id, 16)):
+            self._retire_suspended()
 
     def _beat(self, attachment: Attachment) -> float:
         """One heartbeat, and a second at once when there are questions to answer. Returns seconds to wait."""

@@ -74,6 +74,7 @@ class MemberView:
     state: str
     """live, suspect, dead or gone."""
     heartbeat_ms: int
+    lock_offset: int
     pinned_through: int | None
 
 class SessionView:
@@ -107,7 +108,35 @@ class Table:
         suspect_ms: int = 6_000,
         session_cap: float = 0.25,
         total_cap: float = 0.75,
+        lock_inode: int = 0,
     ) -> None: ...
+    @staticmethod
+    def adopt(
+        region: Mapping,
+        *,
+        pool_id: int,
+        lock_inode: int,
+        segments: Sequence[tuple[int, int, int]],
+        limit_bytes: int,
+        ask_ms: int = 60_000,
+        settle_ms: int = 3_000,
+        suspect_ms: int = 6_000,
+        session_cap: float = 0.25,
+        total_cap: float = 0.75,
+    ) -> tuple[Table, dict[str, int]]:
+        """Takes over what an earlier server of the pool left; its capacities are the region's.
+
+        segments: (id, data_offset, data_bytes) of the live and retiring ones, as they lie in memory.
+        Returns the table and what was found: clock_ms, and counts of chunks, dropped, aborted, replaced,
+        leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was changed."""
+    @staticmethod
+    def stored_segments(region: Mapping, *, pool_id: int, lock_inode: int) -> list[tuple[int, str, int, int]]:
+        """(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes). TableError as adopt."""
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def first_incarnation(self) -> int:
+        """Of the pool's first server: the same for all that adopted it."""
     @staticmethod
     def region_bytes(max_records: int, max_grants: int) -> int:
         """Bytes a region for that many records (of up to 4 parts) and live grants needs."""
@@ -129,8 +158,11 @@ class Table:
 
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
         """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
-    def add_member(self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int) -> int:
-        """Idempotent by (session, nonce). rank_taken when another member has one of the ranks."""
+    def add_member(
+        self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
+    ) -> int:
+        """Idempotent by (session, nonce): again is as good as a heartbeat, id_reused with other ranks or another
+        lock. rank_taken when another member has one of the ranks."""
     def find_member(self, session: int, nonce: bytes) -> int:
         """unknown_session, unknown_member."""
 
@@ -365,7 +397,8 @@ class CudaCopier:
     """Copies by block id between slots and paged blocks of `layout` (device addresses).
 
     `after`: a stream (CUstream as an integer, 0: the legacy default stream) whose work so far comes first;
-    None: nothing to wait for. Raises CudaError (device, memory), CopyError (a slot outside CudaSlotMemory, …).
+    None: nothing to wait for. Raises CudaError (device, memory; blocks that are not in the device's memory),
+    CopyError (a slot outside CudaSlotMemory, …).
     """
 
     staging_bytes: int
@@ -374,13 +407,13 @@ class CudaCopier:
         layout: PagedLayout,
         *,
         device: int,
-        piece_bytes: int = ...,
-        buffers: int = ...,
-        load_blocks: int = ...,
-        store_blocks: int = ...,
-        direct_blocks: int = ...,
-        direct_load_bytes: int = ...,
-        direct_store_bytes: int = ...,
+        piece_bytes: int,
+        buffers: int,
+        load_blocks: int,
+        store_blocks: int,
+        direct_blocks: int,
+        direct_load_bytes: int,
+        direct_store_bytes: int,
     ) -> None: ...
     def gather(self, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None) -> CudaCopy: ...
     def scatter(

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "bindings.h"
-#include "mapping.h"
+#include "bind_table.h"
 #include "part_codec.h"
 #include "table.h"
 
@@ -78,12 +78,6 @@ std::vector<Group> groups_of(const std::vector<std::tuple<std::string, uint32_t,
   return out;
 }
 
-// Keeps the mapping alive under the table.
-struct BoundTable {
-  py::object region;
-  std::unique_ptr<Table> table;
-};
-
 void bind_views(py::module_& m) {
   py::class_<GrantInfo>(m, "GrantView")
       .def_readonly("grant", &GrantInfo::grant)
@@ -106,6 +100,7 @@ void bind_views(py::module_& m) {
       .def_readonly("scheduler", &MemberInfo::scheduler)
       .def_property_readonly("state", [](const MemberInfo& x) { return state_name(x.state); })
       .def_readonly("heartbeat_ms", &MemberInfo::heartbeat_ms)
+      .def_readonly("lock_offset", &MemberInfo::lock_offset)
       .def_readonly("pinned_through", &MemberInfo::pinned_through);
   py::class_<SessionInfo>(m, "SessionView")
       .def_readonly("session", &SessionInfo::session)
@@ -250,9 +245,11 @@ void bind_life(py::class_<BoundTable>& c) {
       .def(
           "add_member",
           [](BoundTable& t, uint64_t session, const py::bytes& nonce, const std::vector<uint32_t>& ranks,
-             bool scheduler,
-             uint64_t now) { return t.table->add_member(session, id_of(nonce), ranks, scheduler, now); },
-          py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"))
+             bool scheduler, uint64_t now, uint64_t lock_offset) {
+            return t.table->add_member(session, id_of(nonce), ranks, scheduler, lock_offset, now);
+          },
+          py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"),
+          py::arg("lock_offset") = 0)
       .def(
           "find_member",
           [](BoundTable& t, uint64_t session, const py::bytes& nonce) {
@@ -381,20 +378,22 @@ void bind_table(py::module_& m) {
   py::class_<BoundTable> c(m, "Table");
   c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
                     uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
-                    double session_cap, double total_cap) {
+                    double session_cap, double total_cap, uint64_t lock_inode) {
           Mapping& mapping = region.cast<Mapping&>();
-          TableOptions options{pool_id, incarnation, limit_bytes, max_records, max_grants,
-                               ask_ms,  settle_ms,   suspect_ms,  session_cap, total_cap};
+          TableOptions options{pool_id, lock_inode, incarnation, limit_bytes, max_records, max_grants,
+                               ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap};
           return BoundTable{
               region, std::make_unique<Table>(reinterpret_cast<uint8_t*>(mapping.data()), mapping.bytes(), options)};
         }),
         py::arg("region"), py::kw_only(), py::arg("pool_id"), py::arg("incarnation"), py::arg("limit_bytes"),
         py::arg("max_records"), py::arg("max_grants"), py::arg("ask_ms") = 60'000, py::arg("settle_ms") = 3'000,
-        py::arg("suspect_ms") = 6'000, py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75)
+        py::arg("suspect_ms") = 6'000, py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75,
+        py::arg("lock_inode") = 0)
       .def_static("region_bytes", &Table::region_bytes, py::arg("max_records"), py::arg("max_grants"));
   bind_pool(c);
   bind_life(c);
   bind_grants(c);
+  bind_adoption(c);
 }
 
 }  // namespace kvdock

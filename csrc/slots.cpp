@@ -56,7 +56,7 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   body.count = count;
   body.offset = offset;
   body.slot_bytes = slot_bytes;
-  publish(body.word, 1);
+  publish(body.word, slab_word(body));
   Live& live = live_[slab];
   live.owner.assign(count, kNone);
   live.free.resize(count);
@@ -232,7 +232,7 @@ void SlotAllocator::check() const {
     std::map<uint64_t, uint64_t> all(s.free);
     for (auto& [at, slab] : s.slabs) {
       const Slab& b = slabs_[slab];
-      require(b.word == 1 && b.segment == id && b.offset == at, "slab entry disagrees with its place");
+      require(b.word == slab_word(b) && b.segment == id && b.offset == at, "slab entry disagrees with its place");
       require(all.emplace(at, b.count * b.slot_bytes).second, "slab lies on a free extent");
       const Live& live = live_.at(slab);
       uint64_t owned = static_cast<uint64_t>(

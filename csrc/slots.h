@@ -13,6 +13,7 @@
 #include <set>
 #include <vector>
 
+#include "crc32c.h"
 #include "table_layout.h"
 
 namespace kvdock {
@@ -23,6 +24,11 @@ struct Slot {
   uint64_t offset;
 };
 
+// The word of a live slab carries the CRC of its body.
+inline uint64_t slab_word(const Slab& b) {
+  return sealed(uint64_t{crc32c(&b.segment, sizeof b - offsetof(Slab, segment))} << 1 | 1);
+}
+
 inline uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }
 
 class SlotAllocator {
@@ -30,6 +36,13 @@ class SlotAllocator {
   SlotAllocator(Slab* slabs, uint32_t max_slabs) : slabs_(slabs), max_slabs_(max_slabs) {}
 
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
+
+  // Adoption: the segments first, then every slab with a live word, then the slots that records name; `adopted`
+  // makes the rest free and closes slabs in which nobody owns a slot. False: it cannot be so, and nothing changed.
+  bool adopt_slab(uint32_t slab);
+  bool can_own(const StoredPart& part) const;  // the slot exists, has the part's size and no owner
+  void own(const StoredPart& part, uint32_t record);
+  void adopted();
 
   // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when only eviction
   // could make room.

@@ -36,15 +36,33 @@ Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
   if (bytes < need)
     throw TableRefusal("bad_argument", "the region is too small for the table", int64_t(bytes), int64_t(need));
   Capacity capacity(options.max_records, options.max_grants);
+  header_->crc = 0;
   header_->max_grants = capacity.grants;
   header_->max_line_blocks = capacity.line_blocks;
   header_->max_pages = capacity.pages;
   header_->pool_id = options.pool_id;
   header_->region_bytes = bytes;
-  header_->incarnation = options.incarnation;
+  header_->lock_inode = options.lock_inode;
+  header_->first_incarnation = static_cast<uint32_t>(options.incarnation);
+  header_->incarnation = sealed(options.incarnation);
   header_->limit_bytes = options.limit_bytes;
   header_->geometry = table_geometry();
+  header_->crc = body_crc(*header_);
   header_->magic = kTableMagic;
+  lay_out();
+  auto fill = [](std::vector<uint32_t>& v, uint32_t n) {
+    v.resize(n);
+    for (uint32_t i = 0; i < n; ++i) v[i] = n - 1 - i;
+  };
+  fill(free_sessions_, kMaxSessions);
+  fill(free_members_, kMaxMembers);
+  fill(free_grants_, header_->max_grants);
+  fill(free_blocks_, header_->max_line_blocks);
+  std::atomic_ref<uint32_t>(header_->version).store(kTableVersion, std::memory_order_release);
+}
+
+// Where the arrays are, and what does not depend on their content.
+void Table::lay_out() {
   RegionMap at(header_->max_grants, header_->max_line_blocks, header_->max_pages);
   spaces_ = reinterpret_cast<Namespace*>(base_ + at.namespaces);
   segments_ = reinterpret_cast<SegmentEntry*>(base_ + at.segments);
@@ -55,18 +73,9 @@ Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
   page_sizes_ = reinterpret_cast<uint32_t*>(base_ + at.page_sizes);
   pages_ = base_ + at.pages;
   slots_ = SlotAllocator(reinterpret_cast<Slab*>(base_ + at.slabs), kMaxSlabs);
-  auto fill = [](std::vector<uint32_t>& v, uint32_t n) {
-    v.resize(n);
-    for (uint32_t i = 0; i < n; ++i) v[i] = n - 1 - i;
-  };
-  fill(free_sessions_, kMaxSessions);
-  fill(free_members_, kMaxMembers);
-  fill(free_grants_, header_->max_grants);
-  fill(free_blocks_, header_->max_line_blocks);
   grant_request_.resize(header_->max_grants);
-  widest_session_cap_ = options.session_cap * static_cast<double>(options.limit_bytes);
-  widest_total_cap_ = options.total_cap * static_cast<double>(options.limit_bytes);
-  std::atomic_ref<uint32_t>(header_->version).store(kTableVersion, std::memory_order_release);
+  widest_session_cap_ = options_.session_cap * static_cast<double>(options_.limit_bytes);
+  widest_total_cap_ = options_.total_cap * static_cast<double>(options_.limit_bytes);
 }
 
 void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
@@ -79,7 +88,7 @@ void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_by
                        int64_t(kSlotAlign));
   s.data_offset = data_offset;
   s.data_bytes = data_bytes;
-  publish(s.word, 1);
+  publish(s.word, sealed(kSegmentLive));
   slots_.add_segment(segment, data_offset, data_bytes);
 }
 
@@ -95,13 +104,11 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
     throw TableRefusal("bad_argument", "number of groups out of range", int64_t(groups.size()), "1..16");
   if (space_count_ == kMaxNamespaces) throw TableRefusal("table_full", "no namespace left", kMaxNamespaces);
   Namespace& ns = spaces_[space_count_];
-  std::vector<uint64_t> shape;
   for (size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].part_bytes == 0) throw TableRefusal("bad_argument", "part_bytes is 0", 0, "1 or more");
     if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
       throw TableRefusal("bad_argument", "a window group has no window", 0, "1 or more tokens");
     ns.groups[g] = groups[g];
-    shape.push_back(round_slot(groups[g].part_bytes));
   }
   ns.chunk_tokens = chunk_tokens;
   ns.block_tokens = block_tokens;
@@ -109,13 +116,20 @@ uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t
   ns.group_count = static_cast<uint32_t>(groups.size());
   ns.digest = digest;
   ns.crc = body_crc(ns);
-  publish(ns.word, 1);
+  publish(ns.word, sealed(1));
+  add_shape(ns);
+  return space_count_++;
+}
+
+// Namespaces whose parts have the same slot sizes make room for each other.
+void Table::add_shape(const Namespace& ns) {
+  std::vector<uint64_t> shape;
+  for (uint32_t g = 0; g < ns.group_count; ++g) shape.push_back(round_slot(ns.groups[g].part_bytes));
   std::sort(shape.begin(), shape.end());
   shape.erase(std::unique(shape.begin(), shape.end()), shape.end());
   auto known = std::find(shapes_.begin(), shapes_.end(), shape);
   space_shape_.push_back(static_cast<uint32_t>(known - shapes_.begin()));
   if (known == shapes_.end()) shapes_.push_back(shape);
-  return space_count_++;
 }
 
 // ---- records
@@ -181,7 +195,7 @@ void Table::count_state(uint32_t id, int sign) {
 void Table::set_state(uint32_t id, RecordState state) {
   Record& r = record(id);
   if (r.state() != RecordState::kFree) count_state(id, -1);
-  publish(r.word, state == RecordState::kFree ? 0 : (r.generation() << 3 | static_cast<uint64_t>(state)));
+  publish(r.word, state == RecordState::kFree ? 0 : sealed(r.generation() << 3 | static_cast<uint64_t>(state)));
   if (state != RecordState::kFree) count_state(id, 1);
 }
 

@@ -39,10 +39,21 @@ struct TableRefusal : std::exception {
 };
 
 struct TableOptions {
-  uint64_t pool_id, incarnation, limit_bytes;
+  uint64_t pool_id, lock_inode, incarnation, limit_bytes;
   uint64_t max_records, max_grants;
   uint64_t ask_ms, settle_ms, suspect_ms;
   double session_cap, total_cap;
+};
+
+// A segment as the table names it, or as the server that adopts it found it in memory.
+struct SegmentFacts {
+  uint32_t segment;
+  uint64_t state;  // kSegmentLive, …
+  uint64_t data_offset, data_bytes;
+};
+struct Adoption {  // what an adopting server found
+  uint64_t clock_ms = 0;  // the earlier server's clock: the new one goes on from there
+  uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, leases = 0, reservations = 0, sessions = 0, members = 0;
 };
 
 struct PartAt {
@@ -93,7 +104,7 @@ struct MemberInfo {
   std::vector<uint32_t> ranks;
   bool scheduler;
   MemberState state;
-  uint64_t heartbeat_ms;
+  uint64_t heartbeat_ms, lock_offset;
   std::optional<uint32_t> pinned_through;
 };
 struct ReserveCall {
@@ -117,6 +128,16 @@ class Table {
   Table(uint8_t* region, uint64_t region_bytes, const TableOptions& options);
   static uint64_t region_bytes(uint64_t max_records, uint64_t max_grants);
 
+  // Takes over the region that an earlier server of the pool left (section 9); its capacities are the region's.
+  // TableRefusal before anything was changed: wrong_version, or not_adoptable and why. REQUIRES: the pool's lock.
+  Table(uint8_t* region, uint64_t region_bytes, const TableOptions& options,
+        const std::vector<SegmentFacts>& segments, Adoption* found);
+  // The segments the region names, gone ones included, in rising order; refuses as the constructor does.
+  static std::vector<SegmentFacts> stored_segments(const uint8_t* region, uint64_t region_bytes,
+                                                   const TableOptions& options);
+  uint64_t incarnation() const { return header_->incarnation & kWordMask; }
+  uint64_t first_incarnation() const { return header_->first_incarnation; }
+
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
   uint64_t free_bytes();
   uint64_t segment_used_bytes(uint32_t segment);
@@ -126,7 +147,7 @@ class Table {
                          const std::vector<Group>& groups);
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
   uint64_t add_member(uint64_t session, const Id16& nonce, const std::vector<uint32_t>& ranks, bool scheduler,
-                      uint64_t now);
+                      uint64_t lock_offset, uint64_t now);
   uint64_t find_member(uint64_t session, const Id16& nonce);
 
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
@@ -198,6 +219,10 @@ class Table {
     uint64_t held_bytes = 0;
     uint32_t pinned_through = kNone;  // the least that its living members have pinned
   };
+
+  struct Adopter;  // table_adopt.cpp
+  void lay_out();
+  void add_shape(const Namespace& ns);
 
   // -- records (table.cpp, table_evict.cpp)
   Record& record(uint32_t id) { return *reinterpret_cast<Record*>(pages_ + record_at(id)); }
@@ -284,16 +309,19 @@ class Table {
   Session& session_at(uint64_t id, uint32_t* cell);
   Member& member_at(uint64_t id, uint32_t* cell);
   Member& asker_at(uint64_t session, uint64_t member, uint32_t* session_cell, uint32_t* member_cell);
-  uint64_t session_id(uint32_t cell) const { return (sessions_[cell].word >> 1) << 20 | cell; }
-  uint64_t member_id(uint32_t cell) const { return (members_[cell].word >> 3) << 20 | cell; }
+  uint64_t session_id(uint32_t cell) const { return sessions_[cell].use() << 20 | cell; }
+  uint64_t member_id(uint32_t cell) const { return members_[cell].use() << 20 | cell; }
   void set_member_state(uint32_t cell, MemberState state);
   uint32_t least_pinned(const SessionState& state) const;
   uint32_t segments_in_reach(uint32_t session);
   uint32_t bound_member(const Grant& g, uint32_t rank) const;
+  uint64_t come_back(uint32_t cell, const std::vector<uint32_t>& ranks, bool scheduler, uint64_t lock_offset,
+                     uint64_t now);
   void gone(uint32_t cell);
   void close_session(uint32_t cell);
 
   // -- checks (table_check.cpp)
+  void check_all();
   void check_records();
   void check_grants();
   void check_index();

@@ -82,7 +82,7 @@ uint64_t Table::retire_segment(uint32_t segment, uint32_t max_chunks) {
   std::lock_guard lock(mutex_);
   if (!slots_.knows(segment)) throw TableRefusal("bad_argument", "no such segment", segment);
   if (!slots_.retired(segment)) {
-    publish(segments_[segment].word, 2);
+    publish(segments_[segment].word, sealed(kSegmentRetiring));
     slots_.retire_segment(segment);
   }
   for (uint32_t id : slots_.records_in(segment)) {
@@ -101,7 +101,7 @@ void Table::remove_segment(uint32_t segment) {
     throw TableRefusal("bad_argument", "the segment was not retired", segment);
   if (uint64_t used = slots_.used_bytes(segment))
     throw TableRefusal("bad_argument", "the segment is still in use", int64_t(used), 0);
-  publish(segments_[segment].word, 3);
+  publish(segments_[segment].word, sealed(kSegmentGone));
   slots_.remove_segment(segment);
 }
 

@@ -14,6 +14,10 @@ void require(bool ok, const char* what, int64_t where = 0) {
 
 void Table::check_integrity() {
   std::lock_guard lock(mutex_);
+  check_all();
+}
+
+void Table::check_all() {
   require(header_->magic == kTableMagic && header_->geometry == table_geometry(), "the header is not this table's");
   try {
     slots_.check();

@@ -25,13 +25,15 @@ Grant& Table::new_grant(GrantKind kind, uint32_t session, uint32_t asker, const 
   uint64_t use = g.use() + 1;
   std::memset(&g.crc, 0, sizeof g - offsetof(Grant, crc));  // the word keeps its count of uses
   g.kind = kind;
-  g.id = header_->incarnation << 40 | (use * header_->max_grants + cell);
+  g.id = incarnation() << 40 | (use * header_->max_grants + cell);
   g.session = session;
+  g.session_use = sessions_[session].use();
   g.asker = asker;
   g.readers = readers;
   g.request = request;
   g.opened_ms = g.asked_ms = now;
   for (uint32_t r = 0; r < readers; ++r) g.holders[r / 64] |= 1ull << (r % 64);
+  for (int i = 0; i < 2; ++i) g.released[i] = ~g.holders[i];
   g.first_block = g.last_block = kNone;
   return g;
 }
@@ -40,21 +42,23 @@ Grant& Table::new_grant(GrantKind kind, uint32_t session, uint32_t asker, const 
 void Table::seal_grant(uint32_t cell) {
   Grant& g = grants_[cell];
   g.crc = body_crc(g);
-  publish(g.word, (g.use() + 1) << 2 | static_cast<uint64_t>(GrantState::kOpen));
+  publish(g.word, sealed((g.use() + 1) << 2 | static_cast<uint64_t>(GrantState::kOpen)));
   session_state_[g.session].grants.insert(cell);
   RequestKey key{session_id(g.session), g.kind, g.request};
   requests_[key] = cell;
   grant_request_[cell] = key;
 }
 
-// The cell of an id; `forgotten` when it was issued in this life and everybody has said done since.
+// The cell of an id; `forgotten` when it was issued in this pool's life and everybody has said done since.
 std::optional<uint32_t> Table::grant_cell(uint64_t id, bool* forgotten) {
   *forgotten = false;
   uint64_t n = id & ((1ull << 40) - 1);
   auto cell = static_cast<uint32_t>(n % header_->max_grants);
   const Grant& g = grants_[cell];
   if (g.state() != GrantState::kAbsent && g.id == id) return cell;
-  *forgotten = id >> 40 == header_->incarnation && n / header_->max_grants <= g.use() && n >= header_->max_grants;
+  uint64_t life = id >> 40;
+  bool of_this_pool = header_->first_incarnation <= life && life <= incarnation();
+  *forgotten = of_this_pool && n / header_->max_grants <= g.use() && n >= header_->max_grants;
   return std::nullopt;
 }
 
@@ -93,7 +97,7 @@ bool Table::reclaim_tombstone() {
   free_lines(g);
   auto it = requests_.find(grant_request_[cell]);
   if (it != requests_.end() && it->second == cell) requests_.erase(it);
-  publish(g.word, g.use() << 2 | static_cast<uint64_t>(GrantState::kAbsent));
+  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kAbsent)));
   free_grants_.push_back(cell);
   return true;
 }
@@ -111,7 +115,9 @@ void Table::add_line(uint32_t cell, const Line& line) {
   if (at == 0) {
     uint32_t b = free_blocks_.back();
     free_blocks_.pop_back();
+    std::memset(&blocks_[b], 0, sizeof blocks_[b]);  // a line that was not written has generation 0
     blocks_[b].next = kNone;
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // adoption may follow the link as soon as it is there
     (g.first_block == kNone ? g.first_block : blocks_[g.last_block].next) = b;
     g.last_block = b;
   }
@@ -134,14 +140,17 @@ std::vector<uint32_t> Table::remaining(const Grant& g) const {
 
 void Table::discharge(uint32_t cell, uint32_t rank) {
   Grant& g = grants_[cell];
-  if (g.holds(rank)) publish(g.holders[rank / 64], g.holders[rank / 64] & ~(1ull << (rank % 64)));
+  if (!g.holds(rank)) return;
+  uint64_t bit = 1ull << (rank % 64);
+  publish(g.holders[rank / 64], g.holders[rank / 64] & ~bit);
+  publish(g.released[rank / 64], g.released[rank / 64] | bit);
 }
 
 // Unpublishable from now on; the memory waits for whoever was given it.
 void Table::close_reservation(uint32_t cell) {
   Grant& g = grants_[cell];
   if (g.state() != GrantState::kOpen) return;
-  publish(g.word, g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed));
+  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
   for_each_line(g, [&](const Line& line) {
     Record& r = record(line.record);
     if (r.generation() == line.generation && r.state() == RecordState::kReserved) {
@@ -156,7 +165,7 @@ void Table::finish_if_done(uint32_t cell) {
   Grant& g = grants_[cell];
   if (g.live_holders() || !session_state_[g.session].grants.count(cell)) return;
   if (g.kind == GrantKind::kReservation && !g.completed) close_reservation(cell);
-  publish(g.word, g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed));
+  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
   session_state_[g.session].grants.erase(cell);
   for_each_line(g, [&](const Line& line) { prefetch_record(line.record); });
   for_each_line(g, [&](const Line& line) { drop_pin(line.record, g.session); });

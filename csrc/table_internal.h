@@ -13,6 +13,10 @@ uint32_t span_crc(const Body& b, size_t from, size_t to, uint32_t seed = 0) {
   return crc32c(reinterpret_cast<const uint8_t*>(&b) + from, to - from, seed);
 }
 
+inline uint32_t body_crc(const TableHeader& h) {
+  return span_crc(h, offsetof(TableHeader, geometry), offsetof(TableHeader, incarnation));
+}
+
 inline uint32_t body_crc(const Namespace& ns) { return span_crc(ns, offsetof(Namespace, chunk_tokens), sizeof ns); }
 
 inline uint32_t body_crc(const Session& s) {

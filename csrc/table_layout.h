@@ -4,7 +4,8 @@
 //   from it (key index, pins, children, free lists, eviction order, byte sums) lives on the heap.
 // Crash safety: a body is written first, with a CRC-32C over body and generation, then the 64-bit word
 //   that makes it live is stored with release order. Every transition is one such store. Fields named
-//   "mutable" may change while the word is live and stand outside the CRC.
+//   "mutable" may change while the word is live and stand outside the CRC. The next server trusts none of
+//   it unseen (table_adopt.cpp): words carry a check of themselves, holders stand there twice.
 // No pointers: things are named by index; index 0 is valid, kNone is none.
 #pragma once
 
@@ -19,7 +20,7 @@ namespace kvdock {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
-constexpr uint32_t kTableVersion = 1;
+constexpr uint32_t kTableVersion = 2;
 constexpr uint32_t kMaxKeys = 4096;
 constexpr uint32_t kMaxRanks = 128;
 constexpr uint32_t kMaxGroups = 16;
@@ -46,10 +47,17 @@ struct Id16 {
   bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, 16) == 0; }
 };
 
-// The store that makes a transition happen; what was written before it is visible to whoever sees it.
+// The store that makes a transition happen; what was written before it is visible to whoever sees it, and
+// what comes after it is not moved before it: a process killed in between leaves exactly the first part.
 inline void publish(uint64_t& word, uint64_t value) {
   std::atomic_ref<uint64_t>(word).store(value, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
+
+// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten says so. 0 is 0.
+constexpr uint64_t kWordMask = (1ull << 48) - 1;
+constexpr uint64_t sealed(uint64_t value) { return value | (value * 0x9e3779b97f4a7c15ull >> 48) << 48; }
+constexpr bool whole(uint64_t word) { return word == sealed(word & kWordMask); }
 
 // ---- records -----------------------------------------------------------------------------------
 //
@@ -75,7 +83,7 @@ struct Record {
   uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
   uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
   // From here to the end of the first part: all that a lookup or release touches, 64 bytes.
-  uint64_t word;  // generation << 3 | state; 0 = FREE
+  uint64_t word;  // sealed: generation << 3 | state; 0 = FREE
   uint32_t crc;
   uint16_t space;  // namespace
   uint16_t part_count;
@@ -85,7 +93,7 @@ struct Record {
   StoredPart parts[0];
 
   RecordState state() const { return static_cast<RecordState>(word & 7); }
-  uint64_t generation() const { return word >> 3; }
+  uint64_t generation() const { return (word & kWordMask) >> 3; }
 };
 constexpr uint64_t kTempKept = ~0ull;
 
@@ -107,18 +115,20 @@ struct LineBlock {
 };
 
 struct Grant {
-  uint64_t word;  // use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
+  uint64_t word;  // sealed: use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
   uint32_t crc;
   GrantKind kind;
   uint64_t id;
-  uint32_t session;  // cell
+  uint32_t session;  // cell …
   uint32_t asker;    // member cell
   uint32_t readers;  // holders: ranks 0..readers-1
   uint32_t epoch;
   Id16 request;        // request or store id
   uint64_t body_hash;  // reservation: of its keys and options
+  uint64_t session_use;  // … and which of its sessions
   uint64_t opened_ms;
-  uint64_t holders[2];   // mutable: a set bit is a rank that has not said done
+  uint64_t holders[2];   // mutable: a set bit is a rank that has not said done …
+  uint64_t released[2];  // mutable: … and here one that has, set a moment later
   uint64_t deadline_ms;  // mutable, reservation
   uint64_t asked_ms;     // mutable, lease: opened or last kept
   uint32_t line_count;   // mutable: stored after the line
@@ -130,7 +140,7 @@ struct Grant {
   Key last_key;          // mutable, lease: … and the last of them
 
   GrantState state() const { return static_cast<GrantState>(word & 3); }
-  uint64_t use() const { return word >> 2; }
+  uint64_t use() const { return (word & kWordMask) >> 2; }
   bool live_holders() const { return (holders[0] | holders[1]) != 0; }
   bool holds(uint32_t rank) const { return holders[rank / 64] >> (rank % 64) & 1; }
 };
@@ -145,7 +155,7 @@ struct Group {
 };
 
 struct Namespace {
-  uint64_t word;  // 1 = live
+  uint64_t word;  // sealed: 1 = live
   uint32_t crc;
   uint32_t chunk_tokens;
   uint32_t block_tokens;
@@ -157,40 +167,47 @@ struct Namespace {
 };
 
 struct Session {
-  uint64_t word;  // use << 1 | live
+  uint64_t word;  // sealed: use << 1 | live
   uint32_t crc;
   uint32_t space;
   Id16 nonce;
   uint64_t opened_ms;
   uint32_t rank_member[kMaxRanks];  // mutable: member cell or kNone
+
+  bool live() const { return word & 1; }
+  uint64_t use() const { return (word & kWordMask) >> 1; }
 };
 
 enum class MemberState : uint64_t { kFree = 0, kLive = 1, kSuspect = 2, kDead = 3, kGone = 4 };
 
 struct Member {
-  uint64_t word;  // use << 3 | state
+  uint64_t word;  // sealed: use << 3 | state
   uint32_t crc;
   uint32_t session;
   Id16 nonce;
   uint32_t scheduler;
   uint32_t spare;
   uint64_t ranks[2];
+  uint64_t lock_offset;   // the byte of the lock file that it holds while it lives
   uint64_t heartbeat_ms;  // mutable
   uint64_t dead_ms;       // mutable
   uint32_t pinned_through;  // mutable: it has pinned all segments with ids below; kNone: it needs no pinning
   uint32_t spare_end;
 
   MemberState state() const { return static_cast<MemberState>(word & 7); }
+  uint64_t use() const { return (word & kWordMask) >> 3; }
 };
 
+constexpr uint64_t kSegmentLive = 1, kSegmentRetiring = 2, kSegmentGone = 3;
+
 struct SegmentEntry {
-  uint64_t word;  // 1 = live, 2 = retiring, 3 = gone: ids are not used again
+  uint64_t word;  // sealed: 1 = live, 2 = retiring, 3 = gone: ids are not used again
   uint64_t data_offset;
   uint64_t data_bytes;
 };
 
 struct Slab {     // slots of one size, side by side in a segment
-  uint64_t word;  // 1 = live
+  uint64_t word;  // 0, or slab_word(): live
   uint32_t segment;
   uint32_t count;
   uint64_t offset;
@@ -199,29 +216,34 @@ struct Slab {     // slots of one size, side by side in a segment
 
 // ---- the region --------------------------------------------------------------------------------
 struct TableHeader {
-  uint64_t magic;
-  uint64_t geometry;  // sizes of all structures, folded: builds that disagree refuse each other
+  uint64_t magic;      // these two never move: other builds look here
+  uint32_t version;    // stored last
+  uint32_t crc;        // of what follows, as far as it is constant
+  uint64_t geometry;   // sizes of all structures, folded: builds that disagree refuse each other
   uint64_t pool_id;
   uint64_t region_bytes;
-  uint64_t incarnation;      // mutable
-  uint64_t last_generation;  // mutable: none above it was handed out
-  uint64_t use_tick;         // mutable
-  uint64_t limit_bytes;
+  uint64_t lock_inode;  // of the lock file whose bytes the members hold
   uint32_t max_grants;
   uint32_t max_line_blocks;
   uint32_t max_pages;
-  uint32_t version;  // stored last
-  uint64_t spare[7];
+  uint32_t first_incarnation;  // of the pool's first server
+  uint64_t incarnation;        // mutable, sealed: of the present one
+  uint64_t last_generation;    // mutable: none above it was handed out
+  uint64_t use_tick;           // mutable
+  uint64_t limit_bytes;        // mutable
+  uint64_t clock_ms;           // mutable: the server clock at the last tick
+  uint64_t spare[4];
 };
 
 static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
 static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24);
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
-static_assert(sizeof(Grant) == 160 && offsetof(Grant, holders) == 72);
+static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
 static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);
-static_assert(sizeof(Session) == 552 && sizeof(Member) == 80);
+static_assert(sizeof(Session) == 552 && sizeof(Member) == 88);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
+static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);
 
 constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4a7c15ull; }
 constexpr uint64_t table_geometry() {

@@ -12,7 +12,7 @@ constexpr const char* kStates[] = {"free", "live", "suspect", "dead", "gone"};
 
 Session& Table::session_at(uint64_t id, uint32_t* cell) {
   *cell = static_cast<uint32_t>(id & kCellMask);
-  if (*cell >= kMaxSessions || !(sessions_[*cell].word & 1) || session_id(*cell) != id)
+  if (*cell >= kMaxSessions || !sessions_[*cell].live() || session_id(*cell) != id)
     throw TableRefusal("unknown_session", "no such session", int64_t(id));
   return sessions_[*cell];
 }
@@ -55,13 +55,13 @@ uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   s.opened_ms = now;
   std::fill(std::begin(s.rank_member), std::end(s.rank_member), kNone);
   s.crc = body_crc(s);
-  publish(s.word, ((s.word >> 1) + 1) << 1 | 1);
+  publish(s.word, sealed((s.use() + 1) << 1 | 1));
   session_state_[cell];
   return session_id(cell);
 }
 
 uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vector<uint32_t>& ranks, bool scheduler,
-                           uint64_t now) {
+                           uint64_t lock_offset, uint64_t now) {
   std::lock_guard lock(mutex_);
   uint32_t session_cell;
   Session& s = session_at(session, &session_cell);
@@ -70,7 +70,7 @@ uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vecto
     if (members_[cell].state() >= MemberState::kDead)
       throw TableRefusal("member_dead", "a member with this id died; come back under a new one",
                          kStates[static_cast<int>(members_[cell].state())], "a new id");
-    return member_id(cell);
+    return come_back(cell, ranks, scheduler, lock_offset, now);
   }
   for (uint32_t r : ranks) {
     if (r >= kMaxRanks) throw TableRefusal("bad_argument", "rank out of range", r, kMaxRanks - 1);
@@ -85,13 +85,31 @@ uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vecto
   m.scheduler = scheduler;
   m.ranks[0] = m.ranks[1] = 0;
   for (uint32_t r : ranks) m.ranks[r / 64] |= 1ull << (r % 64);
+  m.lock_offset = lock_offset;
   m.heartbeat_ms = now;
   m.dead_ms = 0;
   m.pinned_through = kNone;
   m.crc = body_crc(m);
-  publish(m.word, ((m.word >> 3) + 1) << 3 | static_cast<uint64_t>(MemberState::kLive));
+  publish(m.word, sealed((m.use() + 1) << 3 | static_cast<uint64_t>(MemberState::kLive)));
   for (uint32_t r : ranks) s.rank_member[r] = cell;
   session_state_[session_cell].members.insert(cell);
+  return member_id(cell);
+}
+
+// A member attaches once more: after an adoption this is how it is heard of again.
+uint64_t Table::come_back(uint32_t cell, const std::vector<uint32_t>& ranks, bool scheduler, uint64_t lock_offset,
+                          uint64_t now) {
+  Member& m = members_[cell];
+  uint64_t bits[2] = {0, 0};
+  for (uint32_t r : ranks)
+    if (r < kMaxRanks) bits[r / 64] |= 1ull << (r % 64);
+  if (bits[0] != m.ranks[0] || bits[1] != m.ranks[1] || scheduler != (m.scheduler != 0))
+    throw TableRefusal("id_reused", "the member attached with other ranks");
+  if (m.lock_offset != lock_offset)
+    throw TableRefusal("id_reused", "the member attached with another lock", int64_t(lock_offset),
+                       int64_t(m.lock_offset));
+  m.heartbeat_ms = now;
+  if (m.state() == MemberState::kSuspect) set_member_state(cell, MemberState::kLive);
   return member_id(cell);
 }
 
@@ -105,7 +123,7 @@ uint64_t Table::find_member(uint64_t session, const Id16& nonce) {
 }
 
 void Table::set_member_state(uint32_t cell, MemberState state) {
-  publish(members_[cell].word, (members_[cell].word >> 3) << 3 | static_cast<uint64_t>(state));
+  publish(members_[cell].word, sealed(members_[cell].use() << 3 | static_cast<uint64_t>(state)));
   SessionState& session = session_state_[members_[cell].session];
   session.pinned_through = least_pinned(session);
 }
@@ -210,7 +228,7 @@ void Table::close_session(uint32_t cell) {
     set_member_state(m, MemberState::kFree);
     free_members_.push_back(m);
   }
-  publish(sessions_[cell].word, sessions_[cell].word & ~1ull);
+  publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   session_state_.erase(cell);
   free_sessions_.push_back(cell);
 }
@@ -223,6 +241,7 @@ void Table::leave(uint64_t member, uint64_t) {
 
 void Table::tick(uint64_t now) {
   std::lock_guard lock(mutex_);
+  header_->clock_ms = now;
   std::vector<uint32_t> settled, late, empty;
   for (auto& [session, state] : session_state_) {
     if (state.members.empty()) empty.push_back(session);  // its only attach was refused
@@ -270,7 +289,7 @@ std::vector<MemberInfo> Table::members() {
     for (uint32_t cell : state.members) {
       const Member& m = members_[cell];
       MemberInfo info{member_id(cell), session_id(session), m.nonce, {}, m.scheduler != 0, m.state(), m.heartbeat_ms,
-                      std::nullopt};
+                      m.lock_offset, std::nullopt};
       if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
       for (uint32_t r = 0; r < kMaxRanks; ++r)
         if (m.ranks[r / 64] >> (r % 64) & 1) info.ranks.push_back(r);

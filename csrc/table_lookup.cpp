@@ -103,7 +103,7 @@ Grant* Table::current_lease(uint32_t session, const LookupCall& call, uint32_t* 
                        call.epoch + 1);
   if (g->readers != call.readers)
     throw TableRefusal("id_reused", "the lookup was made for other readers", call.readers, g->readers);
-  if (call.keys.size() < g->key_count || !(call.keys[g->key_count - 1] == g->last_key))
+  if (g->key_count && (call.keys.size() < g->key_count || !(call.keys[g->key_count - 1] == g->last_key)))
     throw TableRefusal("id_reused", "the lookup does not extend the keys asked for before", int64_t(call.keys.size()),
                        g->key_count);
   return g;

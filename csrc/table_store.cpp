@@ -131,7 +131,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   uint64_t bytes = 0;
   for (const StoredPart& p : taken) bytes += round_slot(p.length);
   info_[*id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
-  publish(r.word, generation << 3 | static_cast<uint64_t>(RecordState::kReserved));
+  publish(r.word, sealed(generation << 3 | static_cast<uint64_t>(RecordState::kReserved)));
   count_state(*id, 1);
   index_.insert(space, key).reserved = *id;
   *out = *id;

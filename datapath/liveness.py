@@ -7,15 +7,19 @@ appears complete, with byte 0 already taken, and is removed last. So:
     no lock file                      nobody serves this pool
     lock file, byte 0 free            its server is dead: adopt it (PoolLock.adopt) or remove it
     lock file, byte 0 held            live; nothing here touches it
+
+Its first page says, for whoever finds it, at which address the pool was served; its time of last change is
+when its server last said that it lives.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvdock._core import MemberLock, lock_holder_alive
 from kvdock.datapath import shm
@@ -40,13 +44,17 @@ class PoolLock:
         self._lock = lock
 
     @classmethod
-    def create(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
-        """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use."""
+    def create(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR, *, address: str = "") -> PoolLock:
+        """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use.
+
+        `address`: where the pool is served, so that the next server there finds it.
+        """
         path = shm.lock_path(pool_id, shm_dir)
         fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         folder = -1
         try:
             shm.allocate(fd, LOCK_FILE_BYTES, path.name)
+            os.pwrite(fd, address.encode()[:LOCK_FILE_BYTES], 0)
             lock = MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
             # link(2) would link the symbolic link itself; with a folder descriptor it is followed.
             folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -81,6 +89,10 @@ class PoolLock:
     def member_alive(self, offset: int) -> bool:
         """True while someone holds that byte."""
         return lock_holder_alive(self.fd, offset)
+
+    def touch(self) -> None:
+        """Says that the server lives, to those who will one day ask since when it does not."""
+        os.utime(self.fd)
 
     def close(self, *, unlink: bool) -> None:
         """Gives the pool up; unlink=True removes the lock file, after everything else of the pool is gone."""
@@ -118,6 +130,37 @@ def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
         return lock_holder_alive(fd, SERVER_OFFSET)
     finally:
         os.close(fd)
+
+
+def pool_exists(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
+    """Whether somebody serves the pool, or may yet adopt it."""
+    return shm.lock_path(pool_id, shm_dir).exists()
+
+
+class LeftPool(NamedTuple):
+    """A pool whose server is dead."""
+
+    pool_id: int
+    address: str
+    idle_s: float
+    """How long ago, by the wall clock, its server last said that it lives."""
+
+
+def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
+    """The dead servers' pools that have a lock file and that this process may open; the last to die first."""
+    found = []
+    for pool_id in shm.pool_objects(shm_dir):
+        try:
+            fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):
+            continue
+        try:
+            if not lock_holder_alive(fd, SERVER_OFFSET):
+                address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+                found.append(LeftPool(pool_id, address, time.time() - os.fstat(fd).st_mtime))
+        finally:
+            os.close(fd)
+    return sorted(found, key=lambda left: left.idle_s)
 
 
 def remove_stale(shm_dir: Path = shm.SHM_DIR, *, keep: Collection[int] = ()) -> list[str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -143,7 +144,9 @@ class SegmentPool:
     """The server's half. Sizes in bytes, rounded down to pages. `first_bytes`: at most so much for the first
     segment, since a server is ready when that is allocated.
 
-    adopt=True maps the segments an earlier server of this pool left (AttachError when one is damaged).
+    adopt=True maps the segments an earlier server of this pool left (AttachError when one is damaged); with
+    `known`, those alone: others were never given out, or nobody holds any of them, and their names go. Ids below
+    `next_id` are not used again.
     Raises PoolTooSmall when `limit_bytes` cannot be had, ValueError for sizes out of range.
     """
 
@@ -158,6 +161,8 @@ class SegmentPool:
         prefault_threads: int = 2,
         capacity: Capacity | None = None,
         adopt: bool = False,
+        known: Collection[int] | None = None,
+        next_id: int = 0,
     ) -> None:
         smallest = _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN
         if not smallest <= segment_bytes <= MAX_SEGMENT_BYTES:
@@ -174,11 +179,12 @@ class SegmentPool:
         self._prefault_threads = prefault_threads
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
-        self._next_id = 0
+        self._next_id = next_id
         self._closed = False
         if adopt:
-            self._adopt(Path(shm_dir))
-        self._capacity.require(max(0, limit_bytes - self.allocated_bytes))
+            self._adopt(Path(shm_dir), known)
+        else:
+            self._capacity.require(limit_bytes)
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -277,14 +283,17 @@ class SegmentPool:
         self._segments[info.id] = _Segment(info, mapping, prefault)
         self._next_id = max(self._next_id, info.id + 1)
 
-    def _adopt(self, shm_dir: Path) -> None:
+    def _adopt(self, shm_dir: Path, known: Collection[int] | None) -> None:
         opened: list[tuple[SegmentInfo, _core.Mapping]] = []
-        for number in shm.segment_numbers(self.pool_id, shm_dir):
+        there = list(shm.segment_numbers(self.pool_id, shm_dir))
+        for number in there if known is None else sorted(known):
             name = shm.segment_name(self.pool_id, number)
             mapping, fields = _map_checked(name, self.pool_id, number)
             opened.append((SegmentInfo(number, name, mapping.bytes, fields["data_offset"]), mapping))
         for info, mapping in opened:
             self._add(info, mapping)
+        for number in set(there).difference(info.id for info, _ in opened):
+            shm.unlink(shm.segment_name(self.pool_id, number))
 
 
 class AttachedSegments:

@@ -122,9 +122,12 @@ def create_region(name: str, size_bytes: int) -> Mapping:
 
 
 def open_region(name: str) -> Mapping:
-    """Maps an object that an earlier server left. FileNotFoundError when there is none."""
+    """Maps an object that an earlier server left. FileNotFoundError when there is none, ValueError when it is empty."""
     fd = open_existing(name)
     try:
-        return Mapping(fd, os.fstat(fd).st_size)
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes:
+            allocate(fd, size_bytes, name)  # a hole would be filled when it is read, and might then fail
+        return Mapping(fd, size_bytes)
     finally:
         os.close(fd)

@@ -61,11 +61,11 @@ def test_it_stops_while_a_client_keeps_its_connection_open() -> None:
         assert time.monotonic() - began < 3
 
 
-def test_a_killed_servers_leavings_are_removed_by_the_next() -> None:
+def test_a_killed_servers_leavings_are_removed_by_one_that_shall_not_adopt_them() -> None:
     with ServerProcess() as dead:
         assert dead.stop(signal.SIGKILL) == -signal.SIGKILL
         assert dead.shared_memory() and Path(str(dead.settings["socket_path"])).exists()
-        with ServerProcess(socket_path=dead.settings["socket_path"]) as next_one:
+        with ServerProcess(socket_path=dead.settings["socket_path"], adopt="never") as next_one:
             assert dead.shared_memory() == [], "stale shared memory is removed"
             with Client(next_one.unix) as client:
                 assert client.status().status == "ok", "the stale socket is replaced"

@@ -203,7 +203,7 @@ def test_ctrl_c_does_not_wait_for_a_call_in_flight(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- what becomes of the pool
 
 
-def test_a_kept_pool_is_whole_until_the_next_server_starts(tmp_path: Path) -> None:
+def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path: Path) -> None:
     with ready(tmp_path, "--on-exit", "keep") as (process, client):
         pool, objects = pool_of(client), pool_objects()[pool_of(client)]
         engine = attach(client)
@@ -212,14 +212,18 @@ def test_a_kept_pool_is_whole_until_the_next_server_starts(tmp_path: Path) -> No
         (said,) = last_words(process)
         engine.close()
     assert f"pool {pool:016x} stays in shared memory" in said
-    assert "the next one that this user starts removes it" in said
+    assert "for the next server at this socket" in said
     assert pool_objects()[pool] == objects and len(objects) == 3, "segment, table and lock file are there"
     assert not server_alive(pool) and not (tmp_path / "kvdock.sock").exists()
     with ready(tmp_path) as (process, client):
-        assert pool not in pool_objects() and pool_of(client) != pool
+        assert pool_of(client) == pool
+        again = attach(client)
+        assert again.lookup(keys(2, "kept")).hit_tokens == 32
+        client.leave(again.session, again.member)
+        again.close()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT_S)
-    assert f"a server that is gone had left its pool in shared memory: removed kvdock-{pool:016x}.lock" in err
+    assert f"took over pool {pool:016x}" in err and pool not in pool_objects()
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])

@@ -30,6 +30,7 @@ from kvdock.api.settings import Settings
 from kvdock.connectors.interface import LoadDone
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.errors import SegmentNotPinned
+from kvdock.datapath.liveness import remove_stale
 from kvdock.datapath.pinning import Pin
 
 
@@ -46,7 +47,7 @@ def restartable(**settings: object) -> Iterator[ServerProcess]:
 
 @contextmanager
 def successor(server: ServerProcess) -> Iterator[ServerProcess]:
-    with ServerProcess(socket_path=server.settings["socket_path"]) as second:
+    with ServerProcess(socket_path=server.settings["socket_path"], adopt="never") as second:
         yield second
 
 
@@ -111,7 +112,7 @@ def test_segments_that_the_pool_gave_up_are_unmapped_and_the_others_go_on() -> N
         assert torch.equal(rig.blocks(range(64, 72)), rig.blocks(range(8)))
 
 
-def test_a_killed_server_is_a_miss_and_its_memory_is_given_back() -> None:
+def test_a_killed_server_is_a_miss_and_its_memory_is_given_back_with_its_pool() -> None:
     before = mapped_objects()
     with restartable() as server, Rig(server.unix) as rig:
         tokens = tokens_of(2, 2)
@@ -121,6 +122,8 @@ def test_a_killed_server_is_a_miss_and_its_memory_is_given_back() -> None:
         eventually(lambda: rig.lookup("r", tokens, 32) == 32)
         assert rig.connector.begin_store("r", tokens, [range(8)], 128) == ()
         rig.connector.finished("r")
+        assert mapped_objects() == before + 2, "as long as a server may adopt the pool"
+        assert remove_stale()
         eventually(lambda: mapped_objects() == before)
 
 

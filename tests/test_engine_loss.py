@@ -87,7 +87,7 @@ def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> No
         missed = run_one(engines[0], prompt(0, LENGTHS[0]))
         assert missed.metrics.loaded_tokens == 0
 
-        with ServerProcess(socket_path=server.settings["socket_path"]) as second:
+        with ServerProcess(socket_path=server.settings["socket_path"], adopt="never") as second:
             eventually(lambda: all(attached(engine) for engine in engines), timeout_s=8.0)
             assert second.pool_id != server.pool_id
             first = run_one(engines[0], prompt(0, LENGTHS[0]), sampling(20))

@@ -38,7 +38,8 @@ def keys_of(path: Path) -> list[bytes]:
     return [digest("key", path[: i + 1]) for i in range(len(path))]
 
 
-def new_table() -> Table:
+def new_table() -> tuple[Table, Mapping]:
+    """The table, and the region in which it lies."""
     size = Table.region_bytes(256, 64)
     fd = os.memfd_create("kvdock-table")
     os.ftruncate(fd, size)
@@ -49,13 +50,14 @@ def new_table() -> Table:
         settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
     )
     table.add_segment(0, SLOT, SLOTS * SLOT)
-    return table
+    return table, region
 
 
 class TableAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.model, self.now, self.serial = new_table(), Model(SPACES, SLOTS, SESSION_CAP, TOTAL_CAP), 0, 0
+        self.table, self.region = new_table()
+        self.model, self.now, self.serial = Model(SPACES, SLOTS, SESSION_CAP, TOTAL_CAP), 0, 0
         self.spaces = [
             self.table.add_namespace(
                 digest("space", i), chunk_tokens=s.chunk_tokens, block_tokens=BLOCK, writers=s.writers,
@@ -65,6 +67,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         ]
         self.session_space = [0, 0, 1]
         self.session: list[int] = [0, 0, 0]
+        self.nonce = [0, 0, 0]
         self.member: list[list[int]] = [[], [], []]
         self.state: list[list[str]] = [[], [], []]
         self.died: dict[tuple[int, int], int] = {}
@@ -75,13 +78,15 @@ class TableAgainstModel(RuleBasedStateMachine):
     def attach(self, i: int) -> None:
         """Two members: rank 0, which is the scheduler too, and rank 1."""
         self.serial += 1
+        self.nonce[i] = self.serial
         self.state[i] = ["live", "live"]
         space = self.spaces[self.session_space[i]]
         self.session[i] = self.table.open_session(digest("s", self.serial)[:16], space, self.now)
-        self.member[i] = [
-            self.table.add_member(self.session[i], digest("m", self.serial, r)[:16], [r], r == 0, self.now)
-            for r in (0, 1)
-        ]
+        self.member[i] = [self.present(i, rank) for rank in (0, 1)]
+
+    def present(self, i: int, rank: int) -> int:
+        nonce = digest("m", self.nonce[i], rank)[:16]
+        return self.table.add_member(self.session[i], nonce, [rank], rank == 0, self.now, 77 + rank)
 
     def live(self, kind: str) -> list[int]:
         return [n for n, g in self.model.grants.items() if g.kind == kind and g.holders]
@@ -300,6 +305,28 @@ class TableAgainstModel(RuleBasedStateMachine):
         if self.state[i][rank] == "live" and really:
             self.table.leave(self.member[i][rank], self.now)
             self.gone(i, rank)
+
+    @rule(really=seldom)
+    def restart(self, really: bool) -> None:
+        """The server is killed between two calls. The next one adopts its table, and the living come back."""
+        if not really:
+            return
+        before = self.table.stats()
+        self.table, found = Table.adopt(
+            self.region, pool_id=1, lock_inode=0, segments=[(0, SLOT, SLOTS * SLOT)], limit_bytes=SLOTS * SLOT,
+            settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
+        )
+        assert (found["dropped"], found["replaced"]) == (0, 0)
+        assert (found["chunks"], found["aborted"]) == (before["ready_chunks"], before["reserved_chunks"])
+        for g in self.model.grants.values():
+            if g.kind == "reservation" and g.is_open and g.holders:
+                self.model.close(g)
+        self.model.settle()
+        self.died = dict.fromkeys(self.died, found["clock_ms"])
+        for i, states in enumerate(self.state):
+            for rank, state in enumerate(states):
+                if state == "live":
+                    assert self.present(i, rank) == self.member[i][rank], "who comes back is who it was"
 
     def held_by(self, i: int, rank: int) -> list[Grant]:
         return [g for g in self.model.grants.values() if g.session == self.session[i] and self.holders_of(g, i, rank)]

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,9 @@ from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
 from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.outcome import DONE, FAILED
 from kvdock.cli.words import duration, printable, size
+
+if TYPE_CHECKING:  # the extension may not load, and doctor is to say so
+    from kvdock.datapath.tuning import Calibration
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -101,6 +105,7 @@ def _listens(socket_path: str) -> bool:
 def _extension() -> list[Finding]:
     try:
         from kvdock import _core
+        from kvdock.datapath.tuning import cached_tunings
     except ImportError as error:
         return [Finding(
             "extension", "problem", f"kvdock._core does not load: {error}",
@@ -109,7 +114,7 @@ def _extension() -> list[Finding]:
     paths = _core.cpu_paths()
     plain = "" if paths[0] != "scalar" else "this processor has no vector loop for it: copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
-    return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable())]
+    return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
 
 
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
@@ -118,6 +123,13 @@ def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
         return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: install it where nvcc is")
     said = f"for {', '.join(compiled_for)}"
     return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
+
+
+def _calibrations(known: list[Calibration]) -> Finding:
+    """How engines of this user on this machine copy with GPUs, as measured when they first did."""
+    if not known:
+        return Finding("GPU copies", "ok", "not measured yet: an engine does it once for each GPU and layout")
+    return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
 
 
 def _wanted_bytes(settings: Settings) -> int:

@@ -3,7 +3,7 @@
     tuned(layout, device) ─► the file ─► else calibrate() under a lock ─► the file
 
 What is chosen: the size of a staging buffer, how many thread blocks a kernel gets (the fewest that come
-within half a percent of the best: every other block is left to the engine), and up to which size a call
+near the best: every other block is left to the engine), and up to which size a call
 goes direct. One process calibrates at a time, since two would measure each other.
 
 Nothing here fails an engine: without room for scratch or a place for the file, the usual values serve.
@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +36,10 @@ SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
 BLOCKS: Final = (4, 8, 16, 32)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
-NEAR: Final = 1.005
-"""A cheaper choice is taken when it is within half a percent of the best."""
+PASSES: Final = 4
+"""Over the scratch in one timed call of staged copies: what starting costs would hide what each byte costs."""
+NEAR: Final = 1.002
+"""A cheaper choice is taken when it costs no more than a fifth of a percent over the best."""
 DIRECT_NEAR: Final = 1.03
 ROUNDS: Final = 3
 
@@ -94,7 +95,7 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
     """
     geometry, info = Geometry.of(layout, part_blocks), require_cuda(device)
     directory = cache_dir if cache_dir is not None else cache_directory()
-    path = directory / f"copy-{_digest(info, geometry)}.json"
+    path = directory / f"copy-{_digest(info.uuid, info.driver, geometry)}.json"
     known = _read(path)
     if known is not None:
         return known.tuning
@@ -103,7 +104,7 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
             known = _read(path)  # another process may have measured meanwhile
             if known is None:
                 known = calibrate(info, geometry)
-                _write(path, known)
+                save_calibration(path, known)
     except OSError as error:
         log.warning("copies on GPU %d are not calibrated for later: %s", device, error)
         return known.tuning if known is not None else CopyTuning()
@@ -136,9 +137,7 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     tuning = CopyTuning()
     tuning = _fewest(tuning, "load_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, False))
     tuning = _fewest(tuning, "store_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, True))
-    tuning = _fewest(
-        tuning, "piece_bytes", PIECES_BYTES, NEAR, lambda one: bench.staged_ms(one, False) + bench.staged_ms(one, True)
-    )
+    tuning = _fewest(tuning, "piece_bytes", PIECES_BYTES, NEAR, bench.both_ways_ms)
     tuning = _fewest(tuning, "direct_blocks", BLOCKS, DIRECT_NEAR, bench.direct_ms)
     tuning = replace(
         tuning,
@@ -193,7 +192,12 @@ class _Bench:
         self._bytes = bytes_
 
     def staged_ms(self, tuning: CopyTuning, store: bool) -> float:
-        return self._copy_ms(replace(tuning, direct_load_bytes=0, direct_store_bytes=0), store, self._bytes)
+        """Of PASSES times the scratch."""
+        staged = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
+        return self._copy_ms(staged, store, self._bytes, passes=PASSES)
+
+    def both_ways_ms(self, tuning: CopyTuning) -> float:
+        return self.staged_ms(tuning, False) + self.staged_ms(tuning, True)
 
     def direct_ms(self, tuning: CopyTuning) -> float:
         size = DIRECT_SIZES[3]
@@ -201,31 +205,32 @@ class _Bench:
         return self._copy_ms(always, False, size) + self._copy_ms(always, True, size)
 
     def crossover_bytes(self, tuning: CopyTuning, store: bool) -> int:
-        """The largest size up to which direct copies are no slower."""
+        """The largest size for which a direct copy is no slower. Larger ones first: small ones are noise."""
         always = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
         staged = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
-        largest = 0
-        for size in DIRECT_SIZES:
-            if size > self._bytes or self._copy_ms(always, store, size) > self._copy_ms(staged, store, size):
-                break
-            largest = size
-        return largest
+        for size in reversed(DIRECT_SIZES):
+            if size <= self._bytes and self._copy_ms(always, store, size) <= self._copy_ms(staged, store, size):
+                return size
+        return 0
 
     def plain_ms(self, store: bool) -> float:
+        """Of as many bytes as staged_ms() moves, in one plain copy a pass."""
+
         def copy() -> None:
             to, from_ = self._paged.address, self._host.address
-            size = min(self._bytes, self._host.bytes)
-            self._watch.copy(*((from_, to) if store else (to, from_)), size, to_device=not store)
+            for _ in range(PASSES):
+                self._watch.copy(*((from_, to) if store else (to, from_)), self._bytes, to_device=not store)
 
-        return self._median_ms(copy) * self._bytes / min(self._bytes, self._host.bytes)
+        return self._least_ms(copy)
 
-    def _copy_ms(self, tuning: CopyTuning, store: bool, size_bytes: int) -> float:
-        """Median time of one call that moves about `size_bytes`, whole blocks at least."""
+    def _copy_ms(self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1) -> float:
+        """Time of one call that moves about `size_bytes`, whole blocks at least, so many times over."""
         copier = _core.CudaCopier(self._layout, device=self._device, **asdict(tuning))
         blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
         slots, ids, starts = array("Q"), array("q"), array("q", [0])
-        for first in range(0, blocks, self._geometry.part_blocks):
-            slots.append(self._host.address + len(slots) * self._slot_bytes)
+        firsts = range(0, blocks, self._geometry.part_blocks)
+        for first in list(firsts) * passes:
+            slots.append(self._host.address + len(slots) % len(firsts) * self._slot_bytes)
             # Scattered, as an engine's blocks are: a stride that shares no factor with the number of blocks.
             last = min(first + self._geometry.part_blocks, blocks)
             ids.extend(block * _STRIDE % self._blocks for block in range(first, last))
@@ -240,17 +245,18 @@ class _Bench:
                 copier.scatter(slots, ids, starts, skips, after=stream).order(stream)
 
         try:
-            return self._median_ms(copy)
+            return self._least_ms(copy)
         finally:
             copier.close()
 
-    def _median_ms(self, copy: Callable[[], None]) -> float:
+    def _least_ms(self, copy: Callable[[], None]) -> float:
+        """What disturbs a copy only ever makes it slower."""
         times = []
         for _ in range(1 + ROUNDS):  # the first warms up
             self._watch.start()
             copy()
             times.append(self._watch.stop_ms())
-        return statistics.median(times[1:])
+        return min(times[1:])
 
 
 _GAP_BYTES: Final = 128
@@ -260,9 +266,9 @@ _STRIDE: Final = 7919  # prime: no number of scratch blocks is a multiple of it 
 # ------------------------------------------------------------------ the file
 
 
-def _digest(info: _core.CudaDevice, geometry: Geometry) -> str:
+def _digest(uuid: str, driver: int, geometry: Geometry) -> str:
     """Names the file: another GPU, driver, kernel or geometry is measured anew."""
-    identity = [FORMAT, info.uuid, info.driver, _core.cuda_kernels(), list(asdict(geometry).values())]
+    identity = [FORMAT, uuid, driver, _core.cuda_kernels(), list(asdict(geometry).values())]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
@@ -282,7 +288,8 @@ def _read(path: Path) -> Calibration | None:
         return None
 
 
-def _write(path: Path, calibration: Calibration) -> None:
+def save_calibration(path: Path, calibration: Calibration) -> None:
+    """Whole or not at all. OSError."""
     data = {"format": FORMAT, **{one.name: getattr(calibration, one.name) for one in fields(calibration)}}
     data["geometry"], data["tuning"] = asdict(calibration.geometry), asdict(calibration.tuning)
     fresh = path.with_suffix(f".{os.getpid()}")

@@ -53,27 +53,29 @@ def kv_of(name: str) -> int:
     return 2 if "TWO" in name else 1
 
 
-def new_tensors(name: str, dtype: torch.dtype, shape: Shape) -> Any:
+def new_tensors(name: str, dtype: torch.dtype, shape: Shape, device: str = "cpu") -> Any:
     """Uninitialised tensors of that format, nested as it says."""
     n, t, h, d, layers = shape.blocks, shape.tokens, shape.heads, shape.head_size, shape.layers
     inside = (h, t, d) if "NH_BS" in name else (t, h, d)
     if name.startswith("NB_NL_TWO"):
-        return torch.empty((n, layers, 2, *inside), dtype=dtype)
+        return torch.empty((n, layers, 2, *inside), dtype=dtype, device=device)
     if name.startswith("TWO_X"):
-        return [[torch.empty((n * t, h, d), dtype=dtype) for _ in range(layers)] for _ in range(2)]
+        return [[torch.empty((n * t, h, d), dtype=dtype, device=device) for _ in range(layers)] for _ in range(2)]
     sizes = {
         "NL_X_NB_BS_HS": (n, t, d),
         "NL_X_NBBS_ONE_HS": (n * t, 1, d),
     }.get(name, (2, n, *inside) if "_TWO_NB_" in name else (n, 2, *inside))
-    return [torch.empty(sizes, dtype=dtype) for _ in range(layers)]
+    return [torch.empty(sizes, dtype=dtype, device=device) for _ in range(layers)]
 
 
 class Paged:
     """Paged KV of one format under test."""
 
-    def __init__(self, name: str, dtype: torch.dtype, shape: Shape, tensors: Any = None) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, shape: Shape, tensors: Any = None, *, device: str = "cpu"
+    ) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
-        self.tensors = new_tensors(name, dtype, shape) if tensors is None else tensors
+        self.tensors = new_tensors(name, dtype, shape, device) if tensors is None else tensors
         self.layout: PagedLayout = paged_layout(name, self.tensors, block_tokens=shape.tokens)
 
     def block(self, layer: int, kv: int, block: int) -> torch.Tensor:
@@ -100,7 +102,7 @@ class Paged:
                 view.copy_(raw.view(self.dtype).view(view.shape))
 
     def block_bytes(self, layer: int, kv: int, block: int) -> bytes:
-        return bytes(self.block(layer, kv, block).contiguous().view(torch.uint8).numpy().tobytes())
+        return bytes(self.block(layer, kv, block).contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
     def reference(self, block_ids: Sequence[int]) -> bytes:
         """The slot bytes of a part of these blocks, copied the slow way."""
@@ -114,13 +116,22 @@ class Paged:
         }
 
 
-class Slots:
-    """A private buffer of slots with guard bytes around each; addresses are multiples of 4096."""
+def host_bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
-    def __init__(self, count: int, slot_bytes: int) -> None:
+
+class Slots:
+    """A private buffer of slots with guard bytes around each; addresses are multiples of 4096.
+
+    `allocate(bytes)`: a uint8 tensor of at least that size.
+    """
+
+    def __init__(
+        self, count: int, slot_bytes: int, allocate: Callable[[int], torch.Tensor] = host_bytes
+    ) -> None:
         self._step = -(-slot_bytes // 4096) * 4096 + 4096
         self._slot_bytes = slot_bytes
-        self._raw = torch.full(((count + 1) * self._step + 4096,), GUARD, dtype=torch.uint8)
+        self._raw = allocate((count + 1) * self._step + 4096).fill_(GUARD)
         self._shift = -self._raw.data_ptr() % 4096
 
     def address(self, index: int) -> int:
@@ -131,7 +142,7 @@ class Slots:
         return slice(start, start + self._slot_bytes)
 
     def read(self, index: int) -> bytes:
-        return self._raw[self._range(index)].numpy().tobytes()
+        return self._raw[self._range(index)].cpu().numpy().tobytes()
 
     def write(self, index: int, data: bytes) -> None:
         self._raw[self._range(index)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -18,9 +18,11 @@ from kvdock._core import Table, cpu_paths, cuda_kernels
 from kvdock.api.settings import Settings
 from kvdock.cli.doctor import _kernels, examine
 from kvdock.cli.doctor_machine import Finding, Machine
+from kvdock.datapath.cuda import CopyTuning
+from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
 
-CHECKS = {"kvdock", "settings", "server", "extension", "GPU kernels", "shared memory", "control group", "huge pages",
-          "open files", "locked memory", "GPU", "nvcc", "pools"}
+CHECKS = {"kvdock", "settings", "server", "extension", "GPU kernels", "GPU copies", "shared memory", "control group",
+          "huge pages", "open files", "locked memory", "GPU", "nvcc", "pools"}
 MIB = 1 << 20
 SMALL = {"KVDOCK_POOL_BYTES": "16MiB"}
 
@@ -106,6 +108,17 @@ def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerPro
         server.process.send_signal(signal.SIGCONT)
     assert found["server"]["level"] == "problem" and "it listens at" in found["server"]["found"]
     assert "stopped" in found["server"]["advice"]
+
+
+def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
+    assert found["level"] == "ok" and found["found"].startswith("not measured yet")
+    (tmp_path / "kvdock").mkdir()
+    geometry, tuning = Geometry(64, 4096, 1, 16), CopyTuning()
+    known = Calibration("NVIDIA H200", "ab" * 16, 13000, geometry, tuning, 0.4, 0.991, 0.982)
+    save_calibration(tmp_path / "kvdock/copy-1.json", known)
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
+    assert found["found"] == known.describe() and "load 99.1%" in found["found"]
 
 
 def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:

@@ -23,6 +23,7 @@ from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.connectors.worker import WorkerHalf
+from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 
@@ -39,6 +40,8 @@ class ConnectorSettings:
     """Where the engine's blocks are: "cpu", "cuda" or "cuda:N"."""
     copy_threads: int = 2
     """Of copies with the CPU."""
+    copy_tuning: CopyTuning | None = None
+    """Of copies on a GPU; None: as measured."""
 
 
 class KvdockConnector:
@@ -60,7 +63,8 @@ class KvdockConnector:
         client = Client(settings.address, timeout_s=settings.timeout_s)
         self.session = EngineSession(client, manifest, identity, pin=device.pin)
         self.worker = WorkerHalf(
-            self.session, layouts, device=device, stream=stream, threads=settings.copy_threads
+            self.session, layouts, device=device, stream=stream, threads=settings.copy_threads,
+            tuning=settings.copy_tuning,
         )
         self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
         self._news = threading.Condition()

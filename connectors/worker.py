@@ -21,6 +21,7 @@ from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, Wr
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult
+from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
@@ -40,7 +41,8 @@ class LayoutMismatch(Exception):
 
 class WorkerHalf:
     """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's
-    tensor-parallel rank; `threads` copy when the blocks are in host memory.
+    tensor-parallel rank; `threads` copy when the blocks are in host memory, and `tuning` is how GPUs do it (None:
+    as measured).
 
     `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
     it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
@@ -55,6 +57,7 @@ class WorkerHalf:
         device: Device = CPU,
         stream: int | None = None,
         threads: int = 2,
+        tuning: CopyTuning | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         manifest = session.manifest
@@ -73,13 +76,12 @@ class WorkerHalf:
         self.session, self.rank, self._stream = session, rank, stream
         self._clock = clock
 
-        def open_copiers() -> list[Copier]:
-            return [
-                device.open_copier(layout, part_blocks=manifest.chunk_tokens // layout.block_tokens, threads=threads)
-                for layout in layouts
-            ]
-
-        self._loaders, self._storers = open_copiers(), open_copiers()
+        chunk_tokens = manifest.chunk_tokens
+        self._loaders: list[Copier]
+        self._storers: list[Copier]
+        self._loaders, self._storers = (
+            device.open_copiers(layouts, chunk_tokens=chunk_tokens, threads=threads, tuning=tuning) for _ in range(2)
+        )
 
     @property
     def client(self) -> Client:

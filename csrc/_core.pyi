@@ -394,17 +394,18 @@ class CudaCopy:
         """Waits; one a part. Raises CudaError when the copy failed."""
 
 class CudaCopier:
-    """Copies by block id between slots and paged blocks of `layout` (device addresses).
+    """Copies by block id between slots and the paged blocks of layouts (device addresses), which share staging,
+    streams and order. Copies name a layout by the number that add_layout() gave it.
 
     `after`: a stream (CUstream as an integer, 0: the legacy default stream) whose work so far comes first;
     None: nothing to wait for. Raises CudaError (device, memory; blocks that are not in the device's memory),
     CopyError (a slot outside CudaSlotMemory, …).
     """
 
+    closed: bool
     staging_bytes: int
     def __init__(
         self,
-        layout: PagedLayout,
         *,
         device: int,
         piece_bytes: int,
@@ -415,9 +416,12 @@ class CudaCopier:
         direct_load_bytes: int,
         direct_store_bytes: int,
     ) -> None: ...
-    def gather(self, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None) -> CudaCopy: ...
+    def add_layout(self, layout: PagedLayout) -> int: ...
+    def gather(
+        self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None
+    ) -> CudaCopy: ...
     def scatter(
-        self, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, after: int | None = None
+        self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, after: int | None = None
     ) -> CudaCopy: ...
     def fileno(self) -> int:
         """An eventfd that counts copies that ended."""

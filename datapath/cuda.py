@@ -13,6 +13,7 @@ Invariants: those of copy.py; a call never waits for the GPU.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -55,8 +56,8 @@ def require_cuda(device: int) -> _core.CudaDevice:
 class CudaHandle:
     """A copy under way on the GPU (a CopyHandle)."""
 
-    def __init__(self, copy: _core.CudaCopy, parts: Sequence[PartCopy]) -> None:
-        self._copy, self._parts = copy, parts
+    def __init__(self, copied: _core.CudaCopy, parts: Sequence[PartCopy]) -> None:
+        self._copy, self._parts = copied, parts
 
     def done(self) -> bool:
         return self._copy.done()
@@ -75,7 +76,8 @@ class CudaHandle:
 
 
 class CudaCopier:
-    """A Copier for blocks in the memory of GPU `device`.
+    """A Copier for blocks in the memory of GPU `device`. Those of several layouts share staging, and take turns, when
+    the later ones are opened with beside().
 
     Raises NoCuda; CopyError for a tuning that cannot be; CudaError when the layout's memory is not that GPU's, or
     when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB pinned).
@@ -83,10 +85,19 @@ class CudaCopier:
 
     def __init__(self, layout: PagedLayout, *, device: int, tuning: CopyTuning | None = None) -> None:
         require_cuda(device)
-        self._layout, self.device = layout, device
+        self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
-        self._closed = False
-        self._core = _core.CudaCopier(layout.core, device=device, **asdict(self.tuning))
+        self._core = _core.CudaCopier(device=device, **asdict(self.tuning))
+        self._add(layout)
+
+    def beside(self, layout: PagedLayout) -> CudaCopier:
+        """A Copier for another layout on the same GPU. Closing one closes all."""
+        other = copy.copy(self)
+        other._add(layout)
+        return other
+
+    def _add(self, layout: PagedLayout) -> None:
+        self._layout, self._number = layout, self._core.add_layout(layout.core)
 
     @property
     def staging_bytes(self) -> int:
@@ -98,23 +109,23 @@ class CudaCopier:
         so far comes first. CopyError: ids, skips or slots that cannot be; CopierClosed; CudaError."""
         packed = packed_for_gather(self._layout, parts)
         self._require_open()
-        copy = self._core.gather(packed.slots, packed.block_ids, packed.starts, after=after)
-        return CudaHandle(copy, tuple(parts))
+        copied = self._core.gather(self._number, packed.slots, packed.block_ids, packed.starts, after=after)
+        return CudaHandle(copied, tuple(parts))
 
     def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
         """Slots → paged blocks. Else as gather()."""
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()
-        return CudaHandle(self._core.scatter(*packed, after=after), tuple(parts))
+        return CudaHandle(self._core.scatter(self._number, *packed, after=after), tuple(parts))
 
     def fileno(self) -> int:
         """An eventfd, readable when copies have ended since it was last read; it counts them."""
         return self._core.fileno()
 
-    def close(self) -> None:
-        self._closed = True
-        self._core.close()
-
     def _require_open(self) -> None:
-        if self._closed:
+        if self._core.closed:
             raise CopierClosed("copier", found="closed", wanted="open")
+
+    def close(self) -> None:
+        """Waits for what was submitted, here and by the copiers beside; later calls raise CopierClosed."""
+        self._core.close()

@@ -1,12 +1,13 @@
-"""Where an engine's blocks are, and the copier that goes with it: "cpu", "cuda" or "cuda:1"."""
+"""Where an engine's blocks are, and the copiers that go with it: "cpu", "cuda" or "cuda:1"."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdock.datapath.copy import Copier, CpuCopier
-from kvdock.datapath.cuda import CudaCopier, require_cuda
+from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
 from kvdock.datapath.errors import DeviceUnknown
 from kvdock.datapath.layout import PagedLayout
 from kvdock.datapath.pinning import CudaPin, Pin
@@ -36,12 +37,20 @@ class Device:
         """How segments are made known to the driver; None when nothing needs it."""
         return None if self.cuda is None else CudaPin(self.cuda)
 
-    def open_copier(self, layout: PagedLayout, *, part_blocks: int, threads: int) -> Copier:
-        """`part_blocks`: blocks of a chunk; `threads`: of a CPU copy. On a GPU it measures how copies go best, once
-        for each layout and machine (well under a second). Raises what CudaCopier raises."""
+    def open_copiers(
+        self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
+    ) -> list[Copier]:
+        """One for each layout. `threads`: of each CPU copy.
+
+        On a GPU they share staging, as `tuning` says; None: as is best for the first layout with chunks of so many
+        tokens, which is measured once on a machine, in well under a second. Raises what CudaCopier raises.
+        """
         if self.cuda is None:
-            return CpuCopier(layout, threads=threads)
-        return CudaCopier(layout, device=self.cuda, tuning=tuned(layout, self.cuda, part_blocks=part_blocks))
+            return [CpuCopier(layout, threads=threads) for layout in layouts]
+        if tuning is None:
+            tuning = tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
+        first = CudaCopier(layouts[0], device=self.cuda, tuning=tuning)
+        return [first, *(first.beside(layout) for layout in layouts[1:])]
 
 
 CPU = Device()

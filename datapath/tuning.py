@@ -225,7 +225,8 @@ class _Bench:
 
     def _copy_ms(self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1) -> float:
         """Time of one call that moves about `size_bytes`, whole blocks at least, so many times over."""
-        copier = _core.CudaCopier(self._layout, device=self._device, **asdict(tuning))
+        copier = _core.CudaCopier(device=self._device, **asdict(tuning))
+        layout = copier.add_layout(self._layout)
         blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
         slots, ids, starts = array("Q"), array("q"), array("q", [0])
         firsts = range(0, blocks, self._geometry.part_blocks)
@@ -240,9 +241,9 @@ class _Bench:
         def copy() -> None:
             stream = self._watch.stream
             if store:
-                copier.gather(slots, ids, starts, after=stream).order(stream)
+                copier.gather(layout, slots, ids, starts, after=stream).order(stream)
             else:
-                copier.scatter(slots, ids, starts, skips, after=stream).order(stream)
+                copier.scatter(layout, slots, ids, starts, skips, after=stream).order(stream)
 
         try:
             return self._least_ms(copy)

@@ -47,10 +47,11 @@ def copy_all_ways(layout: _core.PagedLayout, slots_at: int, tuning: CopyTuning, 
         at += -(-layout.block_bytes * count // 4096) * 4096 + 4096
         use.extend(ids[len(use) : len(use) + count])
         starts.append(len(use))
-    copier = _core.CudaCopier(layout, device=0, **asdict(tuning))
-    loaded = copier.scatter(slots, use, starts, array("q", [0] * len(COUNTS))).checksums()
-    stored = copier.gather(slots, use, starts).checksums()
-    skipped = copier.scatter(slots, use, starts, SKIPS).checksums()
+    copier = _core.CudaCopier(device=0, **asdict(tuning))
+    blocks = copier.add_layout(layout)
+    loaded = copier.scatter(blocks, slots, use, starts, array("q", [0] * len(COUNTS))).checksums()
+    stored = copier.gather(blocks, slots, use, starts).checksums()
+    skipped = copier.scatter(blocks, slots, use, starts, SKIPS).checksums()
     copier.close()
     assert loaded == stored == skipped
     if host:

@@ -286,6 +286,39 @@ def _cpu_gather(copier: CpuCopier, lists: list[list[int]], most: int) -> list[tu
     return [(found[i].checksum, slots.read(i)[:size]) for i, size in enumerate(sizes)]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_layouts_beside_each_other_share_staging_and_keep_their_bytes(way: str) -> None:
+    kinds = [
+        ("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16), ("NL_X_NB_BS_HS", torch.float32), ("NB_NL_TWO_NH_BS_HS", torch.int8)
+    ]
+    everyone = [Paged(name, dtype, SHAPE, device="cuda") for name, dtype in kinds]
+    ids = [5, 0, 3, 8, 6]
+    for paged in everyone:
+        paged.fill_random(fresh_seed())
+    most = max(paged.layout.part_bytes(5) for paged in everyone)
+    with slots_in("host", 6, most) as slots, cuda_copier(everyone[0].layout, WAYS[way]) as first:
+        copiers = [first, *(first.beside(paged.layout) for paged in everyone[1:])]
+        assert {copier.staging_bytes for copier in copiers} == {first.staging_bytes}
+        wanted = [paged.reference(ids) for paged in everyone]
+        handles = [copier.gather([PartCopy(slots.address(i), ids)]) for i, copier in enumerate(copiers)]
+        for i, handle in enumerate(handles):
+            assert handle.result()[0].checksum == checksum(wanted[i]) and slots.read(i)[: len(wanted[i])] == wanted[i]
+        for paged in everyone:
+            paged.fill_guard()
+        torch.cuda.synchronize()
+        handles = [copier.scatter([PartCopy(slots.address(i), ids[::-1], 1, checksum(wanted[i]))])
+                   for i, copier in enumerate(copiers)]
+        assert all(handle.result()[0].ok for handle in handles)
+        for paged, part in zip(everyone, wanted, strict=True):
+            size = len(paged.block_bytes(0, 0, 0))
+            guarded = [part[at : at + size] for at in range(0, len(part), size)]
+            guarded[::5] = [bytes([GUARD]) * size] * len(guarded[::5])
+            assert paged.reference(ids[::-1]) == b"".join(guarded)
+        copiers[1].close()
+        with pytest.raises(CopierClosed):
+            first.gather([PartCopy(slots.address(0), ids)])
+
+
 def test_staging_stays_within_its_budget() -> None:
     layout = Paged("NL_X_NB_BS_HS", torch.int8, SHAPE, device="cuda").layout
     with cuda_copier(layout, CopyTuning()) as load, cuda_copier(layout, DIRECT) as store:

@@ -32,9 +32,9 @@ def layout_of(shape: Shape = SHAPE) -> Paged:
 
 def test_the_cpu_needs_no_pinning_and_copies_with_the_cpu() -> None:
     assert Device.named("cpu") == CPU and CPU.pin is None
-    copier = CPU.open_copier(layout_of().layout, part_blocks=4, threads=1)
-    assert isinstance(copier, CpuCopier)
-    copier.close()
+    for copier in CPU.open_copiers([layout_of().layout] * 2, chunk_tokens=16, threads=1):
+        assert isinstance(copier, CpuCopier)
+        copier.close()
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", "cuda:1000", "cuda:0\n", " cpu"])

@@ -26,6 +26,7 @@ struct Copier::Staging {
 };
 
 struct Copier::Batch {
+  const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
   size_t first_result = 0;  // parts[i] is the call's part first_result + i
   std::vector<PartArgs> parts;

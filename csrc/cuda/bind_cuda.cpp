@@ -20,24 +20,26 @@ using cuda::Place;
 
 Place place_of(bool host) { return host ? Place::host : Place::device; }
 
-std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, const py::buffer& slots, const py::buffer& block_ids,
-                                    const py::buffer& starts, const py::buffer& skips, std::optional<uintptr_t> after) {
+std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, size_t layout, const py::buffer& slots,
+                                    const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
+                                    std::optional<uintptr_t> after) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
   require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
           std::to_string(slot.view().size()));
   const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
   const py::gil_scoped_release released;
-  return self.scatter(parts, after ? &*after : nullptr);
+  return self.scatter(layout, parts, after ? &*after : nullptr);
 }
 
-std::shared_ptr<cuda::Copy> gather(cuda::Copier& self, const py::buffer& slots, const py::buffer& block_ids,
-                                   const py::buffer& starts, std::optional<uintptr_t> after) {
+std::shared_ptr<cuda::Copy> gather(cuda::Copier& self, size_t layout, const py::buffer& slots,
+                                   const py::buffer& block_ids, const py::buffer& starts,
+                                   std::optional<uintptr_t> after) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts");
   const auto parts = parts_of(slot.view(), ids.view(), start.view(), {});
   const py::gil_scoped_release released;
-  return self.gather(parts, after ? &*after : nullptr);
+  return self.gather(layout, parts, after ? &*after : nullptr);
 }
 
 void bind_memory(py::module_& m) {
@@ -79,20 +81,22 @@ void bind_copier(py::module_& m) {
       .def("order", &cuda::Copy::order, py::arg("stream"), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil());
   py::class_<cuda::Copier>(m, "CudaCopier")
-      .def(py::init([](const PagedLayout& layout, int device, size_t piece_bytes, int buffers, int load_blocks,
-                       int store_blocks, int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes) {
-             return std::make_unique<cuda::Copier>(layout, device,
-                                                   cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks,
-                                                                direct_blocks, direct_load_bytes, direct_store_bytes});
+      .def(py::init([](int device, size_t piece_bytes, int buffers, int load_blocks, int store_blocks,
+                       int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes) {
+             return std::make_unique<cuda::Copier>(
+                 device, cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks, direct_blocks, direct_load_bytes,
+                                      direct_store_bytes});
            }),
-           py::arg("layout"), py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"),
-           py::arg("load_blocks"), py::arg("store_blocks"), py::arg("direct_blocks"), py::arg("direct_load_bytes"),
+           py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"), py::arg("load_blocks"),
+           py::arg("store_blocks"), py::arg("direct_blocks"), py::arg("direct_load_bytes"),
            py::arg("direct_store_bytes"), Nogil())
-      .def("gather", &gather, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::kw_only(),
-           py::arg("after") = py::none())
-      .def("scatter", &scatter, py::arg("slots"), py::arg("block_ids"), py::arg("starts"), py::arg("skips"),
+      .def("add_layout", &cuda::Copier::add_layout, py::arg("layout"), Nogil())
+      .def("gather", &gather, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
            py::kw_only(), py::arg("after") = py::none())
+      .def("scatter", &scatter, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
+           py::arg("skips"), py::kw_only(), py::arg("after") = py::none())
       .def("fileno", &cuda::Copier::ended_fd)
+      .def_property_readonly("closed", &cuda::Copier::closed)
       .def_property_readonly("staging_bytes", &cuda::Copier::staging_bytes)
       .def("close", &cuda::Copier::close, Nogil());
 }

@@ -20,7 +20,7 @@ namespace {
 constexpr size_t kRingBytes = size_t(8) << 20;
 constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
 constexpr size_t kCallsPieces = 2;                  // submitted by the call itself: what it takes to start the GPU
-constexpr uint64_t kFastestBytesPerNs = 64;        // PCIe 5.0 x16 carries at most 63 GB/s
+constexpr uint64_t kFastestBytesPerNs = 64;         // PCIe 5.0 x16 carries at most 63 GB/s
 constexpr std::chrono::nanoseconds kFirstLook{10'000}, kLastLook{200'000};
 constexpr size_t kWideBytes = 128;                  // a granule: see kernels.cu
 constexpr uint64_t kMostUnits = uint64_t(1) << 31;  // of a part: what a Divisor divides
@@ -75,15 +75,54 @@ std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
   return all;
 }
 
+void check_call(const PagedLayout& layout, std::span<const Part> parts) {
+  check_parts(layout, parts);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string name = "part " + std::to_string(i) + ": ";
+    const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout.block_bytes();
+    if (bytes / kUnitBytes >= kMostUnits || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
+      refuse(name + "blocks", (long long)(blocks), "less than 32 GiB and at most 500000");
+    if (bytes != 0 && !find_range(parts[i].slot, bytes))
+      refuse(name + "slot address", (long long)(parts[i].slot), "memory pinned for copies, in one piece");
+  }
+}
+
+PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_stripe, size_t first_id) {
+  const size_t blocks = part.block_ids.size(), bytes = blocks * layout.block_bytes();
+  PartArgs args{};
+  args.slot = part.slot;
+  args.first_stripe = first_stripe;
+  args.stripes = uint32_t(stripes_of(bytes));
+  args.units = uint32_t(bytes / kUnitBytes);
+  args.first_id = uint32_t(first_id);
+  args.blocks = uint32_t(blocks);
+  args.skip_blocks = uint32_t(part.skip_blocks);
+  args.plane_units = uint32_t(layout.planes()[0].block_bytes() * blocks / kUnitBytes);
+  args.by_plane = divisor(std::max(args.plane_units, 1u));
+  return args;
+}
+
 }  // namespace
 
-Copier::Copier(const PagedLayout& layout, int device, const Tuning& tuning)
-    : layout_(layout),
-      device_(Device::get(device)),
+DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, const OwnedStream& uploads)
+    : layout(paged),
+      alike(all_alike(paged.planes())),
+      wide(all_wide(paged.planes())),
+      planes(device, paged.planes().size() * sizeof(PlaneArgs), Place::device) {
+  if (paged.block_bytes() / kUnitBytes >= kMostUnits)
+    refuse("block bytes", (long long)(paged.block_bytes()), "less than 32 GiB");
+  const ContextGuard current(device);
+  for (const Plane& plane : paged.planes()) require_on_device(device, plane.base, extent_bytes(paged, plane));
+  const auto described = describe_planes(paged);
+  check(driver().cuMemcpyHtoDAsync_v2(planes.address(), described.data(), described.size() * sizeof(PlaneArgs),
+                                      uploads.get()),
+        "upload of a layout");
+  check(driver().cuStreamSynchronize(uploads.get()), "upload of a layout");
+}
+
+Copier::Copier(int device, const Tuning& tuning)
+    : device_(Device::get(device)),
       tuning_(checked(tuning)),
-      alike_(all_alike(layout.planes())),
-      wide_(all_wide(layout.planes())),
-      planes_(device_, layout.planes().size() * sizeof(PlaneArgs), Place::device),
       ring_host_(device_, kRingBytes, Place::host),
       ring_device_(device_, kRingBytes, Place::device),
       staging_(device_, staging_bytes(), Place::device),
@@ -92,17 +131,8 @@ Copier::Copier(const PagedLayout& layout, int device, const Tuning& tuning)
       kernels_(make_stream(device_)),
       shared_(std::make_shared<Copy::Shared>(device_)),
       ring_(std::make_unique<DescriptorRing>(kRingBytes)) {
-  if (layout.block_bytes() / kUnitBytes >= kMostUnits)
-    refuse("block bytes", (long long)(layout.block_bytes()), "less than 32 GiB");
   for (size_t i = 0; i < size_t(tuning_.buffers); ++i)
     buffers_.push_back({staging_.address() + i * tuning_.piece_bytes, make_event(device_), make_event(device_)});
-  const auto planes = describe_planes(layout_);
-  const ContextGuard current(device_);
-  for (const Plane& plane : layout_.planes()) require_on_device(device_, plane.base, extent_bytes(layout_, plane));
-  cuda::check(driver().cuMemcpyHtoDAsync_v2(planes_.address(), planes.data(), planes.size() * sizeof(PlaneArgs),
-                                            uploads_.get()),
-              "upload of the layout");
-  cuda::check(driver().cuStreamSynchronize(uploads_.get()), "upload of the layout");
   ended_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (ended_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   submitter_ = std::thread([this] { run_submitter(); });
@@ -116,6 +146,11 @@ Copier::~Copier() {
 
 int Copier::ended_fd() const { return ended_fd_; }
 
+bool Copier::closed() const {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return closed_;
+}
+
 void Copier::close() {
   {
     const std::lock_guard<std::mutex> guard(shared_->mutex);
@@ -128,48 +163,37 @@ void Copier::close() {
 
 // ------------------------------------------------------------------ a call
 
-std::shared_ptr<Copy> Copier::gather(std::span<const Part> parts, const uintptr_t* after) {
-  return enqueue(parts, true, after);
+size_t Copier::add_layout(const PagedLayout& layout) {
+  const OwnedStream uploads = make_stream(device_);
+  auto added = std::make_unique<DeviceLayout>(device_, layout, uploads);
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  layouts_.push_back(std::move(added));
+  return layouts_.size() - 1;
 }
 
-std::shared_ptr<Copy> Copier::scatter(std::span<const Part> parts, const uintptr_t* after) {
-  return enqueue(parts, false, after);
+const DeviceLayout& Copier::layout_at(size_t number) {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (number >= layouts_.size()) refuse("layout", (long long)(number), "less than " + std::to_string(layouts_.size()));
+  return *layouts_[number];
 }
 
-void Copier::check(std::span<const Part> parts) const {
-  check_parts(layout_, parts);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string name = "part " + std::to_string(i) + ": ";
-    const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout_.block_bytes();
-    if (bytes / kUnitBytes >= kMostUnits || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
-      refuse(name + "blocks", (long long)(blocks), "less than 32 GiB and at most 500000");
-    if (bytes != 0 && !find_range(parts[i].slot, bytes))
-      refuse(name + "slot address", (long long)(parts[i].slot), "memory pinned for copies, in one piece");
-  }
+std::shared_ptr<Copy> Copier::gather(size_t layout, std::span<const Part> parts, const uintptr_t* after) {
+  return enqueue(layout, parts, true, after);
 }
 
-PartArgs Copier::describe(const Part& part, const Batch& batch) const {
-  const size_t blocks = part.block_ids.size(), bytes = blocks * layout_.block_bytes();
-  PartArgs args{};
-  args.slot = part.slot;
-  args.first_stripe = batch.stripes;
-  args.stripes = uint32_t(stripes_of(bytes));
-  args.units = uint32_t(bytes / kUnitBytes);
-  args.first_id = uint32_t(batch.ids.size());
-  args.blocks = uint32_t(blocks);
-  args.skip_blocks = uint32_t(part.skip_blocks);
-  args.plane_units = uint32_t(layout_.planes()[0].block_bytes() * blocks / kUnitBytes);
-  args.by_plane = divisor(std::max(args.plane_units, 1u));
-  return args;
+std::shared_ptr<Copy> Copier::scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after) {
+  return enqueue(layout, parts, false, after);
 }
 
-std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(std::span<const Part> parts, bool store) const {
+std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLayout& blocks_at,
+                                                                 std::span<const Part> parts, bool store) const {
+  const PagedLayout& layout = blocks_at.layout;
   uint64_t call_bytes = 0;
-  for (const Part& part : parts) call_bytes += part.block_ids.size() * layout_.block_bytes();
+  for (const Part& part : parts) call_bytes += part.block_ids.size() * layout.block_bytes();
   const bool small = call_bytes <= (store ? tuning_.direct_store_bytes : tuning_.direct_load_bytes);
   std::vector<std::unique_ptr<Batch>> batches;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t bytes = parts[i].block_ids.size() * layout_.block_bytes();
+    const size_t bytes = parts[i].block_ids.size() * layout.block_bytes();
     const auto range = find_range(parts[i].slot, bytes);
     const bool direct = small || (range && range->place == Place::device);
     const bool fits =
@@ -177,12 +201,13 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(std::span<const
         batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
     if (!fits) {
       batches.push_back(std::make_unique<Batch>());
+      batches.back()->layout = &blocks_at;
       batches.back()->first_result = i;
       batches.back()->store = store;
       batches.back()->direct = direct;
     }
     Batch& batch = *batches.back();
-    batch.parts.push_back(describe(parts[i], batch));
+    batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size()));
     batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
     batch.stripes += batch.parts.back().stripes;
   }
@@ -194,9 +219,10 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(std::span<const
   return batches;
 }
 
-std::shared_ptr<Copy> Copier::enqueue(std::span<const Part> parts, bool store, const uintptr_t* after) {
-  check(parts);
-  auto batches = make_batches(parts, store);
+std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, bool store, const uintptr_t* after) {
+  const DeviceLayout& layout = layout_at(number);
+  check_call(layout.layout, parts);
+  auto batches = make_batches(layout, parts, store);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());

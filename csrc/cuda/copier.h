@@ -36,7 +36,7 @@ namespace kvdock::cuda {
 // datapath/cuda.py has usual values.
 struct Tuning {
   size_t piece_bytes;
-  int buffers;  // staging buffers of piece_bytes each
+  int buffers;                                   // staging buffers of piece_bytes each
   int load_blocks, store_blocks, direct_blocks;  // thread blocks of a kernel
   size_t direct_load_bytes, direct_store_bytes;  // a call of up to so many bytes goes direct
 };
@@ -72,17 +72,31 @@ class Copy {
   std::string error_;
 };
 
+// Blocks on the device, and what the kernels are told of them.
+struct DeviceLayout {
+  // Throws Refused{cuda} when a plane is not in the device's memory.
+  DeviceLayout(Device& device, const PagedLayout& layout, const OwnedStream& uploads);
+
+  PagedLayout layout;
+  bool alike, wide;  // all planes have the same runs; no run cuts a granule of 128 bytes
+  Buffer planes;
+};
+
 class Copier {
  public:
   // Throws Refused{cuda} (device, memory) and Refused{copy} (tuning).
-  Copier(const PagedLayout& layout, int device, const Tuning& tuning);
+  Copier(int device, const Tuning& tuning);
   ~Copier();
 
-  // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
-  std::shared_ptr<Copy> gather(std::span<const Part> parts, const uintptr_t* after);
-  std::shared_ptr<Copy> scatter(std::span<const Part> parts, const uintptr_t* after);
+  // Blocks to copy; they share staging and order with the others. The number that copies name them by.
+  size_t add_layout(const PagedLayout& layout);
 
-  void close();          // waits for what was submitted; later calls throw Refused{copy}
+  // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
+  std::shared_ptr<Copy> gather(size_t layout, std::span<const Part> parts, const uintptr_t* after);
+  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after);
+
+  void close();  // waits for what was submitted; later calls throw Refused{copy}
+  bool closed() const;
   int ended_fd() const;  // an eventfd that counts copies that ended
   size_t staging_bytes() const { return tuning_.piece_bytes * size_t(tuning_.buffers); }
 
@@ -91,10 +105,10 @@ class Copier {
   struct Batch;
   struct Staging;
 
-  std::shared_ptr<Copy> enqueue(std::span<const Part> parts, bool store, const uintptr_t* after);
-  void check(std::span<const Part> parts) const;
-  std::vector<std::unique_ptr<Batch>> make_batches(std::span<const Part> parts, bool store) const;
-  PartArgs describe(const Part& part, const Batch& batch) const;
+  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, bool store, const uintptr_t* after);
+  const DeviceLayout& layout_at(size_t number);
+  std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts,
+                                                   bool store) const;
 
   // On the GPU's streams; by the one thread that set `submitting_`.
   void submit(Batch& batch, size_t most_pieces);
@@ -115,22 +129,21 @@ class Copier {
   void run_finisher();
   void wait_for_end(const Batch& batch);
 
-  PagedLayout layout_;
   Device& device_;
   Tuning tuning_;
-  bool alike_, wide_;  // all planes have the same runs; no run cuts a granule of 128 bytes
-  Buffer planes_, ring_host_, ring_device_, staging_;
+  Buffer ring_host_, ring_device_, staging_;
   OwnedStream uploads_, transfers_, kernels_;
   std::vector<Staging> buffers_;
   size_t next_buffer_ = 0;
   int ended_fd_ = -1;
 
   std::shared_ptr<Copy::Shared> shared_;  // its mutex guards what follows
+  std::vector<std::unique_ptr<DeviceLayout>> layouts_;
   std::unique_ptr<DescriptorRing> ring_;
   std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
   std::vector<OwnedEvent> all_events_;
   std::vector<Event> idle_events_;  // of those, the ones not in use
-  bool submitting_ = false;            // some thread puts the front of the backlog on the streams: nobody else may
+  bool submitting_ = false;         // some thread puts the front of the backlog on the streams: nobody else may
   bool closed_ = false, drained_ = false;
   std::condition_variable to_submit_, to_finish_;
   std::thread submitter_, finisher_;

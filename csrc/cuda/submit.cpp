@@ -119,7 +119,7 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
   const Device::Keys keys = device_.keys(1);
   CopyArgs args{};
-  args.planes = reinterpret_cast<const PlaneArgs*>(planes_.address());
+  args.planes = reinterpret_cast<const PlaneArgs*>(batch.layout->planes.address());
   args.sums = reinterpret_cast<unsigned long long*>(ring);
   args.finished_blocks = reinterpret_cast<unsigned int*>(args.sums + 2 * batch.parts.size());
   args.parts = reinterpret_cast<const PartArgs*>(ring + batch.sums_bytes());
@@ -129,7 +129,7 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   const bool reports = piece.last_stripe == batch.stripes;
   args.report = reports ? reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin) : nullptr;
   args.stage = staging;
-  args.num_planes = uint32_t(layout_.planes().size());
+  args.num_planes = uint32_t(batch.layout->layout.planes().size());
   args.num_parts = uint32_t(batch.parts.size());
   args.first_stripe = piece.first_stripe;
   args.last_stripe = piece.last_stripe;
@@ -140,8 +140,9 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uint32_t wanted = (piece.last_stripe - piece.first_stripe + kWarps - 1) / kWarps;
   const unsigned blocks = std::min(unsigned(most), wanted);
   void* parameters[] = {&args};
-  cuda::check(driver().cuLaunchKernel(device_.kernel({batch.store, alike_, wide_}), blocks, 1, 1, kBlockThreads, 1, 1,
-                                      0, kernels_.get(), parameters, nullptr),
+  const Variant kind{batch.store, batch.layout->alike, batch.layout->wide};
+  cuda::check(driver().cuLaunchKernel(device_.kernel(kind), blocks, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
+                                      parameters, nullptr),
               "copy kernel");
 }
 

@@ -167,7 +167,7 @@ def _stale_pools(machine: Machine) -> Finding:
     if stale:
         return Finding(
             "pools", "note", f"{said}, {stale} left by servers that are gone: {size(stale_bytes)}",
-            "the next `kvdock serve` of the same user removes them",
+            "the next `kvdock serve` at its socket takes a pool over; others of this user remove it after five minutes",
         )
     return Finding("pools", "ok", f"{said}, none left behind")
 

@@ -1,0 +1,346 @@
+"""Mixed load for a long time: does anything grow, slow down, or come back with other bytes?
+
+    python -m bench.soak --minutes 30 --json
+
+Some processes run a connector each, over paged memory of their own: conversations of random length out of a common
+set are looked up, loaded, compared byte by byte with what their tokens say, extended and stored. Each leaves after
+a random number of turns and a new one takes its place: half of them say goodbye, half are killed. Now and then the
+server is killed too (`--server-kills`), and the next adopts the pool. Figures: lookups as a worker sees them, from
+the question to the answer; private memory and descriptors of the server, medians over the first and the last tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.serving import MIB
+from kvdock.api.client import Client
+from kvdock.api.errors import ServerUnavailable
+from kvdock.api.schemas import Group, Manifest, Status
+from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.interface import LoadDone, StoreDone
+from kvdock.connectors.session import Identity
+from kvdock.datapath.layout import paged_layout
+
+BLOCK, CHUNK, HEAD = 16, 64, 512
+PLANES = 4
+BLOCKS = 2048
+CONVERSATIONS = 400
+LONGEST_CHUNKS = 12
+POOL_BYTES = 192 * MIB
+SAMPLE_S = 2.0
+WAIT_S = 30.0
+
+
+# ------------------------------------------------------------------ a worker
+
+
+class Array:
+    """A numpy array as the layout reads tensors."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape: tuple[int, ...] = array.shape
+
+    def data_ptr(self) -> int:
+        return int(self._array.ctypes.data)
+
+    def stride(self) -> list[int]:
+        return [step // self._array.itemsize for step in self._array.strides]
+
+    def element_size(self) -> int:
+        return int(self._array.itemsize)
+
+
+def tokens_of(conversation: int, chunks: int) -> list[int]:
+    found: list[int] = np.random.default_rng(conversation).integers(0, 50_000, LONGEST_CHUNKS * CHUNK).tolist()
+    return found[: chunks * CHUNK]
+
+
+def content_of(tokens: list[int]) -> Any:
+    """uint8 [planes, blocks, bytes of a block]: bytes that only this prefix has."""
+    running = hashlib.blake2b(digest_size=16)
+    blocks = []
+    for at in range(0, len(tokens), BLOCK):
+        running.update(np.array(tokens[at : at + BLOCK]).tobytes())
+        stream = hashlib.shake_128(running.digest()).digest(PLANES * BLOCK * HEAD)
+        blocks.append(np.frombuffer(stream, dtype=np.uint8).reshape(PLANES, BLOCK * HEAD))
+    return np.stack(blocks, axis=1)
+
+
+class Worker:
+    """One engine: a connector, its blocks, and turns of conversations."""
+
+    def __init__(self, address: str, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._memory = np.zeros((PLANES, BLOCKS, BLOCK, HEAD), dtype=np.uint8)
+        layout = paged_layout("NL_X_NB_BS_HS", [Array(plane) for plane in self._memory], block_tokens=BLOCK)
+        manifest = Manifest(
+            model="soak", revision="1", kv_dtype="uint8", layers=PLANES, kv_heads=1, head_size=HEAD,
+            token_order=layout.token_order, chunk_tokens=CHUNK, block_tokens=BLOCK,
+            groups=(Group(part_bytes=layout.part_bytes(CHUNK // BLOCK)),),
+        )
+        nonce = f"soak-{seed}-{os.getpid()}"
+        self._connector = KvdockConnector(ConnectorSettings(address), manifest, Identity(nonce, nonce), [layout])
+        self._done: list[LoadDone | StoreDone] = []
+
+    def turn(self, number: int) -> None:
+        """Looks up, loads, compares, computes the rest, stores."""
+        conversation = int(self._random.paretovariate(0.6)) % CONVERSATIONS
+        tokens = tokens_of(conversation, self._random.randint(1, LONGEST_CHUNKS))
+        wanted = content_of(tokens)
+        table = self._random.sample(range(BLOCKS), len(tokens) // BLOCK)
+        request = f"r{number}"
+        self._memory[:, table] = 0xEE
+        began = time.perf_counter()
+        hit = self._connector.lookup(request, tokens, 0)
+        while hit is None:
+            self._poll()
+            hit = self._connector.lookup(request, tokens, 0)
+        lookup_ms = (time.perf_counter() - began) * 1e3
+        valid = 0
+        if hit > 0:
+            self._connector.begin_load(request, [table], 0, hit)
+            done = self._wait(request, LoadDone)
+            assert isinstance(done, LoadDone)
+            valid = done.valid_tokens
+        blocks = valid // BLOCK
+        loaded = self._memory[:, table[:blocks]].reshape(PLANES, blocks, BLOCK * HEAD)
+        wrong = int((loaded != wanted[:, :blocks]).any(axis=(0, 2)).sum())
+        self._memory[:, table[blocks:]] = wanted[:, blocks:].reshape(PLANES, -1, BLOCK, HEAD)
+        if self._connector.begin_store(request, tokens, [table], len(tokens)):
+            self._wait(request, StoreDone)
+        self._connector.finished(request)
+        print(json.dumps([round(lookup_ms, 3), len(tokens), hit, valid, wrong]), flush=True)
+
+    def leave(self) -> None:
+        self._connector.close()
+
+    def _poll(self) -> None:
+        news = self._connector.poll(0.05)
+        self._done += [*news.loads, *news.stores]
+
+    def _wait(self, request: str, kind: type[LoadDone] | type[StoreDone]) -> LoadDone | StoreDone:
+        until = time.monotonic() + WAIT_S
+        while True:
+            for done in self._done:
+                if isinstance(done, kind) and done.request_id == request:
+                    self._done.remove(done)
+                    return done
+            if time.monotonic() > until:
+                raise RuntimeError(f"no {kind.__name__} of {request} within {WAIT_S} s")
+            self._poll()
+
+
+def work(address: str, seed: int, turns: int) -> None:
+    worker = Worker(address, seed)
+    for number in range(turns):
+        worker.turn(number)
+    worker.leave()
+
+
+# ------------------------------------------------------------------ the run
+
+
+@dataclass
+class Sample:
+    at_s: float
+    private_mib: float
+    descriptors: int
+
+
+@dataclass
+class Totals:
+    """What was seen; lookups in (seconds since the start, ms)."""
+
+    lookups: list[tuple[float, float]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
+        ("turns", "tokens", "hit_tokens", "loaded_tokens", "wrong_blocks", "left", "killed", "server_kills"), 0
+    ))
+
+    def add(self, at_s: float, line: str) -> None:
+        lookup_ms, tokens, hit, valid, wrong = json.loads(line)
+        self.lookups.append((at_s, lookup_ms))
+        for name, value in zip(self.counts, (1, tokens, hit, valid, wrong), strict=False):
+            self.counts[name] += value
+
+
+class Server:
+    """`kvdock serve`, killed and started again at the same socket."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.unix = f"unix:{folder}/s.sock"
+        self.start()
+
+    def start(self) -> None:
+        environ = {**os.environ, "KVDOCK_SOCKET_PATH": f"{self._folder}/s.sock", "KVDOCK_POOL_BYTES": str(POOL_BYTES)}
+        program = [sys.executable, "-m", "kvdock.cli.main", "serve", "--port", "0"]
+        with Path(f"{self._folder}/server.log").open("a") as log:
+            self.process = subprocess.Popen(program, env=environ, stdout=log, stderr=log)
+        until = time.monotonic() + WAIT_S
+        while self.status() is None:
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise RuntimeError(f"the server did not start: {Path(self._folder, 'server.log').read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def status(self) -> Status | None:
+        try:
+            with Client(self.unix) as client:
+                return client.status()
+        except ServerUnavailable:
+            return None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.start()
+
+    def sample(self, at_s: float) -> Sample:
+        proc = Path(f"/proc/{self.process.pid}")
+        lines = (proc / "smaps_rollup").read_text().splitlines()
+        private_kib = next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+        return Sample(at_s, private_kib / 1024, len(list((proc / "fd").iterdir())))
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(WAIT_S)
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-soak-") as folder:
+        running = Server(folder)
+        try:
+            yield running
+        finally:
+            if running.process.poll() is None:
+                running.stop()
+
+
+class Crew:
+    """Worker processes, one replaced when it ends. Their lines are read without waiting."""
+
+    def __init__(self, address: str, count: int, source: random.Random, totals: Totals) -> None:
+        self._address, self._random, self._totals = address, source, totals
+        self._members = [self._start() for _ in range(count)]
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], float]:
+        """A worker, and when it shall be killed (or never)."""
+        program = [sys.executable, "-m", "bench.soak", "--worker", self._address, str(self._random.getrandbits(40))]
+        process = subprocess.Popen([*program, str(self._random.randint(50, 400))], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        killed_in_s = self._random.uniform(0.5, 5.0) if self._random.random() < 0.5 else float("inf")
+        return process, time.monotonic() + killed_in_s
+
+    def turn(self, at_s: float) -> None:
+        for index, (process, kill_at) in enumerate(self._members):
+            assert process.stdout is not None
+            for line in process.stdout.readlines():
+                if line.endswith(b"\n"):
+                    self._totals.add(at_s, line.decode())
+            if process.poll() is not None:
+                if process.returncode not in (0, -9):
+                    raise RuntimeError(f"a worker ended with {process.returncode}")
+                self._totals.counts["killed" if process.returncode else "left"] += 1
+                self._members[index] = self._start()
+            elif time.monotonic() > kill_at:
+                process.kill()
+
+    def stop(self) -> None:
+        for process, _ in self._members:
+            process.kill()
+            process.wait()
+
+
+def run(minutes: float, workers: int, server_kills: int, seed: int) -> dict[str, object]:
+    source, totals = random.Random(seed), Totals()
+    length_s = minutes * 60
+    kills = sorted(source.uniform(0.2, 0.8) * length_s for _ in range(server_kills))
+    with server() as running:
+        crew = Crew(running.unix, workers, source, totals)
+        began = time.monotonic()
+        try:
+            while (at_s := time.monotonic() - began) < length_s:
+                crew.turn(at_s)
+                if kills and at_s > kills[0]:
+                    kills.pop(0)
+                    running.kill()
+                    totals.counts["server_kills"] += 1
+                if not totals.samples or at_s > totals.samples[-1].at_s + SAMPLE_S:
+                    totals.samples.append(running.sample(at_s))
+                time.sleep(0.05)
+        finally:
+            crew.stop()
+        left = settle(running)
+        running.stop()
+    return {**figures(totals, length_s), **left, "workers": workers, "seed": seed}
+
+
+def settle(running: Server) -> dict[str, int]:
+    """What is still held once all workers are known to be dead: nothing, or it is a leak."""
+    until = time.monotonic() + WAIT_S
+    while (status := running.status()) is None or status.leases + status.reservations + status.sessions:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.2)
+    assert status is not None
+    return {"leases_left": status.leases, "reservations_left": status.reservations, "sessions_left": status.sessions}
+
+
+def figures(totals: Totals, length_s: float) -> dict[str, object]:
+    def p99(lo: float, hi: float) -> float:
+        took = sorted(ms for at_s, ms in totals.lookups if lo <= at_s < hi)
+        return round(took[int(len(took) * 0.99)], 3) if took else 0.0
+
+    def over(samples: list[Sample]) -> tuple[float, float]:
+        return statistics.median(s.private_mib for s in samples), statistics.median(s.descriptors for s in samples)
+
+    tenth = max(1, len(totals.samples) // 10)
+    (first_mib, first_fds), (last_mib, last_fds) = over(totals.samples[:tenth]), over(totals.samples[-tenth:])
+    return {
+        "minutes": round(length_s / 60, 2), **totals.counts,
+        "lookup_p99_ms_start": p99(0, length_s / 10), "lookup_p99_ms_end": p99(length_s * 0.9, length_s),
+        "server_private_mib_start": round(first_mib, 1), "server_private_mib_end": round(last_mib, 1),
+        "server_descriptors_start": first_fds, "server_descriptors_end": last_fds,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--server-kills", type=int, default=0, help="how often the server is killed meanwhile")
+    parser.add_argument("--seed", type=int, default=random.getrandbits(32))
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--worker", nargs=3, metavar=("ADDRESS", "SEED", "TURNS"), help="for the program itself")
+    chosen = parser.parse_args(arguments)
+    if chosen.worker:
+        address, seed, turns = chosen.worker
+        work(address, int(seed), int(turns))
+        return 0
+    found = run(chosen.minutes, chosen.workers, chosen.server_kills, chosen.seed)
+    print(json.dumps(found) if chosen.json else "\n".join(f"{key:26} {value}" for key, value in found.items()))
+    return 1 if found["wrong_blocks"] or found["leases_left"] or found["reservations_left"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

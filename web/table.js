@@ -20,6 +20,8 @@ export class Table {
     this.table = el("table", { cls: "list", attrs: { role: "table", "aria-label": label }, children: [head, body] });
     this.more = el("p", { cls: "quiet" });
     this.empty = empty;
+    // Nothing is claimed before the first update: neither columns without rows nor that there is nothing.
+    for (const part of [this.table, this.more, empty]) setHidden(part, true);
     root.append(this.table, this.more, empty);
     this.rows = new KeyedList(body, keyOf, () => makeRow(columns));
   }

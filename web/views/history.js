@@ -23,6 +23,7 @@ export function mountHistory(root) {
   const empty = hint("No history yet: the first point appears after one interval.");
   empty.classList.add("card");
   const grid = el("div", { cls: "charts" });
+  setHidden(empty, true); // until it is known
   root.append(empty, grid);
   const charts = new KeyedList(grid, (c) => c.key, ({ title }) => {
     const chart = new Chart(title);

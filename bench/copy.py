@@ -27,6 +27,8 @@ import numpy as np
 
 from kvdock import _core
 from kvdock.datapath.checksum import checksum, ensure_keys
+from kvdock.datapath.cuda import require_cuda
+from kvdock.datapath.errors import NoCuda
 from kvdock.datapath.segments import AttachedSegments, SegmentPool
 
 FRAGMENTS_KIB = (4, 16, 32, 72)
@@ -136,10 +138,10 @@ def both_shares(case: Case, rounds: int, threads: int) -> dict[str, tuple[float,
     }
 
 
-def measure(budget_bytes: int, rounds: int, threads: int) -> dict[str, float]:
+def measure(budget_bytes: int, rounds: int, threads: int) -> dict[str, object]:
     pool = SegmentPool(random.getrandbits(64), limit_bytes=budget_bytes + (1 << 20))
     attached = AttachedSegments(pool.pool_id)
-    figures: dict[str, float] = {}
+    figures: dict[str, object] = {}
     rates: list[float] = []
     try:
         info = pool.grow()
@@ -166,6 +168,7 @@ def measure(budget_bytes: int, rounds: int, threads: int) -> dict[str, float]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.copy", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: two workers at once too")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--mib", type=int, default=256, help="bytes of KV moved a round (default 256 MiB)")
     parser.add_argument("--rounds", type=int, default=15, help="paired rounds a figure (default 15)")
@@ -173,15 +176,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--path", default="", help=f"copy loop, one of {', '.join(_core.cpu_paths())}")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda":
-        print("bench.copy: copies on a GPU are not built into this version; use --device cpu", file=sys.stderr)
-        return 2
-    _core.use_cpu_path(chosen.path)
-    figures = measure(chosen.mib << 20, chosen.rounds, chosen.threads)
+        try:
+            require_cuda(chosen.gpus - 1)
+        except NoCuda as error:
+            print(f"bench.copy: {error}", file=sys.stderr)
+            return 2
+        from bench import copy_cuda  # it wants torch
+
+        figures = copy_cuda.measure(random.getrandbits(32))
+        if chosen.gpus > 1:
+            from bench import cuda_gpus
+
+            figures |= cuda_gpus.measure(random.getrandbits(32))
+    else:
+        _core.use_cpu_path(chosen.path)
+        figures = measure(chosen.mib << 20, chosen.rounds, chosen.threads)
     if chosen.json:
         print(json.dumps(figures))
     else:
         for name, figure in figures.items():
-            print(f"{name:24} {figure:8.3f}")
+            print(f"{name:36} {figure}")
     return 0
 
 

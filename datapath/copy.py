@@ -96,36 +96,42 @@ class PackedParts(NamedTuple):
 
 def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
     """CopyError for a part with skip_blocks, or values that are no 64-bit integers."""
-    for index, part in enumerate(parts):
-        if part.skip_blocks:
-            raise copy_error(f"part {index}: skip_blocks of a gather", found=part.skip_blocks, wanted=0)
-    return _packed(layout, parts)
+    packed = _packed(layout, parts)
+    if any(packed.skips):
+        index = next(index for index, skip in enumerate(packed.skips) if skip)
+        raise copy_error(f"part {index}: skip_blocks of a gather", found=packed.skips[index], wanted=0)
+    return packed
 
 
 def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
     """CopyError for a part without its expected checksum, or values that are no 64-bit integers."""
-    for index, part in enumerate(parts):
-        if part.checksum is None:
-            raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
+    if None in (part.checksum for part in parts):
+        index = next(index for index, part in enumerate(parts) if part.checksum is None)
+        raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
     return _packed(layout, parts)
 
 
 def _packed(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """Also makes the native core able to hash the longest part."""
-    packed = PackedParts(array("Q"), array("q"), array("q", [0]), array("q"))
-    for index, part in enumerate(parts):
-        blocks = part.block_ids.tolist() if isinstance(part.block_ids, IntegerArray) else part.block_ids
-        try:
-            packed.slots.append(part.slot)
-            packed.block_ids.extend(blocks)
-            packed.skips.append(part.skip_blocks)
-        except (OverflowError, TypeError) as error:
-            raise copy_error(f"part {index}", found=str(error), wanted="64-bit integers") from error
-        packed.starts.append(len(packed.block_ids))
-    starts = packed.starts
-    longest = max((starts[i + 1] - starts[i] for i in range(len(parts))), default=0)
+    """Also makes the native core able to hash the longest part. Engines wait for it: about a microsecond a part."""
+    slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
+    longest = end = 0
+    try:
+        for part in parts:
+            blocks = part.block_ids
+            ids.extend(blocks if type(blocks) is list or type(blocks) is tuple else _listed(blocks))
+            slots.append(part.slot)
+            skips.append(part.skip_blocks)
+            start, end = end, len(ids)
+            longest = max(longest, end - start)
+            starts.append(end)
+    except (OverflowError, TypeError) as error:
+        raise copy_error(f"part {len(starts) - 1}", found=str(error), wanted="64-bit integers") from error
     ensure_keys(layout.part_bytes(longest))
-    return packed
+    return PackedParts(slots, ids, starts, skips)
+
+
+def _listed(blocks: BlockIds) -> Sequence[int]:
+    return blocks.tolist() if isinstance(blocks, IntegerArray) else blocks
 
 
 def skip_blocks(tokens: int, block_tokens: int) -> int:

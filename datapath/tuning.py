@@ -11,7 +11,6 @@ Nothing here fails an engine: without room for scratch or a place for the file, 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -19,10 +18,11 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvdock import _core
 from kvdock.datapath.checksum import ensure_keys
@@ -37,11 +37,12 @@ PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
 BLOCKS: Final = (4, 8, 16, 32)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
-"""Over the scratch in one timed call of staged copies: what starting costs would hide what each byte costs."""
+"""Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
+each byte costs. Thread blocks are chosen by shorter calls, in which the last piece's kernel counts."""
 NEAR: Final = 1.002
 """A cheaper choice is taken when it costs no more than a fifth of a percent over the best."""
 DIRECT_NEAR: Final = 1.03
-ROUNDS: Final = 3
+ROUNDS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -135,30 +136,49 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
-    tuning = _fewest(tuning, "load_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, False))
-    tuning = _fewest(tuning, "store_blocks", BLOCKS, NEAR, lambda one: bench.staged_ms(one, True))
-    tuning = _fewest(tuning, "piece_bytes", PIECES_BYTES, NEAR, bench.both_ways_ms)
-    tuning = _fewest(tuning, "direct_blocks", BLOCKS, DIRECT_NEAR, bench.direct_ms)
+    tuning = _choose(tuning, "load_blocks", BLOCKS, NEAR, lambda one: [bench.staged(one, store=False)])
+    tuning = _choose(tuning, "store_blocks", BLOCKS, NEAR, lambda one: [bench.staged(one, store=True)])
+    tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, NEAR, bench.long_both_ways)
+    tuning = _choose(tuning, "direct_blocks", BLOCKS, DIRECT_NEAR, bench.direct_both_ways)
     tuning = replace(
         tuning,
-        direct_load_bytes=bench.crossover_bytes(tuning, False),
-        direct_store_bytes=bench.crossover_bytes(tuning, True),
+        direct_load_bytes=bench.crossover_bytes(tuning, store=False),
+        direct_store_bytes=bench.crossover_bytes(tuning, store=True),
     )
-    load, store = (bench.plain_ms(store) / bench.staged_ms(tuning, store) for store in (False, True))
+    load, store = (bench.share(tuning, store=store) for store in (False, True))
     took_s = round(time.perf_counter() - began, 3)
     return Calibration(info.name, info.uuid, info.driver, geometry, tuning, took_s, round(load, 4), round(store, 4))
 
 
-Choice = TypeVar("Choice", bound=int)
+Name = TypeVar("Name")
+Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
+"""Gives a call that makes one copy and tells the milliseconds it took."""
 
 
-def _fewest(
-    tuning: CopyTuning, name: str, choices: Sequence[int], near: float, cost_ms: Callable[[CopyTuning], float]
+def _choose(
+    tuning: CopyTuning, name: str, choices: Sequence[int], near: float, timers: Callable[[CopyTuning], list[Timer]]
 ) -> CopyTuning:
-    """`tuning` with the smallest of `choices` for `name` that costs no more than `near` times the cheapest."""
-    costs = {choice: cost_ms(replace(tuning, **{name: choice})) for choice in choices}
-    limit = near * min(costs.values())
-    return replace(tuning, **{name: min(choice for choice, cost in costs.items() if cost <= limit)})
+    """`tuning` with the fewest of `choices` for `name`, measured in turns, so that all see the same weather."""
+    with ExitStack() as stack:
+        calls = {
+            choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
+            for choice in choices
+        }
+        least = _least_in_turns({(choice, i): call for choice in choices for i, call in enumerate(calls[choice])})
+    costs = {choice: sum(least[choice, i] for i in range(len(calls[choice]))) for choice in choices}
+    return replace(tuning, **{name: fewest(costs, near)})
+
+
+def fewest(costs_ms: Mapping[int, float], near: float) -> int:
+    """The smallest choice that costs no more than `near` times the cheapest."""
+    limit = near * min(costs_ms.values())
+    return min(choice for choice, cost in costs_ms.items() if cost <= limit)
+
+
+def _least_in_turns(calls: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
+    """What disturbs a copy only ever makes it slower. The first round warms up."""
+    rounds = [{name: call() for name, call in calls.items()} for _ in range(1 + ROUNDS)][1:]
+    return {name: min(found[name] for found in rounds) for name in calls}
 
 
 class _Bench:
@@ -191,40 +211,52 @@ class _Bench:
         self._watch = _core.CudaStopwatch(device=device)
         self._bytes = bytes_
 
-    def staged_ms(self, tuning: CopyTuning, store: bool) -> float:
-        """Of PASSES times the scratch."""
-        staged = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
-        return self._copy_ms(staged, store, self._bytes, passes=PASSES)
+    def staged(self, tuning: CopyTuning, *, store: bool, passes: int = 1) -> Timer:
+        """Of so many times the scratch."""
+        tuning = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
+        return self._copies(tuning, store, self._bytes, passes=passes)
 
-    def both_ways_ms(self, tuning: CopyTuning) -> float:
-        return self.staged_ms(tuning, False) + self.staged_ms(tuning, True)
+    def long_both_ways(self, tuning: CopyTuning) -> list[Timer]:
+        return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]
 
-    def direct_ms(self, tuning: CopyTuning) -> float:
-        size = DIRECT_SIZES[3]
-        always = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
-        return self._copy_ms(always, False, size) + self._copy_ms(always, True, size)
+    def direct(self, tuning: CopyTuning, size_bytes: int, *, store: bool) -> Timer:
+        tuning = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
+        return self._copies(tuning, store, size_bytes)
 
-    def crossover_bytes(self, tuning: CopyTuning, store: bool) -> int:
+    def direct_both_ways(self, tuning: CopyTuning) -> list[Timer]:
+        return [self.direct(tuning, DIRECT_SIZES[3], store=store) for store in (False, True)]
+
+    def crossover_bytes(self, tuning: CopyTuning, *, store: bool) -> int:
         """The largest size for which a direct copy is no slower. Larger ones first: small ones are noise."""
-        always = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
-        staged = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
+        staged_tuning = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
         for size in reversed(DIRECT_SIZES):
-            if size <= self._bytes and self._copy_ms(always, store, size) <= self._copy_ms(staged, store, size):
+            if size > self._bytes:
+                continue
+            with self.direct(tuning, size, store=store) as direct, self._copies(staged_tuning, store, size) as staged:
+                least = _least_in_turns({"direct": direct, "staged": staged})
+            if least["direct"] <= least["staged"]:
                 return size
         return 0
 
-    def plain_ms(self, store: bool) -> float:
-        """Of as many bytes as staged_ms() moves, in one plain copy a pass."""
+    def share(self, tuning: CopyTuning, *, store: bool) -> float:
+        """Speed of staged copies beside as many plain ones of the whole scratch."""
 
-        def copy() -> None:
+        def plain() -> float:
             to, from_ = self._paged.address, self._host.address
+            self._watch.start()
             for _ in range(PASSES):
                 self._watch.copy(*((from_, to) if store else (to, from_)), self._bytes, to_device=not store)
+            return self._watch.stop_ms()
 
-        return self._least_ms(copy)
+        with self.staged(tuning, store=store, passes=PASSES) as staged:
+            least = _least_in_turns({"plain": plain, "staged": staged})
+        return least["plain"] / least["staged"]
 
-    def _copy_ms(self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1) -> float:
-        """Time of one call that moves about `size_bytes`, whole blocks at least, so many times over."""
+    @contextmanager
+    def _copies(
+        self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1
+    ) -> Iterator[Callable[[], float]]:
+        """Times a call that moves about `size_bytes`, whole blocks at least, so many times over."""
         copier = _core.CudaCopier(device=self._device, **asdict(tuning))
         layout = copier.add_layout(self._layout)
         blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
@@ -238,26 +270,19 @@ class _Bench:
             starts.append(len(ids))
         skips = array("q", bytes(8 * len(slots)))
 
-        def copy() -> None:
+        def copy_ms() -> float:
             stream = self._watch.stream
+            self._watch.start()
             if store:
                 copier.gather(layout, slots, ids, starts, after=stream).order(stream)
             else:
                 copier.scatter(layout, slots, ids, starts, skips, after=stream).order(stream)
+            return self._watch.stop_ms()
 
         try:
-            return self._least_ms(copy)
+            yield copy_ms
         finally:
             copier.close()
-
-    def _least_ms(self, copy: Callable[[], None]) -> float:
-        """What disturbs a copy only ever makes it slower."""
-        times = []
-        for _ in range(1 + ROUNDS):  # the first warms up
-            self._watch.start()
-            copy()
-            times.append(self._watch.stop_ms())
-        return min(times[1:])
 
 
 _GAP_BYTES: Final = 128
@@ -298,7 +323,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
     fresh.replace(path)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _lock(directory: Path) -> Iterator[None]:
     """One calibrating process at a time. OSError when the directory cannot be had."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kRingBytes = size_t(8) << 20;
 constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
-constexpr size_t kCallsPieces = 2;                  // submitted by the call itself: what it takes to start the GPU
+constexpr size_t kCallsPieces = 1;                  // submitted by the call itself: what it takes to start the GPU
 constexpr uint64_t kFastestBytesPerNs = 64;         // PCIe 5.0 x16 carries at most 63 GB/s
 constexpr std::chrono::nanoseconds kFirstLook{10'000}, kLastLook{200'000};
 constexpr size_t kWideBytes = 128;                  // a granule: see kernels.cu

@@ -1,11 +1,11 @@
-"""Both halves in one process, behind the verbs of interface.py: what a single-process engine plugs in.
+"""Both halves in one process, behind the verbs of interface.py: what an engine's first process plugs in.
 
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
 
 Three background threads: questions (lookups, cancels), loads, stores, so that none waits for another
 kind. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
-begin_store is answered by exactly one LoadDone or StoreDone, whatever fails.
+begin_store is answered by exactly one LoadDone or StoreDone, whatever fails, once all ranks are done with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
-from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.ranks import Answer, Peers, RankWorker
 from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.connectors.worker import WorkerHalf
@@ -48,7 +49,7 @@ class KvdockConnector:
     """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
     share their memory share a layout. Refused when a server is there and will not have this engine;
     LayoutMismatch when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as WorkerHalf
-    has it."""
+    has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
 
     def __init__(
         self,
@@ -58,14 +59,10 @@ class KvdockConnector:
         layouts: Sequence[PagedLayout],
         *,
         stream: int | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        device = Device.named(settings.device)
-        client = Client(settings.address, timeout_s=settings.timeout_s)
-        self.session = EngineSession(client, manifest, identity, pin=device.pin)
-        self.worker = WorkerHalf(
-            self.session, layouts, device=device, stream=stream, threads=settings.copy_threads,
-            tuning=settings.copy_tuning,
-        )
+        self.peers = peers if peers is not None else Peers()
+        self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
         self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
         self._news = threading.Condition()
         self._loads: list[LoadDone] = []
@@ -74,12 +71,7 @@ class KvdockConnector:
         self._asking = ThreadPoolExecutor(1, "kvdock-ask")
         self._loading = ThreadPoolExecutor(1, "kvdock-load")
         self._storing = ThreadPoolExecutor(1, "kvdock-store")
-        try:
-            self.session.start()
-        except BaseException:
-            self.worker.close()
-            self.session.client.close()
-            raise
+        start(self.session, self.worker)
 
     # ------------------------------------------------------------------ the verbs
 
@@ -123,6 +115,7 @@ class KvdockConnector:
     def close(self) -> None:
         for pool in (self._asking, self._loading, self._storing):
             pool.shutdown(wait=True)
+        self.peers.close()
         self.worker.close()
         self.session.close()
         self.session.client.close()
@@ -135,9 +128,15 @@ class KvdockConnector:
 
     def _load(self, attachment: Attachment, plan: LoadPlan) -> None:
         valid = plan.local_tokens
+        others = self.peers.send(attachment.session, plan, below=self.session.manifest.tensor_parallel)
         try:
             valid = self.worker.load(attachment, plan)
         finally:
+            elsewhere, not_begun = others.wait()
+            if elsewhere is not None:
+                valid = max(plan.local_tokens, min(valid, elsewhere))
+            if not_begun:
+                self.session.client.release_later(plan.lease, attachment.session, not_begun)
             if valid < plan.hit_tokens:
                 self.scheduler.load_failed(plan.request_id, valid)
             self._tell(load=LoadDone(plan.request_id, valid))
@@ -149,10 +148,20 @@ class KvdockConnector:
             for batch in offer.batches:
                 plan = self.scheduler.reserve(offer, batch)
                 if plan is not None:
-                    self.worker.store(offer.attachment, plan)
+                    self._store_everywhere(offer.attachment, plan)
         finally:
             offer.attachment.release()
             self._tell(store=StoreDone(offer.request_id, offer.reads))
+
+    def _store_everywhere(self, attachment: Attachment, plan: StorePlan) -> None:
+        """Every writer its part; with the last commit the chunks are there."""
+        others = self.peers.send(attachment.session, plan, below=self.session.manifest.writers)
+        try:
+            self.worker.store(attachment, plan)
+        finally:
+            _, not_begun = others.wait()
+            if not_begun:
+                self.worker.abort(attachment, plan, not_begun)
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
         if unused is not None:
@@ -169,6 +178,41 @@ class KvdockConnector:
 
     def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
         pool.submit(work, *args).add_done_callback(_report)
+
+
+def open_worker(
+    settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout], *,
+    stream: int | None = None,
+) -> tuple[EngineSession, WorkerHalf]:
+    """A process's session, not started, and its worker half. LayoutMismatch, NoCuda."""
+    device = Device.named(settings.device)
+    session = EngineSession(Client(settings.address, timeout_s=settings.timeout_s), manifest, identity, pin=device.pin)
+    worker = WorkerHalf(
+        session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,
+        tuning=settings.copy_tuning,
+    )
+    return session, worker
+
+
+def start(session: EngineSession, worker: WorkerHalf) -> None:
+    """Attaches, if a server is there. Refused when it is and will not have us; nothing is left open then."""
+    try:
+        session.start()
+    except BaseException:
+        worker.close()
+        session.client.close()
+        raise
+
+
+def open_rank(
+    settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
+    answer: Callable[[Answer], None], *, stream: int | None = None,
+) -> RankWorker:
+    """What another rank's process plugs in; `identity` has rank 0's instance, a member and a rank of its own. Raises
+    what KvdockConnector raises."""
+    session, worker = open_worker(settings, manifest, identity, layouts, stream=stream)
+    start(session, worker)
+    return RankWorker(session, worker, answer)
 
 
 def _report(future: Future[None]) -> None:

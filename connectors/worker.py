@@ -168,7 +168,7 @@ class WorkerHalf:
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
-            self._abort(attachment, plan)
+            self.abort(attachment, plan, [self.rank])
         except CallFailed as error:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
             self.session.lost(attachment, error)
@@ -182,9 +182,10 @@ class WorkerHalf:
             slot=self._address(attachment, part.segment, part.offset, part.length), block_ids=piece.block_ids
         )
 
-    def _abort(self, attachment: Attachment, plan: StorePlan) -> None:
+    def abort(self, attachment: Attachment, plan: StorePlan, ranks: Sequence[int]) -> None:
+        """Says that `ranks` will not store: nothing of the plan is published."""
         try:
-            self.client.abort(plan.reservation, Abort(session=attachment.session, ranks=[self.rank]))
+            self.client.abort(plan.reservation, Abort(session=attachment.session, ranks=list(ranks)))
         except CallFailed as error:
             log.info("abort of reservation %s not delivered: %s", plan.reservation, error)
             self.session.lost(attachment, error)

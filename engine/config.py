@@ -86,6 +86,13 @@ class ModelConfig:
         """Layers of one group: layer i has its KV in row i // len(groups) of the memory, in its group's blocks."""
         return self.layers // len(self.groups)
 
+    def share(self, ranks: int) -> ModelConfig:
+        """What each of `ranks` computes: its heads, its part of the MLP. A latent is everybody's."""
+        kv_heads = self.kv_heads if self.latent_size else self.kv_heads // ranks
+        return dataclasses.replace(
+            self, heads=self.heads // ranks, kv_heads=kv_heads, mlp_hidden=self.mlp_hidden // ranks
+        )
+
     @property
     def kv_bytes_per_token(self) -> int:
         """KV of one token over all layers."""
@@ -111,14 +118,20 @@ class EngineConfig:
     """Upper bound of what the engine's own prefix cache may contribute; None: no bound, 0: never."""
     threads: int = 1
     """torch's intra-op threads: part of the shape of a computation, hence fixed."""
+    tensor_parallel: int = 1
+    """Ranks: processes that share the heads and the MLP's columns among them."""
     idle_wait_s: float = 0.05
     """How long a step waits for the connector when nothing can be computed."""
 
     def __post_init__(self) -> None:
-        for field in ("block_tokens", "num_blocks", "max_running", "prefill_chunk_tokens", "threads"):
+        counts = ("block_tokens", "num_blocks", "max_running", "prefill_chunk_tokens", "threads", "tensor_parallel")
+        for field in counts:
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         fitting = [name for name, form in KV_FORMATS.items() if form.is_latent == (self.model.latent_size > 0)]
         require(self.kv_format in fitting, "kv_format", self.kv_format, f"one of {sorted(fitting)}")
+        for field in ("heads", "mlp_hidden") if self.model.latent_size else ("heads", "kv_heads", "mlp_hidden"):
+            count, ranks = getattr(self.model, field), self.tensor_parallel
+            require(count % ranks == 0, field, count, f"a multiple of tensor_parallel={ranks}")
         least = self.prefill_chunk_tokens + self.max_running
         require(self.max_step_tokens >= least, "max_step_tokens", self.max_step_tokens,
                 f"at least {least} (a prefill chunk and a token for every running request)")
@@ -130,6 +143,11 @@ class EngineConfig:
     def max_request_tokens(self) -> int:
         """The longest prompt plus output that one request can have: it must fit the pool alone."""
         return bisect_right(range(1, self.model.max_positions + 1), self.num_blocks, key=self.most_blocks)
+
+    @property
+    def share(self) -> ModelConfig:
+        """The model as one rank has it."""
+        return self.model.share(self.tensor_parallel)
 
     def most_blocks(self, tokens: int) -> int:
         """The most blocks that a request of `tokens` holds at a time."""

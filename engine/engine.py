@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Progress
 from kvdock.engine import tokenizer
-from kvdock.engine.attention import attend, pages
-from kvdock.engine.config import EngineConfig, require
+from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
-from kvdock.engine.model import Model
 from kvdock.engine.request import Completion, Request, RequestError, SamplingParams, State
+from kvdock.engine.runner import Runner, Step
 from kvdock.engine.sampler import sample
 from kvdock.engine.scheduler import Scheduler, Work
 
@@ -35,7 +32,8 @@ class TokenOutput:
 
 class Engine:
     """A connector that copies to and from the KV memory needs it first: make the KVCache, then the
-    connector, and pass both. Sets torch's thread count for the whole process.
+    connector, and pass both. With several ranks, make a Crew (crew.py) and its `runner`, and pass that instead of `kv`.
+    Sets torch's thread count for the whole process.
 
     Raises ConfigError when `kv` was made for another config."""
 
@@ -45,14 +43,13 @@ class Engine:
         connector: Connector | None = None,
         *,
         kv: KVCache | None = None,
+        runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        torch.set_num_threads(config.threads)
-        require(kv is None or kv.config == config, "kv", kv and kv.config, "the KV memory of the same config")
         self.config = config
         self.clock = clock
-        self.model = Model(config.model)
-        self.kv = kv if kv is not None else KVCache(config)
+        self.runner = runner if runner is not None else Runner(config, kv)
+        self.kv = self.runner.kv
         self.connector: Connector = connector if connector is not None else NoConnector()
         self.scheduler = Scheduler(config, self.connector)
         self.requests: dict[str, Request] = {}
@@ -111,7 +108,10 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> list[TokenOutput]:
-        """Computes one chunk or token for each request that can; waits for the connector when none can."""
+        """Computes one chunk or token for each request that can; waits for the connector when none can.
+
+        RankLost when another rank of the team is gone: nothing can be computed any more, so close the engine."""
+        self.runner.check()
         self._take_in(self.connector.poll(0.0))
         works = self.scheduler.schedule()
         if not works and (self.has_unfinished or self.scheduler.loading):
@@ -140,17 +140,9 @@ class Engine:
         self.scheduler.check_integrity()
 
     def _compute(self, work: Work) -> list[TokenOutput]:
-        request, kinds = work.request, self.config.model.groups
-        where = [
-            pages(blocks, kind, self.config.block_tokens, work.start, work.end)
-            for blocks, kind in zip(request.table, kinds, strict=True)
-        ]
-        with torch.inference_mode():
-            logits = self.model.forward(
-                torch.tensor(request.tokens[work.start : work.end]),
-                work.start,
-                lambda layer, q, k, v: attend(q, k, v, self.kv, layer // len(kinds), where[layer % len(kinds)]),
-            )
+        request = work.request
+        table = tuple(tuple(blocks) for blocks in request.table)
+        logits = self.runner.run(Step(tuple(request.tokens[work.start : work.end]), work.start, table))
         self.scheduler.advance(work)
         self.scheduler.offer(request)
         if work.end < len(request.tokens):

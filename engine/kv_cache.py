@@ -1,7 +1,7 @@
 """The paged KV memory: allocated in a named format, seen by attention as plain views of rows.
 
 A row is one layer of each KV group: a block belongs to one group at a time, and then holds the KV of that
-group's layers, one in each row. With one group, rows are layers.
+group's layers, one in each row. With one group, rows are layers. Of the KV heads a rank has its share.
 
 Owns the tensors. Invariants: k[row] and v[row] are (num_blocks, block_tokens, kv_heads, size) views, whatever
 the format; `planes` cover every byte of `tensors` once. Who may write a block is the block manager's
@@ -27,7 +27,7 @@ class KVCache:
 
     def __init__(self, config: EngineConfig) -> None:
         """Zeroed memory of config.num_blocks blocks. Raises RuntimeError (torch) when there is not enough."""
-        model = config.model
+        model = config.share
         form = KV_FORMATS[config.kv_format]
         sizes = {
             "NL": model.rows, "TWO": 2, "NB": config.num_blocks, "BS": config.block_tokens,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from kvdock.api.schemas import Group, Manifest
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.connector import ConnectorSettings, KvdockConnector, open_rank
+from kvdock.connectors.ranks import Peers
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import EngineConfig
+from kvdock.engine.crew import Crew
 from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.rank import Rank
 
 
-def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int) -> Manifest:
-    """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size."""
+def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, cache_salt: str = "") -> Manifest:
+    """Everything that changes the bytes of this engine's KV. `chunk_tokens`: a multiple of the block size. `layout` is
+    one rank's; engines of another tensor-parallel size add in another order, so they share nothing."""
     model = config.model
     part_bytes = layout.part_bytes(chunk_tokens // config.block_tokens)
     groups = tuple(
@@ -29,15 +36,41 @@ def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int) ->
         token_order=layout.token_order,
         chunk_tokens=chunk_tokens,
         block_tokens=config.block_tokens,
+        tensor_parallel=config.tensor_parallel,
+        writers=1 if model.latent_size else config.tensor_parallel,
         groups=groups,
+        cache_salt=cache_salt,
     )
 
 
 def connect(
-    config: EngineConfig, kv: KVCache, settings: ConnectorSettings, identity: Identity, *, chunk_tokens: int
+    config: EngineConfig, kv: KVCache, settings: ConnectorSettings, identity: Identity, *, chunk_tokens: int,
+    cache_salt: str = "", crew: Crew | None = None,
 ) -> KvdockConnector:
-    """A connector for an engine over `kv`. Raises what KvdockConnector raises, and LayoutError."""
+    """A connector for an engine over `kv`, and with a `crew` for all its ranks. Raises what KvdockConnector raises,
+    LayoutError and RankLost."""
+    manifest, layouts = _described(config, kv, chunk_tokens, cache_salt)
+    peers = None
+    if crew is not None:
+        peers = Peers(range(1, crew.size), crew.post)
+        crew.listen(peers.answered, peers.lost)
+        crew.ask(partial(_connect_rank, settings, identity, chunk_tokens, cache_salt))
+    return KvdockConnector(settings, manifest, identity, layouts, peers=peers)
+
+
+def _connect_rank(
+    settings: ConnectorSettings, identity: Identity, chunk_tokens: int, cache_salt: str, rank: Rank
+) -> None:
+    """In each other rank's process."""
+    number = rank.team.rank
+    manifest, layouts = _described(rank.runner.config, rank.runner.kv, chunk_tokens, cache_salt)
+    own = replace(identity, member=f"{identity.member}-rank-{number}", ranks=(number,), scheduler=False)
+    rank.worker = open_rank(settings, manifest, own, layouts, rank.answer)
+
+
+def _described(
+    config: EngineConfig, kv: KVCache, chunk_tokens: int, cache_salt: str
+) -> tuple[Manifest, list[PagedLayout]]:
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     # A block of any group has the same place and size: the groups take turns in one memory.
-    layouts = [layout] * len(config.model.groups)
-    return KvdockConnector(settings, manifest_of(config, layout, chunk_tokens), identity, layouts)
+    return manifest_of(config, layout, chunk_tokens, cache_salt), [layout] * len(config.model.groups)

@@ -6,13 +6,16 @@ things keep it: queries and keys are normalised and scored at a set sharpness pe
 reads is normalised again, so an average over thousands of tokens is as loud as one token; and
 the residual stream starts quiet, so that what was read outweighs the last token itself.
 
-Invariant: equal config and equal shapes give equal bits, in every process with the same thread count.
+Every rank of a team draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it.
+What comes out of attention and MLP is a partial sum, which the team makes whole. A latent is everybody's.
+
+Invariant: equal config, team size and shapes give equal bits, in every process with the same thread count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvdock.engine.config import ModelConfig
+from kvdock.engine.team import Alone, Team
 
 Attend = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, q (n, heads, head), k, v (n, kv_heads, head)) → (n, heads, value); v None: the front of k."""
@@ -38,9 +42,10 @@ class Layer:
 
 
 class Model:
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, team: Team | None = None) -> None:
         """Draws the weights: layer by layer, in the order of the fields, then embedding and head."""
-        self.config = config
+        self.team: Team = team if team is not None else Alone()
+        self.config = config.share(self.team.size)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         draw = torch.Generator().manual_seed(config.seed)
 
@@ -49,14 +54,16 @@ class Model:
             return weights.to(self.dtype)
 
         width = config.heads * config.value_size
-        stored = config.kv_heads if config.latent_size else 2 * config.kv_heads
-        qkv_rows = (config.heads + stored) * config.head_size
+        heads = [config.heads] + [config.kv_heads] * (1 if config.latent_size else 2)
+        rows = [count * config.head_size for count in heads]
         self.layers = [
             Layer(
-                qkv=matrix(qkv_rows, config.hidden),
-                out=matrix(config.hidden, width),
-                gate_up=matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)),
-                down=matrix(config.hidden, config.mlp_hidden),
+                qkv=self.share(matrix(sum(rows), config.hidden), rows, whole=1 if config.latent_size else 0),
+                out=self.share(matrix(config.hidden, width), [width], dim=1),
+                gate_up=self.share(
+                    matrix(2 * config.mlp_hidden, config.hidden, math.sqrt(2)), [config.mlp_hidden] * 2
+                ),
+                down=self.share(matrix(config.hidden, config.mlp_hidden), [config.mlp_hidden], dim=1),
             )
             for _ in range(config.layers)
         ]
@@ -64,8 +71,16 @@ class Model:
         self.head = matrix(config.vocab_size, config.hidden, config.logit_scale)
         low, high = config.sharpness
         # The scores of unit-size vectors have standard deviation sqrt(head_size).
-        self.sharpness = torch.linspace(low, high, config.heads)[:, None] / math.sqrt(config.head_size)
+        sharpness = torch.linspace(low, high, config.heads)[:, None] / math.sqrt(config.head_size)
+        self.sharpness = self.share(sharpness, [config.heads])
         self.cos, self.sin = rope_table(config)
+
+    def share(self, weights: Tensor, sections: Sequence[int], *, whole: int = 0, dim: int = 0) -> Tensor:
+        """This rank's part of each of the sections of `weights` along `dim`; the last `whole` are everybody's."""
+        parts = torch.split(weights, list(sections), dim)
+        cut = len(parts) - whole
+        own = [part.chunk(self.team.size, dim)[self.team.rank] for part in parts[:cut]]
+        return torch.cat([*own, *parts[cut:]], dim)
 
     def forward(self, tokens: Tensor, start: int, attend: Attend) -> Tensor:
         """Logits of the token after the last: tokens int64 (n,) at positions [start, start + n) → float32 (vocab,)."""
@@ -74,9 +89,9 @@ class Model:
         for index, layer in enumerate(self.layers):
             q, k, v = self.project(layer, x, cos, sin)
             read = unit(attend(index, q, k, v)).flatten(1)
-            x = x + F.linear(read, layer.out)
+            x = x + self.team.total(F.linear(read, layer.out))
             gate, up = F.linear(unit(x), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + self.team.total(F.linear(F.silu(gate) * up, layer.down))
         # Only the last row: the head's shape is the same in every step.
         return F.linear(unit(x[-1:]), self.head)[0].float()
 

@@ -1,0 +1,167 @@
+"""The worker halves of the other ranks: orders go out to them, and their answers are joined.
+
+    rank 0      Peers.send ──► Order ─────► each rank …… Joint.wait ◄── Answer ◄── each rank
+    rank 1…     RankWorker.take ──► its own thread ──► WorkerHalf.load, store ──► Answer
+
+How messages travel is the engine's: it has a way to its ranks already. Invariants: every order that was sent has
+one answer, or its rank is lost; a rank that answers "not begun" has not touched the grant and never will, for
+an order is sent once, so rank 0 may give its word for it. Of a lost rank nobody gives a word: the server sees
+it gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.connectors.worker import WorkerHalf
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+    session: str
+    """The server life whose slots the plan names."""
+    plan: LoadPlan | StorePlan | None
+    """None: leave the server."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+    rank: int
+    begun: bool
+    valid_tokens: int = 0
+    """Of a load."""
+
+
+class Joint:
+    """One order's answers, as they come."""
+
+    def __init__(self, ranks: Sequence[int], ended: Callable[[], object]) -> None:
+        self._forget = ended
+        self._missing = set(ranks)
+        self._ended = threading.Condition()
+        self._not_begun: list[int] = []
+        self._valid_tokens: list[int] = []
+
+    def take(self, rank: int, answer: Answer | None) -> None:
+        """`answer` None: the rank is lost, and of what it should have loaded nothing is there."""
+        with self._ended:
+            if rank not in self._missing:
+                return
+            self._missing.discard(rank)
+            self._valid_tokens.append(answer.valid_tokens if answer is not None else 0)
+            if answer is not None and not answer.begun:
+                self._not_begun.append(rank)
+            self._ended.notify_all()
+
+    def wait(self) -> tuple[int | None, list[int]]:
+        """Once every rank has ended: the tokens valid in all of them (None: there are no others), and the ranks
+        that never began."""
+        with self._ended:
+            # Without a limit: a rank that neither answers nor dies may still be writing blocks.
+            self._ended.wait_for(lambda: not self._missing)
+            self._forget()
+            return min(self._valid_tokens, default=None), sorted(self._not_begun)
+
+
+class Peers:
+    """Rank 0's. `post(rank, order)` sends, from any thread; False: the rank did not and will not get it. Whoever has
+    the other end of that way calls `answered` and `lost`."""
+
+    def __init__(self, ranks: Sequence[int] = (), post: Callable[[int, Order], bool] = lambda rank, order: False):
+        self._ranks, self._post = tuple(ranks), post
+        self._lock = threading.Lock()
+        self._joints: dict[int, Joint] = {}
+        self._lost: set[int] = set()
+        self._sent = 0
+
+    def send(self, session: str, plan: LoadPlan | StorePlan | None, *, below: int) -> Joint:
+        """To the ranks below `below`."""
+        ranks = [rank for rank in self._ranks if rank < below]
+        with self._lock:
+            self._sent += 1
+            order, lost = Order(self._sent, session, plan), set(self._lost)
+            joint = Joint(ranks, lambda: self._joints.pop(order.number, None))
+            self._joints[order.number] = joint
+        for rank in ranks:
+            if rank in lost or not self._post(rank, order):
+                joint.take(rank, Answer(order.number, rank, begun=False))
+        return joint
+
+    def answered(self, answer: Answer) -> None:
+        with self._lock:
+            joint = self._joints.get(answer.number)
+        if joint is not None:
+            joint.take(answer.rank, answer)
+
+    def lost(self, rank: int) -> None:
+        with self._lock:
+            self._lost.add(rank)
+            joints = list(self._joints.values())
+        for joint in joints:
+            joint.take(rank, None)
+
+    def close(self) -> None:
+        """The ranks leave the server, each after its copies."""
+        self.send("", None, below=len(self._ranks) + 1).wait()
+
+
+class RankWorker:
+    """A rank's end: carries out orders in threads of its own, loads beside stores."""
+
+    def __init__(self, session: EngineSession, worker: WorkerHalf, answer: Callable[[Answer], None]) -> None:
+        self.session, self.worker, self._answer = session, worker, answer
+        self._loading = ThreadPoolExecutor(1, "kvdock-load")
+        self._storing = ThreadPoolExecutor(1, "kvdock-store")
+
+    def take(self, order: Order) -> None:
+        if order.plan is None:
+            self.close()
+            self._answer(Answer(order.number, self.worker.rank, begun=False))
+        elif isinstance(order.plan, LoadPlan):
+            self._loading.submit(self._load, order, order.plan)
+        else:
+            self._storing.submit(self._store, order, order.plan)
+
+    def close(self) -> None:
+        for pool in (self._loading, self._storing):
+            pool.shutdown(wait=True)
+        self.worker.close()
+        self.session.close()
+        self.session.client.close()
+
+    def _load(self, order: Order, plan: LoadPlan) -> None:
+        attachment = self._attachment(order)
+        if attachment is None:
+            return
+        valid = plan.local_tokens
+        try:
+            valid = self.worker.load(attachment, plan)
+        finally:
+            self._answer(Answer(order.number, self.worker.rank, begun=True, valid_tokens=valid))
+            self.worker.settle(attachment)
+            attachment.release()
+
+    def _store(self, order: Order, plan: StorePlan) -> None:
+        attachment = self._attachment(order)
+        if attachment is None:
+            return
+        try:
+            self.worker.store(attachment, plan)
+        finally:
+            attachment.release()
+            self._answer(Answer(order.number, self.worker.rank, begun=True))
+
+    def _attachment(self, order: Order) -> Attachment | None:
+        """The server life that the order is of, held; None, and answered, when this rank is not part of it."""
+        attachment = self.session.attachment
+        if attachment is not None and attachment.session == order.session and attachment.acquire():
+            return attachment
+        self._answer(Answer(order.number, self.worker.rank, begun=False))
+        return None

@@ -1,0 +1,88 @@
+"""Engines of several ranks for tests: real processes, and hands inside them to stop a copy half way."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from api_helpers import unique
+from connector_helpers import CHUNK
+from engine_helpers import poison
+
+from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.session import Identity
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
+from kvdock.engine.config import EngineConfig, preset
+from kvdock.engine.crew import Crew
+from kvdock.engine.engine import Engine
+from kvdock.engine.kvdock import connect
+from kvdock.engine.rank import Rank
+
+Verb = Literal["load", "store"]
+
+
+def shared(name: str, size: int, **changes: Any) -> EngineConfig:
+    """A preset for `size` ranks."""
+    return dataclasses.replace(preset(name), tensor_parallel=size, num_blocks=200, **changes)
+
+
+def crew_engine(crew: Crew, config: EngineConfig, address: str | None, *, salt: str = "") -> Engine:
+    """An engine on poisoned memory in every rank, with kvdock when there is an address."""
+    runner = crew.runner(config)
+    poison(runner.kv)
+    crew.ask(poison_rank)
+    connector: KvdockConnector | None = None
+    if address is not None:
+        identity = Identity(unique("instance"), unique("member"), label=f"{crew.size} ranks")
+        connector = connect(
+            config, runner.kv, ConnectorSettings(address), identity, chunk_tokens=CHUNK, cache_salt=salt, crew=crew
+        )
+    return Engine(config, connector, runner=runner)
+
+
+def poison_rank(rank: Rank) -> None:
+    poison(rank.runner.kv)
+
+
+class StuckCopier:
+    """Copies half of what it is asked for, says so, and never comes back."""
+
+    def __init__(self, inner: Copier, sign: Path) -> None:
+        self.inner, self.sign = inner, sign
+
+    def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        self.inner.gather(parts[: (len(parts) + 1) // 2]).result()
+        return self._stop()
+
+    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
+        self.inner.scatter(parts[: (len(parts) + 1) // 2]).result()
+        return self._stop()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _stop(self) -> CopyHandle:
+        self.sign.touch()
+        threading.Event().wait()
+        raise AssertionError("it waits for ever")
+
+
+def stick(crew: Crew, verb: Verb, number: int, sign: Path) -> None:
+    """From now on rank `number` gets stuck in the middle of its copies; `sign` is there once it is."""
+    crew.ask(partial(_stuck_in, verb, number, sign))
+
+
+def _stuck_in(verb: Verb, number: int, sign: Path, rank: Rank) -> None:
+    """In each rank's process."""
+    if rank.team.rank != number:
+        return
+    assert rank.worker is not None
+    worker = rank.worker.worker
+    if verb == "load":
+        worker._loaders = [StuckCopier(copier, sign) for copier in worker._loaders]
+    else:
+        worker._storers = [StuckCopier(copier, sign) for copier in worker._storers]

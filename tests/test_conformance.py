@@ -12,7 +12,7 @@ from api_helpers import ServerProcess, unique
 from kvdock.connectors import conformance
 from kvdock.connectors.conformance import Bench
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, Progress
+from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Progress
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.config import preset
@@ -32,7 +32,8 @@ class OurSubject:
         identity = Identity(self.label, self.label, label=self.label)
         layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
         manifest = manifest_of(config, layout, self.chunk_tokens)
-        self.connector = kind(ConnectorSettings(address), manifest, identity, [layout] * len(self.windows))
+        layouts = [layout] * len(self.windows)
+        self.connector: Connector = kind(ConnectorSettings(address), manifest, identity, layouts)
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)

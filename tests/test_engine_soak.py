@@ -1,0 +1,23 @@
+"""Engines of several models live at random with a server that dies: no block is lost and no token is wrong.
+
+Repeat with KVDOCK_SOAK_SEED=…, lengthen with KVDOCK_SOAK_STEPS=…; every failure prints the seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+from soak_helpers import BLOCKS, seed_and_steps, soak
+
+SEED, STEPS = seed_and_steps()
+
+
+@pytest.mark.timeout(120 + STEPS // 4)
+@pytest.mark.parametrize("model", BLOCKS)
+def test_a_random_life_loses_no_block_and_no_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print(f"\nsoak of {model}: KVDOCK_SOAK_SEED={SEED} KVDOCK_SOAK_STEPS={STEPS}")
+    seen = soak(SEED, model, STEPS)
+    with capsys.disabled():
+        print(f"soak of {model}: {dict(seen)}")
+    wanted = {"ended", "loaded tokens", "preempted"} if STEPS >= 1000 else {"ended"}
+    assert all(seen[name] for name in wanted), f"found {dict(seen)}, wanted some of each of {sorted(wanted)}"

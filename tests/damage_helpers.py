@@ -1,0 +1,131 @@
+"""A table region with everything in it, damaged at random places and adopted: run as a script, in a process of its own.
+
+`python damage_helpers.py SEED TRIALS` prints a JSON object that counts the outcomes; a crash is its exit status.
+Every trial is named by SEED and its number. Offsets are drawn from the pages in use, half of them from live words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from typing import NamedTuple
+
+from table_helpers import PAGE, Client, key
+
+from kvdock._core import Mapping, Table, TableError
+
+POOL = 1 << 20
+FACTS = [(0, PAGE, POOL)]
+Chunks = dict[int, list[tuple[int, int, int, int, int, int]]]
+ZEROING = ("zeros", "copied")
+"""A state word that became 0 is taken for one that was never stored: the known gap of adoption. It is counted."""
+
+
+class Region(NamedTuple):
+    """A region's bytes, and where those lie that are not zero."""
+
+    content: bytes
+    used: list[int]
+
+
+def make_region() -> Region:
+    """A pool with stored chunks, a lease, an open reservation, a dead member and a deleted chunk that is held."""
+    fd = os.memfd_create("kvdock-damage")
+    size = Table.region_bytes(512, 64)
+    os.ftruncate(fd, size)
+    region = Mapping(fd, size)
+    table = Table(region, pool_id=1, incarnation=3, limit_bytes=POOL, max_records=512, max_grants=64,
+                  session_cap=1.0, total_cap=1.0, lock_inode=7)  # fmt: skip
+    table.add_segment(*FACTS[0])
+    one, two = Client(table, 4096, "one"), Client(table, 12288, "two")
+    chain = [key("chain", n) for n in range(6)]
+    one.store(chain)
+    two.store([key("other", n) for n in range(3)])
+    one.lookup(chain[:4])
+    one.table.delete(one.space, chain[3])
+    two.reserve([key("begun")])
+    table.member_dead(two.member, 5)
+    content = bytes(memoryview(region))
+    os.close(fd)
+    return Region(content, [at for at in range(0, size, 8) if any(content[at : at + 8])])
+
+
+def adopt(content: bytes) -> Table:
+    fd = os.memfd_create("kvdock-damaged")
+    os.ftruncate(fd, max(len(content), 1))
+    os.pwrite(fd, content, 0)
+    region = Mapping(fd, max(len(content), 1))
+    os.close(fd)
+    Table.stored_segments(region, pool_id=1, lock_inode=7)
+    table, _ = Table.adopt(region, pool_id=1, lock_inode=7, segments=FACTS, limit_bytes=POOL,
+                           session_cap=1.0, total_cap=1.0)  # fmt: skip
+    return table
+
+
+def damaged(region: Region, source: random.Random) -> tuple[str, bytes]:
+    """One kind of damage, and the bytes it leaves."""
+    out = bytearray(region.content)
+    kind = source.choice(["flip", "flips", "overwrite", "zeros", "copied", "cut"])
+    at = source.choice(region.used) + source.randrange(8)
+    if kind == "cut":
+        return kind, bytes(out[: source.randrange(len(out))])
+    if kind in ("flip", "flips"):
+        for _ in range(1 if kind == "flip" else 4):
+            out[at] ^= 1 << source.randrange(8)
+            at = source.choice(region.used) + source.randrange(8)
+        return kind, bytes(out)
+    length = min(source.choice([1, 8, 64, 4096]), len(out) - at)
+    other = source.choice(region.used)
+    fill = {"overwrite": source.randbytes(length), "zeros": bytes(length), "copied": bytes(out[other : other + length])}
+    out[at : at + length] = fill[kind].ljust(length, b"\0")
+    return kind, bytes(out)
+
+
+def held(table: Table) -> list[object]:
+    """What memory is promised to whom: this may not differ without a word."""
+    return [(g.grant, g.kind, g.session, g.remaining, g.chunks, g.bytes) for g in table.grants() if g.remaining]
+
+
+def chunks(table: Table) -> Chunks:
+    """What an engine reads of the stored chain: place, length and checksum of each part."""
+    member = next(m for m in table.members() if m.scheduler and table.session_namespace(m.session) == 0)
+    back = table.add_member(member.session, member.nonce, member.ranks, True, 10, member.lock_offset)
+    keys = b"".join(key("chain", n) for n in range(6))
+    found = table.lookup(member.session, back, key("after")[:16], 1, keys, readers=1, skip_tokens=0, now_ms=10)
+    table.check_integrity()
+    return dict(enumerate(found.chunks))
+
+
+def trial(region: Region, number: int, seed: int, whole: tuple[list[object], Chunks]) -> str:
+    kind, content = damaged(region, random.Random(f"{seed}.{number}"))
+    try:
+        table = adopt(content)
+    except (TableError, OSError) as error:
+        return f"{kind}: refused" if isinstance(error, TableError) else f"{kind}: too short to map"
+    promised, stored = whole
+    if held(table) != promised:
+        if kind in ZEROING and all(one in promised for one in held(table)):
+            return f"{kind}: promise lost"
+        raise AssertionError(f"trial {seed}.{number}, {kind}: promises changed: {held(table)}, were {promised}")
+    got = chunks(table)
+    for at, parts in got.items():
+        if [part[:5] for part in parts] != [part[:5] for part in stored[at]]:
+            raise AssertionError(f"trial {seed}.{number}, {kind}: chunk {at} is at {parts}, was at {stored[at]}")
+    if any(parts != stored[at] for at, parts in got.items()):
+        return f"{kind}: a checksum that no bytes match"
+    return f"{kind}: " + ("the same" if got == stored else "chunks dropped")
+
+
+def main(seed: int, trials: int) -> None:
+    region = make_region()
+    table = adopt(region.content)
+    whole = (held(table), chunks(table))
+    outcomes = Counter(trial(region, number, seed, whole) for number in range(trials))
+    print(json.dumps(dict(sorted(outcomes.items()))))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

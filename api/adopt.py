@@ -17,7 +17,7 @@ from kvdock.api.errors import KvdockError
 from kvdock.api.settings import Settings
 from kvdock.datapath import shm
 from kvdock.datapath.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall
-from kvdock.datapath.liveness import PoolLock, left_pools
+from kvdock.datapath.liveness import LeftPool, PoolLock, left_pools
 from kvdock.datapath.segments import SegmentPool
 
 ORPHAN_S = 300.0
@@ -43,26 +43,19 @@ class Adopted(NamedTuple):
     undo: ExitStack
 
 
-class LeftBehind(NamedTuple):
-    """Pools of dead servers: those served at our address, the last to die first, and strangers' to be left alone."""
-
-    ours: list[int]
-    spared: list[int]
-
-
 def address_of(settings: Settings) -> str:
     return str(Path(settings.socket_path).absolute())
 
 
-def left_behind(address: str) -> LeftBehind:
-    """What may be adopted, and what must not be removed."""
-    found = LeftBehind([], [])
-    for left in left_pools():
-        if left.address == address:
-            found.ours.append(left.pool_id)
-        elif left.address and left.idle_s < ORPHAN_S and Path(left.address).parent.is_dir():
-            found.spared.append(left.pool_id)
-    return found
+def left_at(address: str) -> list[int]:
+    """Pools that may be adopted by the server at `address`: the last to die first."""
+    return [left.pool_id for left in left_pools() if left.address == address]
+
+
+def is_strangers(left: LeftPool, address: str) -> bool:
+    """Whether the server at `address` must leave this pool to another's successor."""
+    waits = left.address and left.idle_s < ORPHAN_S and Path(left.address).parent.is_dir()
+    return bool(waits) and left.address != address
 
 
 def adopt_pool(settings: Settings, pool_id: int) -> Adopted:

@@ -16,6 +16,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
+from kvdock.api import admin_schemas as a
 from kvdock.api import schemas as s
 from kvdock.api.errors import ApiError
 
@@ -27,10 +28,10 @@ _LEASE = re.compile(r"[0-9a-f]{16}")
 
 
 class Call(Generic[A]):
-    """One route. `answer`: NoneType when there is none."""
+    """One route. `answer`: NoneType when there is none. `packed`: whether it takes MessagePack beside JSON."""
 
-    def __init__(self, method: str, path: str, answer: type[A]) -> None:
-        self.method, self.path, self.answer = method, path, answer
+    def __init__(self, method: str, path: str, answer: type[A], *, packed: bool = True) -> None:
+        self.method, self.path, self.answer, self.packed = method, path, answer, packed
         self._pieces = _HOLE.split(path)
 
     def target(self, ids: Sequence[str], query: dict[str, str] | None = None) -> str:
@@ -58,7 +59,7 @@ ATTACH = Call("POST", "/v1/sessions", s.SessionAttached)
 HEARTBEAT = Call("POST", "/v1/sessions/{session}/heartbeat", s.HeartbeatAnswer)
 LEAVE = Call("DELETE", "/v1/sessions/{session}", NoneType)
 SESSIONS = Call("GET", "/v1/sessions", s.Sessions)
-SESSION = Call("GET", "/v1/sessions/{session}", s.SessionView)
+SESSION = Call("GET", "/v1/sessions/{session}", a.SessionDetail)
 LOOKUP = Call("POST", "/v1/lookups", s.LookupAnswer)
 RELEASE = Call("POST", "/v1/leases/{lease}/release", s.ReleaseAnswer)
 RELEASE_MANY = Call("POST", "/v1/releases", s.ReleaseManyAnswer)
@@ -73,6 +74,12 @@ SEGMENTS = Call("GET", "/v1/segments", s.Segments)
 STATUS = Call("GET", "/v1/status", s.Status)
 STATS = Call("GET", "/v1/stats", s.Stats)
 REQUESTS = Call("GET", "/v1/requests", s.Requests)
+CLEAR = Call("POST", "/v1/cache/clear", a.Cleared, packed=False)
+DELETE = Call("DELETE", "/v1/chunks", a.Deleted, packed=False)
+PIN = Call("POST", "/v1/pins", a.Pinned, packed=False)
+CONFIG = Call("GET", "/v1/config", a.Config)
+CONFIGURE = Call("PATCH", "/v1/config", a.Config, packed=False)
+NAMESPACES = Call("GET", "/v1/namespaces", a.Namespaces)
 
 
 class ReleaseQueue:
@@ -170,8 +177,11 @@ class SyncCalls(ABC):
     ) -> s.Sessions:
         return self._do(SESSIONS, None, timeout_s, query=page(limit, cursor))
 
-    def session(self, session: str, *, timeout_s: float | None = None) -> s.SessionView:
-        return self._do(SESSION, None, timeout_s, session)
+    def session(
+        self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.SessionDetail:
+        """With its members and a page of its grants."""
+        return self._do(SESSION, None, timeout_s, session, query=page(limit, cursor))
 
     # ---------------------------------------------------------------- reading
 
@@ -247,3 +257,27 @@ class SyncCalls(ABC):
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> s.Requests:
         return self._do(REQUESTS, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- administration
+
+    def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
+        """Walks the whole table: give it time."""
+        return self._do(CLEAR, body, timeout_s)
+
+    def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        return self._do(DELETE, body, timeout_s)
+
+    def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
+        """`duration_s` 0 unpins."""
+        return self._do(PIN, body, timeout_s)
+
+    def config(self, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(CONFIG, None, timeout_s)
+
+    def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(CONFIGURE, body, timeout_s)
+
+    def namespaces(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.Namespaces:
+        return self._do(NAMESPACES, None, timeout_s, query=page(limit, cursor))

@@ -27,6 +27,7 @@ A = TypeVar("A")
 
 FLUSH_S = 1.0
 """What close() gives queued releases; later they are the server's to ask about."""
+_JSON_TYPE = JSON.media_type.encode()
 _PROBLEM = msgspec.json.Decoder(s.Problem)
 
 
@@ -66,11 +67,11 @@ class Client(SyncCalls):
         self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,
         query: dict[str, str] | None = None,
     ) -> A:
-        form = JSON if body is None else self._form
+        form = self._form if body is not None and call.packed else JSON
         sent = None if body is None else form.encode(_with_key_bytes(body) if form.packed else body)
         status, raw = self._transport.call(
             call.method, call.target(ids, query), sent, self.timeout_s if timeout_s is None else timeout_s,
-            self._media_type,
+            self._media_type if form is self._form else _JSON_TYPE,
         )
         try:
             if status >= 400:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import msgspec
 
+from kvdock.api import admin_schemas as a
 from kvdock.api import calls as c
 from kvdock.api import schemas as s
 from kvdock.api.calls import Call, ReleaseQueue, SyncCalls, page
@@ -173,8 +174,10 @@ class AsyncHttpClient:
     ) -> s.Sessions:
         return await self._do(c.SESSIONS, None, timeout_s, query=page(limit, cursor))
 
-    async def session(self, session: str, *, timeout_s: float | None = None) -> s.SessionView:
-        return await self._do(c.SESSION, None, timeout_s, session)
+    async def session(
+        self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.SessionDetail:
+        return await self._do(c.SESSION, None, timeout_s, session, query=page(limit, cursor))
 
     async def lookup(self, body: s.Lookup, *, timeout_s: float | None = None) -> s.LookupAnswer:
         return await self._carrying(c.LOOKUP, body, timeout_s, body.session)
@@ -237,3 +240,25 @@ class AsyncHttpClient:
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> s.Requests:
         return await self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- administration
+
+    async def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
+        return await self._do(c.CLEAR, body, timeout_s)
+
+    async def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        return await self._do(c.DELETE, body, timeout_s)
+
+    async def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
+        return await self._do(c.PIN, body, timeout_s)
+
+    async def config(self, *, timeout_s: float | None = None) -> a.Config:
+        return await self._do(c.CONFIG, None, timeout_s)
+
+    async def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        return await self._do(c.CONFIGURE, body, timeout_s)
+
+    async def namespaces(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.Namespaces:
+        return await self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))

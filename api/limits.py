@@ -5,13 +5,17 @@ Invariant: a `Limits` is a whole, checked set and never changed: another one tak
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from kvdock._core import Table
 from kvdock.api.errors import ApiError
-from kvdock.api.registry import SessionRecord
-from kvdock.api.settings import Settings
 from kvdock.api.wire_types import Answer
+
+if TYPE_CHECKING:  # the clients know this answer, and nothing of the server
+    from kvdock._core import Table
+    from kvdock.api.registry import SessionRecord
+    from kvdock.api.settings import Settings
 
 
 class Limits(Answer, kw_only=True):
@@ -56,13 +60,13 @@ def check_grants(table: Table, session: SessionRecord, request: bytes, limit: in
     """
     if session.grants < limit and not draining:
         return
-    held = [view for view in table.grants(session.table_id) if view.remaining]
-    session.grants = len(held)
-    if any(view.request == request for view in held):
+    session.grants, known = table.open_grants(session.table_id, request)
+    if known:
         return
     if draining:
         raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
-    if len(held) >= limit:
+    if session.grants >= limit:
         raise ApiError(
-            "too_many_grants", "release leases and finish reservations first", found=len(held), wanted=f"< {limit}"
+            "too_many_grants", "release leases and finish reservations first", found=session.grants,
+            wanted=f"< {limit}",
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
-from kvdock.api.adopt import Adopted, AdoptionRefused, LeftBehind, address_of, adopt_pool, left_behind
+from kvdock.api.adopt import Adopted, AdoptionRefused, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.errors import ApiError, StartupError
 from kvdock.api.limits import Limits
 from kvdock.api.schemas import Segment
@@ -266,9 +266,8 @@ def open_pool(
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    left = left_behind(address_of(settings))
-    adopted = _adopt(settings, left)
-    _clear_up(left)
+    adopted = _adopt(settings, left_at(address_of(settings)))
+    _clear_up(address_of(settings))
     if adopted:
         return Pool(
             settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,
@@ -277,13 +276,13 @@ def open_pool(
     return _new_pool(settings, randbits, now_s)
 
 
-def _adopt(settings: Settings, left: LeftBehind) -> Adopted | None:
+def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
     """None: there is nothing to adopt, or it is not wanted. A refusal is loud, and final for that pool."""
-    if settings.adopt == "never" or not left.ours:
+    if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
         return None
-    pool_id = left.ours[0]
+    pool_id = left[0]
     try:
         adopted = adopt_pool(settings, pool_id)
     except AdoptionRefused as error:
@@ -295,8 +294,8 @@ def _adopt(settings: Settings, left: LeftBehind) -> Adopted | None:
     return adopted
 
 
-def _clear_up(left: LeftBehind) -> None:
-    for name in remove_stale(keep=left.spared):
+def _clear_up(address: str) -> None:
+    for name in remove_stale(spare=lambda left: is_strangers(left, address)):
         if name.endswith(".lock"):  # each pool has one, and it goes last
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
 

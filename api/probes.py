@@ -15,7 +15,8 @@ STUCK_LEAST_S = 10.0
 
 STARTING = "the first segment is being allocated"
 DRAINING = "draining"
-ALL_HELD = "every byte of the pool is held by engines, kept by pins or waits for engines' word"
+ALL_HELD = "every byte of the pool is held by engines or waits for engines' word"
+ALL_KEPT = "pins keep what engines do not hold of the pool: nothing may be evicted"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
 
@@ -43,6 +44,9 @@ def ready(service: CacheService) -> Health:
     stats, pool, limits = service.table.stats(), service.pool, service.limits
     leased_bytes = max(0, stats["held_bytes"] - stats["reserved_bytes"])
     evictable_bytes = stats["ready_bytes"] - leased_bytes
+    # A kept chunk keeps those before it as well, so that sums do not tell: ask for a chunk that could go.
+    kept = evictable_bytes > 0 and stats["kept_bytes"] > 0 and not service.table.can_evict()
+    stuck = kept or evictable_bytes <= 0
     records = stats["reserved_chunks"] + stats["ready_chunks"] + stats["quarantined_chunks"]
     slot_bytes = min(
         (group.part_bytes for space in service.registry.namespaces() for group in space.manifest.groups),
@@ -50,11 +54,11 @@ def ready(service: CacheService) -> Health:
     )
     too_little_bytes = pool.segment_count * slot_bytes
     reasons = [DRAINING] if service.draining else []
-    if service.table.free_bytes() < too_little_bytes and evictable_bytes <= 0 and not pool.can_grow():
-        reasons.append(ALL_HELD)
+    if service.table.free_bytes() < too_little_bytes and stuck and not pool.can_grow():
+        reasons.append(ALL_KEPT if kept else ALL_HELD)
     if stats["held_bytes"] >= limits.total_cap * stats["limit_bytes"]:
         reasons.append(CAP_REACHED)
-    if records >= service.settings.table_records and evictable_bytes <= 0:
+    if records >= service.settings.table_records and stuck:
         reasons.append(TABLE_HELD)
     return _health(reasons)
 

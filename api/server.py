@@ -28,6 +28,7 @@ from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
 from kvdock.api.drain import Drain
 from kvdock.api.errors import StartupError
+from kvdock.api.handover import HAND_OVER
 from kvdock.api.hot_path import HotPath
 from kvdock.api.keeper import Keeper
 from kvdock.api.listen import bind_tcp, bind_unix
@@ -124,7 +125,7 @@ class Server:
         pool.close(keep=keep)
         if keep:
             log.warning(
-                "pool %016x stays in shared memory (on_exit=keep) for the next server at this socket", pool.pool_id
+                "pool %016x stays in shared memory for the next server at this socket", pool.pool_id
             )
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
@@ -149,7 +150,11 @@ class _Uvicorn(uvicorn.Server):
         self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM or SIGHUP drains; one more, or SIGINT at any time, waits no longer."""
+        """The first SIGTERM or SIGHUP drains, HAND_OVER leaves the pool to the next server; one more SIGTERM, or
+        SIGINT at any time, waits no longer."""
+        if sig == HAND_OVER:
+            self._drain.hand_over(self.server_state.tasks)
+            return
         if sig != signal.SIGINT and not self._drain.begun:
             self._drain.begin(self.server_state.tasks)
             return
@@ -167,7 +172,7 @@ class _Uvicorn(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in ending_signals()}
+        before = {number: signal.signal(number, self.handle_exit) for number in (*ending_signals(), HAND_OVER)}
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api import probes
 from kvdock.api import schemas as s
 from kvdock.api.admin_schemas import MemberDetail, SessionDetail
-from kvdock.api.convert import grant_text
+from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.errors import ApiError
 from kvdock.api.paging import page_of
 from kvdock.api.registry import SessionRecord
@@ -83,8 +84,7 @@ def session(service: CacheService, session_id: str, limit: int, cursor: int) -> 
     if view is None:
         raise ApiError("unknown_session", "the session has just ended", found=session_id)
     now_ms = service.clock.now_ms()
-    grants = _grants(service, record.table_id)
-    shown, following = page_of(grants, lambda grant: grant.grant, limit, cursor)
+    shown, following = _grants(service, limit, cursor, record.table_id)
     return SessionDetail(
         **_session_fields(record, view, now_ms),
         members=[
@@ -133,27 +133,27 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
 
 def leases(service: CacheService, limit: int, cursor: int) -> s.Leases:
     """Oldest first."""
-    shown, following = page_of(_grants(service), lambda view: view.grant, limit, cursor)
+    shown, following = _grants(service, limit, cursor)
     return s.Leases(leases=[_lease(service, view) for view in shown], next=following)
 
 
-def _grants(service: CacheService, session: int = 0) -> list[GrantView]:
-    return sorted(service.table.grants(session), key=lambda view: view.grant)
+def _grants(
+    service: CacheService, limit: int, cursor: int, session: int = 0
+) -> tuple[Sequence[GrantView], str | None]:
+    """A page, and the cursor of the next; the table looks closely at the page's grants only."""
+    found = service.table.grants(session, after=max(cursor - 1, 0), limit=limit + 1)
+    return page_of(found, lambda view: view.grant, limit, cursor)
 
 
 def lease(service: CacheService, lease_id: str, session_id: str) -> s.LeaseView:
     """One grant of one session. Raises ApiError: unknown_session, unknown_grant, foreign_grant."""
     record = service.registry.session(session_id)
-    found = _find(service.table.grants(record.table_id), lease_id)
-    if found is not None:
-        return _lease(service, found)
-    if _find(service.table.grants(), lease_id) is not None:
+    found = service.table.grant(grant_id(lease_id))
+    if found is None:
+        raise ApiError("unknown_grant", "it was never given, or everyone has said done", found=lease_id)
+    if found.session != record.table_id:
         raise ApiError("foreign_grant", "the grant belongs to another session", found=session_id)
-    raise ApiError("unknown_grant", "it was never given, or everyone has said done", found=lease_id)
-
-
-def _find(grants: list[GrantView], grant: str) -> GrantView | None:
-    return next((view for view in grants if grant_text(view.grant) == grant), None)
+    return _lease(service, found)
 
 
 def _lease(service: CacheService, view: GrantView) -> s.LeaseView:

@@ -23,7 +23,7 @@ PASSES = 4
 
 
 def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: Barrier, told: Connection) -> None:
-    """Rounds of plain and our copies, every one begun together with the other worker; tells their medians in ms a byte."""
+    """Rounds of plain and our copies, each begun together with the other worker; tells their medians in ms a byte."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=f"cuda:{device}")
     memory = Pinned3(pool_id, infos, device)

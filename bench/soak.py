@@ -241,6 +241,7 @@ class Crew:
     def __init__(self, address: str, count: int, source: random.Random, totals: Totals) -> None:
         self._address, self._random, self._totals = address, source, totals
         self._members = [self._start() for _ in range(count)]
+        self._halves = [b""] * count
 
     def _start(self) -> tuple[subprocess.Popen[bytes], float]:
         """A worker, and when it shall be killed (or never)."""
@@ -254,14 +255,15 @@ class Crew:
     def turn(self, at_s: float) -> None:
         for index, (process, kill_at) in enumerate(self._members):
             assert process.stdout is not None
-            for line in process.stdout.readlines():
-                if line.endswith(b"\n"):
-                    self._totals.add(at_s, line.decode())
+            # A line may come in two halves, and its end never: then the worker was killed.
+            *lines, self._halves[index] = (self._halves[index] + (process.stdout.read() or b"")).split(b"\n")
+            for line in lines:
+                self._totals.add(at_s, line.decode())
             if process.poll() is not None:
                 if process.returncode not in (0, -9):
                     raise RuntimeError(f"a worker ended with {process.returncode}")
                 self._totals.counts["killed" if process.returncode else "left"] += 1
-                self._members[index] = self._start()
+                self._members[index], self._halves[index] = self._start(), b""
             elif time.monotonic() > kill_at:
                 process.kill()
 

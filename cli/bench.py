@@ -21,8 +21,9 @@ from rich.table import Table
 
 from kvdock import _core
 from kvdock.api import schemas as s
+from kvdock.api.client import Client
 from kvdock.cli.bench_engine import BLOCK_TOKENS, BenchEngine, Shape
-from kvdock.cli.operator import OperatorClient, print_json, reached
+from kvdock.cli.operator import print_json, reached
 from kvdock.cli.outcome import FAILED, Refused
 from kvdock.cli.words import size
 
@@ -74,7 +75,7 @@ def run_bench(
         console.print(_table(figures))
 
 
-def _room_bytes(client: OperatorClient) -> int:
+def _room_bytes(client: Client) -> int:
     limits = client.config().limits
     return int(POOL_SHARE * min(limits.session_cap, limits.total_cap) * limits.pool_bytes)
 
@@ -82,7 +83,7 @@ def _room_bytes(client: OperatorClient) -> int:
 # --------------------------------------------------------------------------- lookups
 
 
-def _lookups(client: OperatorClient, rounds: int) -> dict[str, float]:
+def _lookups(client: Client, rounds: int) -> dict[str, float]:
     """Round trips as the client sees them, all sizes in turns; each carries the release of the one before."""
     tokens = _fresh_tokens(max(LOOKUP_KEYS), TINY)
     took_ms: dict[int, list[float]] = {count: [] for count in LOOKUP_KEYS}
@@ -118,7 +119,7 @@ def _quantile(values: list[float], share: float) -> float:
 # --------------------------------------------------------------------------- copies
 
 
-def _copies(client: OperatorClient, chunks: int, threads: int) -> dict[str, float]:
+def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
     shape = Shape()
     if chunks < 1:
         raise Refused(_NO_ROOM, FAILED)
@@ -173,7 +174,7 @@ def _fresh_tokens(chunks: int, shape: Shape) -> list[int]:
 
 
 @contextmanager
-def _engine(client: OperatorClient, shape: Shape, chunks: int, *, threads: int) -> Iterator[BenchEngine]:
+def _engine(client: Client, shape: Shape, chunks: int, *, threads: int) -> Iterator[BenchEngine]:
     engine = BenchEngine(client.address, shape, chunks * shape.chunk_tokens // BLOCK_TOKENS, threads=threads)
     try:
         yield engine

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Group, Manifest
-from kvdock.cli.operator import OperatorClient
+from kvdock.cli.operator import delete
 from kvdock.cli.outcome import FAILED, Refused
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.interface import Progress
@@ -143,7 +143,7 @@ class BenchEngine:
     # ------------------------------------------------------------------ the verbs, waited for
 
     @contextmanager
-    def stored(self, client: OperatorClient, tokens: list[int]) -> Iterator[list[bytes]]:
+    def stored(self, client: Client, tokens: list[int]) -> Iterator[list[bytes]]:
         """Stores the KV of `tokens`; yields the keys of its chunks. Deleted at the end."""
         attachment = self.attachment
         keys = chunk_keys(attachment.namespace, tokens, self.shape.chunk_tokens)
@@ -154,7 +154,7 @@ class BenchEngine:
             yield keys
         finally:
             self.connector.finished(REQUEST)
-            client.delete(attachment.namespace.hex(), keys)
+            delete(client, attachment.namespace.hex(), keys)
 
     def hit_chunks(self, tokens: list[int]) -> int:
         """Asks until there is an answer. Its lease is kept for `load`, or ends with the session."""

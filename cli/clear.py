@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from kvdock.cli.lookup import resolve
-from kvdock.cli.operator import print_json, reached
+from kvdock.cli.operator import clear, print_json, reached
 from kvdock.cli.outcome import FAILED, WRONG, Refused
 from kvdock.cli.words import printable, size
 
@@ -26,7 +26,7 @@ def clear_cache(
             what = "all namespaces" if space is None else f"{printable(space.manifest.model)} ({space.namespace[:8]})"
             stored = f"{status.chunks.ready:,} chunks, {size(status.pool.ready_bytes)} in all namespaces together"
             _confirm(f"Clear {what} at {client.address}? Stored are {stored}.")
-        cleared = client.clear(None if space is None else space.namespace)
+        cleared = clear(client, None if space is None else space.namespace)
     if as_json:
         print_json(console, cleared)
     else:

@@ -233,11 +233,11 @@ def linger(console: Console, server: subprocess.Popen[str], url: str, found: dic
         f"{found['loaded_bytes'] / 2**20:.1f} MiB loaded by the other engine, "
         f"time to first token {found['median_speedup']}x shorter (median)."
     )
-    console.print(
-        f"The server stays up: open {url} in a browser, or ask it: kvdock status --server {url.rstrip('/')}\n"
-        "Ctrl-C ends it and removes every segment.", soft_wrap=True,
-    )
     try:
+        console.print(
+            f"The server stays up: open {url} in a browser, or ask it: kvdock status --server {url.rstrip('/')}\n"
+            "Ctrl-C ends it and removes every segment.", soft_wrap=True,
+        )
         status = server.wait()
     except KeyboardInterrupt:
         console.print("\nstopping")

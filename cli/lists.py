@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvdock.api.client import Client
 from kvdock.api.schemas import Leases, LeaseView, MemberView, Sessions, SessionView
-from kvdock.cli.operator import OperatorClient, first, print_json, reached
+from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.words import duration, printable, size
 
 
@@ -59,7 +60,7 @@ def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table
     ))
 
 
-def _sessions(client: OperatorClient, limit: int | None) -> tuple[list[SessionView], str | None]:
+def _sessions(client: Client, limit: int | None) -> tuple[list[SessionView], str | None]:
     def fetch(wanted: int, cursor: str | None) -> tuple[list[SessionView], str | None]:
         answer = client.sessions(limit=wanted, cursor=cursor)
         return answer.sessions, answer.next

@@ -11,8 +11,9 @@ import msgspec
 from rich.console import Console
 
 from kvdock.api.admin_schemas import NamespaceView
+from kvdock.api.client import Client
 from kvdock.api.schemas import Lookup
-from kvdock.cli.operator import OperatorClient, print_json, reached
+from kvdock.cli.operator import namespaces, print_json, reached
 from kvdock.cli.outcome import FAILED, WRONG, Refused
 from kvdock.cli.words import printable
 
@@ -53,9 +54,9 @@ def show_lookup(
     )
 
 
-def resolve(client: OperatorClient, prefix: str) -> NamespaceView:
+def resolve(client: Client, prefix: str) -> NamespaceView:
     """The namespace that starts with these hex digits; with '' the only one there is. Raises Refused."""
-    spaces = client.namespaces()
+    spaces = namespaces(client)
     if not spaces:
         raise Refused("no engine has attached to this server yet: it knows no namespace", FAILED)
     fitting = [space for space in spaces if space.namespace.startswith(prefix.lower())]

@@ -1,4 +1,4 @@
-"""The server as the commands reach it: the engine's client, and the calls that only operators make."""
+"""The server as the commands reach it: the engine's client, its lists whole, and what to do when nobody answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console
 
 from kvdock.api import admin_schemas as a
-from kvdock.api.calls import Call, page
 from kvdock.api.client import Client
 from kvdock.api.errors import ServerUnavailable
 from kvdock.api.schemas import MAX_KEYS
@@ -26,40 +25,29 @@ TIMEOUT_S = 3.0
 LONG_TIMEOUT_S = 120.0
 """For calls that walk the whole table."""
 
-_CLEAR = Call("POST", "/v1/cache/clear", a.Cleared)
-_DELETE = Call("DELETE", "/v1/chunks", a.Deleted)
-_CONFIG = Call("GET", "/v1/config", a.Config)
-_NAMESPACES = Call("GET", "/v1/namespaces", a.Namespaces)
+
+def clear(client: Client, namespace: str | None) -> a.Cleared:
+    """None: all namespaces."""
+    return client.clear(a.ClearCache(namespace=namespace), timeout_s=LONG_TIMEOUT_S)
 
 
-class OperatorClient(Client):
-    """Raises ServerUnavailable and ApiError, as every client does. Administrative calls speak JSON: not `packed`."""
+def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
+    """Takes chunks out of use, however many; returns how many were stored."""
+    parts = ([key.hex() for key in keys[start : start + MAX_KEYS]] for start in range(0, len(keys), MAX_KEYS))
+    return sum(
+        client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S).chunks
+        for part in parts
+    )
 
-    def clear(self, namespace: str | None) -> a.Cleared:
-        """None: all namespaces."""
-        return self._do(_CLEAR, a.ClearCache(namespace=namespace), LONG_TIMEOUT_S)
 
-    def delete(self, namespace: str, keys: Sequence[bytes]) -> int:
-        """Takes chunks out of use, however many; returns how many were stored."""
-        deleted = 0
-        for start in range(0, len(keys), MAX_KEYS):
-            part = [key.hex() for key in keys[start : start + MAX_KEYS]]
-            deleted += self._do(_DELETE, a.DeleteChunks(namespace=namespace, keys=part), LONG_TIMEOUT_S).chunks
-        return deleted
+def namespaces(client: Client) -> list[a.NamespaceView]:
+    """All of them, however many pages they fill."""
 
-    def config(self) -> a.Config:
-        return self._do(_CONFIG, None, None)
+    def fetch(wanted: int, cursor: str | None) -> tuple[list[a.NamespaceView], str | None]:
+        answer = client.namespaces(limit=wanted, cursor=cursor)
+        return answer.namespaces, answer.next
 
-    def namespaces(self) -> list[a.NamespaceView]:
-        """All of them, however many pages they fill."""
-        found: list[a.NamespaceView] = []
-        cursor: str | None = None
-        while True:
-            answer = self._do(_NAMESPACES, None, None, query=page(PAGE_ITEMS, cursor))
-            found += answer.namespaces
-            cursor = answer.next
-            if cursor is None:
-                return found
+    return first(fetch, None)[0]
 
 
 def default_address() -> str:
@@ -68,13 +56,13 @@ def default_address() -> str:
 
 
 @contextmanager
-def reached(address: str) -> Iterator[OperatorClient]:
+def reached(address: str) -> Iterator[Client]:
     """A client of the server at `address`, or at this user's socket when it is empty.
 
     Raises Refused for an address that is none, and when nobody answers within the block.
     """
     try:
-        client = OperatorClient(address or default_address(), timeout_s=TIMEOUT_S, packed=False)
+        client = Client(address or default_address(), timeout_s=TIMEOUT_S, packed=False)
     except ValueError as error:
         raise Refused(str(error), WRONG) from error
     with client:

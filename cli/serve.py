@@ -1,7 +1,8 @@
 """`kvdock serve` and `kvdock config`: the server in this process, and the settings it would have.
 
 The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and
-its default without a line here. Whatever way the server ends, its pool is removed, unless `--on-exit=keep`.
+its default without a line here. Whatever way the server ends, its pool is removed, unless `--on-exit=keep` or another
+server takes it over.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvdock.api.errors import StartupError
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
 
+LEAVING_S = 10.0
+"""How long a server that was asked to leave may take, beyond draining."""
 
-def serve(config: str | None, verbose: bool, **flags: str | None) -> None:
+
+def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None) -> None:
     """Serve KV memory to the engines of this machine.
 
     Every flag can also be set in the environment: --pool-bytes is KVDOCK_POOL_BYTES; or in a TOML file, one
@@ -38,6 +43,9 @@ def serve(config: str | None, verbose: bool, **flags: str | None) -> None:
     settings = effective(os.environ, config=config, flags=flags).settings
     from kvdock.api.server import Server, ending_signals  # half a second of imports that --help need not wait for
 
+    if takeover:
+        make_room(settings)
+
     announced = False
 
     def announce(addresses: Addresses) -> None:
@@ -51,6 +59,17 @@ def serve(config: str | None, verbose: bool, **flags: str | None) -> None:
     server.run()
     if not announced:
         typer.echo("stopped before it was ready", err=True)
+
+
+def make_room(settings: Settings) -> None:
+    """The server at the socket, if there is one, ends and leaves its pool to this one."""
+    from kvdock.api.handover import ask_to_leave
+
+    if settings.adopt == "never":
+        raise StartupError("not_adoptable", "--takeover keeps the pool, and --adopt=never removes it: choose one")
+    pid = ask_to_leave(settings.socket_path, patience_s=settings.drain_s + LEAVING_S)
+    if pid:
+        typer.echo(f"process {pid} has left its pool at {settings.socket_path}", err=True)
 
 
 def config(config: str | None, as_json: bool, **flags: str | None) -> None:
@@ -90,6 +109,9 @@ _CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
 _VERBOSE = _parameter("verbose", False, Annotated[bool, typer.Option(
     "--verbose", "-v", help="Log what happens, not only what is wrong.",
 )])
+_TAKEOVER = _parameter("takeover", False, Annotated[bool, typer.Option(
+    "--takeover", help="Ask the server that listens at the socket to leave its pool, and go on with it.",
+)])
 _AS_JSON = _parameter("as_json", False, Annotated[bool, typer.Option("--json", help="One JSON object.")])
 
 
@@ -101,5 +123,5 @@ def _give_flags(command: Callable[..., None], *others: inspect.Parameter) -> Non
     command.__annotations__.update({parameter.name: parameter.annotation for parameter in parameters})
 
 
-_give_flags(serve, _CONFIG, _VERBOSE)
+_give_flags(serve, _CONFIG, _VERBOSE, _TAKEOVER)
 _give_flags(config, _CONFIG, _AS_JSON)

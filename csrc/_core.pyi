@@ -215,6 +215,8 @@ class Table:
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
         """READY chunks of these keys are not evicted before `until_ms` (0: unpin); returns how many were found.
         It frees nobody's memory and holds nothing against delete, clear or a mismatch."""
+    def can_evict(self) -> bool:
+        """Whether some chunk that nobody pins or keeps is the last of its chain."""
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
         """New caps for grants to come; what is held stays held. bad_argument below what segments hold."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:
@@ -226,7 +228,12 @@ class Table:
     # -- views
     def sessions(self) -> list[SessionView]: ...
     def members(self) -> list[MemberView]: ...
-    def grants(self, session: int = 0) -> list[GrantView]: ...
+    def grants(self, session: int = 0, *, after: int = 0, limit: int = ...) -> list[GrantView]:
+        """With a holder left, ids above `after`, in rising order, `limit` of them. session 0: of all."""
+    def grant(self, grant: int) -> GrantView | None:
+        """None when it was never given or everyone has said done."""
+    def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
+        """How many grants of the session have a holder left; whether one was asked for as `request`."""
     def session_namespace(self, session: int) -> int: ...
     def stats(self) -> dict[str, int]: ...
     def state_of(self, namespace: int, key: bytes) -> str:

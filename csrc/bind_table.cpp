@@ -212,6 +212,7 @@ void bind_pool(py::class_<BoundTable>& c) {
             return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
           },
           py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
+      .def("can_evict", [](BoundTable& t) { return t.table->can_evict(); })
       .def(
           "set_limits",
           [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
@@ -291,8 +292,19 @@ void bind_life(py::class_<BoundTable>& c) {
       .def("sessions", [](BoundTable& t) { return unlocked([&] { return t.table->sessions(); }); })
       .def("members", [](BoundTable& t) { return unlocked([&] { return t.table->members(); }); })
       .def(
-          "grants", [](BoundTable& t, uint64_t session) { return unlocked([&] { return t.table->grants(session); }); },
-          py::arg("session") = 0)
+          "grants",
+          [](BoundTable& t, uint64_t session, uint64_t after, size_t limit) {
+            return unlocked([&] { return t.table->grants(session, after, limit); });
+          },
+          py::arg("session") = 0, py::kw_only(), py::arg("after") = 0, py::arg("limit") = SIZE_MAX)
+      .def(
+          "grant", [](BoundTable& t, uint64_t id) { return t.table->grant(id); }, py::arg("grant"))
+      .def(
+          "open_grants",
+          [](BoundTable& t, uint64_t session, const py::bytes& request) {
+            return t.table->open_grants(session, id_of(request));
+          },
+          py::arg("session"), py::arg("request"))
       .def(
           "session_namespace", [](BoundTable& t, uint64_t session) { return t.table->session_namespace(session); },
           py::arg("session"));

@@ -3,10 +3,14 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings.h"
+#include "pause.h"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
   kvdock::bind_bytes(m);
   kvdock::bind_cuda(m);
   kvdock::bind_table(m);
+#ifdef KVDOCK_PAUSE_POINTS
+  kvdock::bind_pause(m);
+#endif
 }

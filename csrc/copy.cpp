@@ -1,4 +1,5 @@
 #include "copy.h"
+#include "pause.h"
 
 #include <algorithm>
 #include <atomic>
@@ -134,6 +135,7 @@ void copy_unit(const PagedLayout& layout, const Part& part, const CpuPath& path,
     if (stripe_bytes != kStripeBytes) hash_padding(path, keys, stripe_bytes, &sums);
     total.add(stripe, sums);
     position += stripe_bytes;
+    KVDOCK_PAUSE(kDirection == Direction::gather ? "copy.gathering" : "copy.scattering");
   }
   unit->sum = total.value();
 }

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "crc32c.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -58,6 +59,7 @@ inline void write_segment_header(void* base, uint64_t bytes, uint64_t pool_id, u
   SegmentHeader header{kSegmentMagic, 0, sizeof(SegmentHeader), pool_id, bytes, data_offset, kSlotAlign, segment, 0};
   header.crc = segment_crc(header);
   *shared = header;
+  KVDOCK_PAUSE("grow.header_half");
   std::atomic_ref<uint32_t>(shared->version).store(kSegmentVersion, std::memory_order_release);  // SYNC POINT version
 }
 

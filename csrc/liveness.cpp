@@ -1,4 +1,5 @@
 #include "liveness.h"
+#include "pause.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -47,10 +48,12 @@ MemberLock::MemberLock(const std::string& path, int64_t offset) : offset_(offset
     if (errno == EACCES) errno = EAGAIN;  // two names for "held": one error for callers
     fail("F_OFD_SETLK");
   }
+  KVDOCK_PAUSE("lock.taken");
   // From here on the mapping holds the file open, and with it the lock.
   void* p = mmap(nullptr, page_bytes(), PROT_READ, MAP_SHARED, file.fd, 0);
   if (p == MAP_FAILED) fail("mmap");
   page_ = p;
+  KVDOCK_PAUSE("lock.mapped");
 }
 
 MemberLock::~MemberLock() { close(); }

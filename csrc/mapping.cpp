@@ -1,4 +1,5 @@
 #include "mapping.h"
+#include "pause.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -34,6 +35,7 @@ Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(b
     fail("madvise(MADV_DONTFORK)");
   }
   data_ = static_cast<char*>(p);
+  KVDOCK_PAUSE("map.mapped");
 }
 
 Mapping::~Mapping() { close(); }
@@ -49,10 +51,12 @@ void Mapping::populate(size_t offset, size_t bytes) {
   if (offset % page != 0 || offset > bytes_ || bytes > bytes_ - offset)
     throw std::invalid_argument("populate: found [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
                                 "), wanted a page-aligned range within " + std::to_string(bytes_) + " bytes");
+  KVDOCK_PAUSE("prefault.before");
   while (bytes != 0 && madvise(data_ + offset, bytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINVAL) return;  // alignment was checked: the kernel is older than 5.14
     if (errno != EINTR && errno != EAGAIN) fail("madvise(MADV_POPULATE_WRITE)");
   }
+  KVDOCK_PAUSE("prefault.after");
 }
 
 bool Mapping::advise_huge() { return data_ != nullptr && madvise(data_, bytes_, MADV_HUGEPAGE) == 0; }

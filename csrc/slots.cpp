@@ -1,4 +1,5 @@
 #include "slots.h"
+#include "pause.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -56,7 +57,9 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   body.count = count;
   body.offset = offset;
   body.slot_bytes = slot_bytes;
+  KVDOCK_PAUSE("reserve.slab_written");
   publish(body.word, slab_word(body));
+  KVDOCK_PAUSE("reserve.slab_open");
   Live& live = live_[slab];
   live.owner.assign(count, kNone);
   live.free.resize(count);
@@ -102,6 +105,7 @@ void SlotAllocator::give(uint32_t slab, uint64_t offset) {
 void SlotAllocator::close_slab(uint32_t slab) {
   Slab& body = slabs_[slab];
   publish(body.word, 0);
+  KVDOCK_PAUSE("evict.slab_closed");
   with_room_[body.slot_bytes].erase(slab);
   if (--slabs_of_size_[body.slot_bytes] == 0) {
     slabs_of_size_.erase(body.slot_bytes);

@@ -1,5 +1,6 @@
 // Construction and the life of a record: FREE → RESERVED → READY → QUARANTINED → FREE.
 #include "table.h"
+#include "pause.h"
 
 #include <algorithm>
 
@@ -88,7 +89,9 @@ void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_by
                        int64_t(kSlotAlign));
   s.data_offset = data_offset;
   s.data_bytes = data_bytes;
+  KVDOCK_PAUSE("grow.entry_written");
   publish(s.word, sealed(kSegmentLive));
+  KVDOCK_PAUSE("grow.known");
   slots_.add_segment(segment, data_offset, data_bytes);
 }
 
@@ -201,7 +204,9 @@ void Table::set_state(uint32_t id, RecordState state) {
 
 void Table::free_record(uint32_t id) {
   Record& r = record(id);
+  KVDOCK_PAUSE("quarantine.held_by_none");
   set_state(id, RecordState::kFree);
+  KVDOCK_PAUSE("quarantine.freed");
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.give(r.parts[p].slab, r.parts[p].offset);
   info_[id] = RecordInfo{};
   give_record_id(id);
@@ -237,7 +242,9 @@ void Table::uncount_child(uint32_t space, const Key& parent) {
 
 void Table::quarantine(uint32_t id) {
   unlink(id);
+  KVDOCK_PAUSE("evict.unlinked");
   set_state(id, RecordState::kQuarantined);
+  KVDOCK_PAUSE("evict.quarantined");
   settle(id);
 }
 
@@ -245,7 +252,9 @@ void Table::publish_record(uint32_t id) {
   Record& r = record(id);
   KeyEntry& e = *index_.find(r.space, r.key);
   uint32_t old = e.ready;
+  KVDOCK_PAUSE("publish.whole");
   set_state(id, RecordState::kReady);
+  KVDOCK_PAUSE("publish.ready");
   e.reserved = kNone;
   e.ready = id;
   info_[id].children = e.children;

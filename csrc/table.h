@@ -170,6 +170,7 @@ class Table {
   uint32_t remove(uint32_t space, const std::vector<Key>* keys);
 
   std::pair<uint32_t, int64_t> clear(int64_t space, uint64_t start, uint32_t budget);
+  bool can_evict();  // some leaf that nobody pins or keeps
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until);
   void set_limits(uint64_t limit_bytes, double session_cap, double total_cap);
   uint64_t retire_segment(uint32_t segment, uint32_t max_chunks);
@@ -177,7 +178,10 @@ class Table {
 
   std::vector<SessionInfo> sessions();
   std::vector<MemberInfo> members();
-  std::vector<GrantInfo> grants(uint64_t session);
+  // Those with ids above `after`, in rising order, `at_most` of them.
+  std::vector<GrantInfo> grants(uint64_t session, uint64_t after, size_t at_most);
+  std::optional<GrantInfo> grant(uint64_t id);
+  std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request);
   uint32_t session_namespace(uint64_t session);
   std::map<std::string, uint64_t> stats();
   const char* state_of(uint32_t space, const Key& key);
@@ -278,6 +282,7 @@ class Table {
       if (i % kLinesPerBlock == kLinesPerBlock - 1) b = blocks_[b].next;
     }
   }
+  GrantInfo info_of(const Grant& g);
   void discharge(uint32_t cell, uint32_t rank);
   void close_reservation(uint32_t cell);
   void finish_if_done(uint32_t cell);
@@ -360,8 +365,10 @@ class Table {
   std::map<uint32_t, SessionState> session_state_;
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
   std::vector<RequestKey> grant_request_;               // by grant cell
+  std::unordered_map<uint32_t, ReserveResult> answers_;  // by cell of an open reservation: all but its chunks
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
   uint64_t held_bytes_ = 0;
+  uint64_t kept_bytes_ = 0;  // of chunks that an administrator keeps
   double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes
   std::array<uint64_t, 4> bytes_in_{}, records_in_{};     // by state
   Counters counters_;

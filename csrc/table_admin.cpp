@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "table_internal.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -30,8 +31,10 @@ std::pair<uint32_t, int64_t> Table::clear(int64_t space, uint64_t start, uint32_
 void Table::set_kept(uint32_t id, uint64_t until) {
   Record& r = record(id);
   r.kept_until_ms = until;
-  if (info_[id].kept != (until != 0))
+  if (info_[id].kept != (until != 0)) {
     for (uint32_t p = 0; p < r.part_count; ++p) slots_.keep(r.parts[p].slab, until ? 1 : -1);
+    kept_bytes_ += until ? record_bytes(id) : -record_bytes(id);
+  }
   info_[id].kept = until != 0;
   if (until) kept_until_.emplace(until, std::pair(id, r.generation()));
 }
@@ -48,6 +51,13 @@ uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64
     ++found;
   }
   return found;
+}
+
+bool Table::can_evict() {
+  std::lock_guard lock(mutex_);
+  for (uint32_t shape : policy_->shapes())
+    if (oldest(shape)) return true;
+  return false;
 }
 
 void Table::expire_kept(uint64_t now) {
@@ -83,6 +93,7 @@ uint64_t Table::retire_segment(uint32_t segment, uint32_t max_chunks) {
   if (!slots_.knows(segment)) throw TableRefusal("bad_argument", "no such segment", segment);
   if (!slots_.retired(segment)) {
     publish(segments_[segment].word, sealed(kSegmentRetiring));
+    KVDOCK_PAUSE("retire.begun");
     slots_.retire_segment(segment);
   }
   for (uint32_t id : slots_.records_in(segment)) {
@@ -101,7 +112,9 @@ void Table::remove_segment(uint32_t segment) {
     throw TableRefusal("bad_argument", "the segment was not retired", segment);
   if (uint64_t used = slots_.used_bytes(segment))
     throw TableRefusal("bad_argument", "the segment is still in use", int64_t(used), 0);
+  KVDOCK_PAUSE("retire.empty");
   publish(segments_[segment].word, sealed(kSegmentGone));
+  KVDOCK_PAUSE("retire.gone");
   slots_.remove_segment(segment);
 }
 

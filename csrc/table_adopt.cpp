@@ -1,5 +1,6 @@
 // Judging the region of an earlier server: what SIGKILL can leave is accepted, anything else is named.
 #include "table_adopt.h"
+#include "pause.h"
 
 #include <algorithm>
 #include <bit>
@@ -75,10 +76,13 @@ void Table::Adopter::run(const std::vector<SegmentFacts>& segments) {
   judge_records();
   block_used.assign(h.max_line_blocks, false);
   for (uint32_t cell = 0; cell < h.max_grants; ++cell) judge_grant(cell);
+  KVDOCK_PAUSE("adopt.judged");
   take_over();
+  KVDOCK_PAUSE("adopt.taken_over");
   build_records();
   build_grants();
   settle_all();
+  KVDOCK_PAUSE("adopt.settled");
   t.check_all();
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "table_adopt.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -15,6 +16,7 @@ constexpr uint32_t kSmallestRecord = sizeof(Record) + sizeof(StoredPart);
 // Each write stands for itself: a server killed between two of them leaves a region as good as before.
 void Table::Adopter::take_over() {
   publish(h.incarnation, sealed(t.incarnation() + 1));
+  KVDOCK_PAUSE("adopt.new_life");
   h.limit_bytes = t.options_.limit_bytes;
   if (h.use_tick >= kSaneTick) h.use_tick = 0;
   if (h.clock_ms < kSaneMs) found.clock_ms = std::max(found.clock_ms, h.clock_ms);
@@ -30,10 +32,12 @@ void Table::Adopter::take_over() {
     Record& r = t.record(id);
     publish(r.word, sealed(r.generation() << 3 | static_cast<uint64_t>(RecordState::kQuarantined)));
   };
+  KVDOCK_PAUSE("adopt.grants_restarted");
   for (uint32_t id : older) quarantine(id);
   for (uint32_t id : live) {
     if (t.record(id).state() != RecordState::kReserved) continue;
     quarantine(id);
+    KVDOCK_PAUSE("adopt.one_aborted");
     ++found.aborted;
   }
   for (uint32_t cell : forgotten) publish(t.grants_[cell].word, sealed(t.grants_[cell].use() << 2));
@@ -44,6 +48,7 @@ void Table::Adopter::take_over() {
     g.line_count = 0;
     g.first_block = g.last_block = kNone;
   }
+  KVDOCK_PAUSE("adopt.records_done");
   restart_members();
 }
 
@@ -80,9 +85,11 @@ void Table::Adopter::restart_grant(uint32_t cell, const Lines& lines) {
   }
   g.asked_ms = found.clock_ms;
   g.key_count = 0;
+  KVDOCK_PAUSE("adopt.grant_relinked");
   if (g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen) finish_commits(g, holders);
   for (int i = 0; i < 2; ++i) {
     publish(g.holders[i], holders[i]);
+    KVDOCK_PAUSE("adopt.holders_half");
     publish(g.released[i], ~holders[i]);
   }
   if (g.kind == GrantKind::kReservation)

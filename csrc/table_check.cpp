@@ -170,6 +170,7 @@ std::map<std::string, uint64_t> Table::stats() {
       {"ready_bytes", bytes_in_[2]},
       {"quarantined_bytes", bytes_in_[3]},
       {"held_bytes", held_bytes_},
+      {"kept_bytes", kept_bytes_},
       {"limit_bytes", options_.limit_bytes},
       {"reserved_chunks", records_in_[1]},
       {"ready_chunks", records_in_[2]},

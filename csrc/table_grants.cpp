@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "table_internal.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -34,6 +35,7 @@ Grant& Table::new_grant(GrantKind kind, uint32_t session, uint32_t asker, const 
   g.opened_ms = g.asked_ms = now;
   for (uint32_t r = 0; r < readers; ++r) g.holders[r / 64] |= 1ull << (r % 64);
   for (int i = 0; i < 2; ++i) g.released[i] = ~g.holders[i];
+  KVDOCK_PAUSE("grant.body_begun");
   g.first_block = g.last_block = kNone;
   return g;
 }
@@ -42,7 +44,9 @@ Grant& Table::new_grant(GrantKind kind, uint32_t session, uint32_t asker, const 
 void Table::seal_grant(uint32_t cell) {
   Grant& g = grants_[cell];
   g.crc = body_crc(g);
+  KVDOCK_PAUSE("grant.body_written");
   publish(g.word, sealed((g.use() + 1) << 2 | static_cast<uint64_t>(GrantState::kOpen)));
+  KVDOCK_PAUSE("grant.open");
   session_state_[g.session].grants.insert(cell);
   RequestKey key{session_id(g.session), g.kind, g.request};
   requests_[key] = cell;
@@ -120,8 +124,10 @@ void Table::add_line(uint32_t cell, const Line& line) {
     std::atomic_signal_fence(std::memory_order_seq_cst);  // adoption may follow the link as soon as it is there
     (g.first_block == kNone ? g.first_block : blocks_[g.last_block].next) = b;
     g.last_block = b;
+    KVDOCK_PAUSE("grant.block_linked");
   }
   blocks_[g.last_block].lines[at] = line;
+  KVDOCK_PAUSE("grant.line_written");
   std::atomic_ref<uint32_t>(g.line_count).store(g.line_count + 1, std::memory_order_release);
   add_pin(line.record, g.session);
 }
@@ -142,7 +148,9 @@ void Table::discharge(uint32_t cell, uint32_t rank) {
   Grant& g = grants_[cell];
   if (!g.holds(rank)) return;
   uint64_t bit = 1ull << (rank % 64);
+  KVDOCK_PAUSE("discharge.begun");
   publish(g.holders[rank / 64], g.holders[rank / 64] & ~bit);
+  KVDOCK_PAUSE("discharge.half");
   publish(g.released[rank / 64], g.released[rank / 64] | bit);
 }
 
@@ -151,6 +159,7 @@ void Table::close_reservation(uint32_t cell) {
   Grant& g = grants_[cell];
   if (g.state() != GrantState::kOpen) return;
   publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+  answers_.erase(cell);
   for_each_line(g, [&](const Line& line) {
     Record& r = record(line.record);
     if (r.generation() == line.generation && r.state() == RecordState::kReserved) {
@@ -166,7 +175,9 @@ void Table::finish_if_done(uint32_t cell) {
   if (g.live_holders() || !session_state_[g.session].grants.count(cell)) return;
   if (g.kind == GrantKind::kReservation && !g.completed) close_reservation(cell);
   publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+  KVDOCK_PAUSE("discharge.closed");
   session_state_[g.session].grants.erase(cell);
+  answers_.erase(cell);
   for_each_line(g, [&](const Line& line) { prefetch_record(line.record); });
   for_each_line(g, [&](const Line& line) { drop_pin(line.record, g.session); });
   if (g.kind == GrantKind::kLease) free_lines(g);  // a reservation's are what a repeated commit is held against
@@ -281,6 +292,49 @@ std::vector<PartAt> Table::parts_of(const Record& r, uint32_t groups) {
   std::vector<PartAt> out;
   append_parts(r, groups, &out);
   return out;
+}
+
+GrantInfo Table::info_of(const Grant& g) {
+  bool closed = g.state() == GrantState::kClosed;
+  GrantInfo info{g.id,      g.kind,       session_id(g.session), g.request, g.epoch, g.readers,
+                 remaining(g), g.line_count, 0,                     g.opened_ms, closed};
+  for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(line.record); });
+  return info;
+}
+
+// Only the page's grants are looked at closely; of the others no more than their ids.
+std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t after, size_t at_most) {
+  std::lock_guard lock(mutex_);
+  std::vector<std::pair<uint64_t, uint32_t>> found;
+  for (auto& [cell, state] : session_state_) {
+    if (session && session_id(cell) != session) continue;
+    for (uint32_t at : state.grants)
+      if (grants_[at].id > after) found.emplace_back(grants_[at].id, at);
+  }
+  auto end = found.begin() + static_cast<ptrdiff_t>(std::min(at_most, found.size()));
+  std::partial_sort(found.begin(), end, found.end());
+  std::vector<GrantInfo> out;
+  for (auto it = found.begin(); it != end; ++it) out.push_back(info_of(grants_[it->second]));
+  return out;
+}
+
+std::optional<GrantInfo> Table::grant(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  bool forgotten;
+  auto cell = grant_cell(id, &forgotten);
+  if (!cell || !grants_[*cell].live_holders()) return std::nullopt;
+  return info_of(grants_[*cell]);
+}
+
+// How many of the session's grants have a holder left, and whether one of them was asked for by that name.
+std::pair<uint32_t, bool> Table::open_grants(uint64_t session, const Id16& request) {
+  std::lock_guard lock(mutex_);
+  uint32_t cell, at;
+  session_at(session, &cell);
+  bool known = false;
+  for (GrantKind kind : {GrantKind::kLease, GrantKind::kReservation})
+    if (Grant* g = request_grant(cell, kind, request, &at)) known = known || g->live_holders();
+  return {static_cast<uint32_t>(session_state_[cell].grants.size()), known};
 }
 
 }  // namespace kvdock

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "table_internal.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -55,7 +56,9 @@ uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   s.opened_ms = now;
   std::fill(std::begin(s.rank_member), std::end(s.rank_member), kNone);
   s.crc = body_crc(s);
+  KVDOCK_PAUSE("attach.session_written");
   publish(s.word, sealed((s.use() + 1) << 1 | 1));
+  KVDOCK_PAUSE("attach.session_open");
   session_state_[cell];
   return session_id(cell);
 }
@@ -90,7 +93,9 @@ uint64_t Table::add_member(uint64_t session, const Id16& nonce, const std::vecto
   m.dead_ms = 0;
   m.pinned_through = kNone;
   m.crc = body_crc(m);
+  KVDOCK_PAUSE("attach.member_written");
   publish(m.word, sealed((m.use() + 1) << 3 | static_cast<uint64_t>(MemberState::kLive)));
+  KVDOCK_PAUSE("attach.member_live");
   for (uint32_t r : ranks) s.rank_member[r] = cell;
   session_state_[session_cell].members.insert(cell);
   return member_id(cell);
@@ -295,31 +300,6 @@ std::vector<MemberInfo> Table::members() {
         if (m.ranks[r / 64] >> (r % 64) & 1) info.ranks.push_back(r);
       out.push_back(std::move(info));
     }
-  return out;
-}
-
-std::vector<GrantInfo> Table::grants(uint64_t session) {
-  std::lock_guard lock(mutex_);
-  std::vector<GrantInfo> out;
-  for (auto& [cell, state] : session_state_) {
-    if (session && session_id(cell) != session) continue;
-    for (uint32_t at : state.grants) {
-      const Grant& g = grants_[at];
-      GrantInfo info{g.id,
-                     g.kind,
-                     session_id(cell),
-                     g.request,
-                     g.epoch,
-                     g.readers,
-                     remaining(g),
-                     g.line_count,
-                     0,
-                     g.opened_ms,
-                     g.state() == GrantState::kClosed};
-      for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(line.record); });
-      out.push_back(std::move(info));
-    }
-  }
   return out;
 }
 

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "table_internal.h"
+#include "pause.h"
 
 namespace kvdock {
 
@@ -116,6 +117,7 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
     return false;
   }
   Record& r = record(*id);
+  KVDOCK_PAUSE("reserve.slots_taken");
   r.space = static_cast<uint16_t>(space);
   r.part_count = static_cast<uint16_t>(parts);
   r.key = key;
@@ -131,7 +133,9 @@ bool Table::reserve_one(uint32_t space, const Key& key, const Key& parent, uint3
   uint64_t bytes = 0;
   for (const StoredPart& p : taken) bytes += round_slot(p.length);
   info_[*id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
+  KVDOCK_PAUSE("reserve.body_written");
   publish(r.word, sealed(generation << 3 | static_cast<uint64_t>(RecordState::kReserved)));
+  KVDOCK_PAUSE("reserve.reserved");
   count_state(*id, 1);
   index_.insert(space, key).reserved = *id;
   *out = *id;
@@ -147,19 +151,10 @@ void Table::repeat_reservation(uint32_t cell, const ReserveCall& call, uint64_t 
   }
   if (g.state() != GrantState::kOpen) throw TableRefusal("grant_closed", "the reservation is closed");
   g.deadline_ms = now + call.deadline_ms;
-  out->grant = g.id;
-  std::vector<bool> granted(call.keys.size(), false);
+  *out = answers_.at(cell);
   for_each_line(g, [&](const Line& line) {
-    granted[line.index] = true;
     out->chunks.emplace_back(line.index, parts_of(record(line.record), line.groups));
   });
-  for (uint32_t i = 0; i < call.keys.size(); ++i) {
-    KeyEntry* e = granted[i] ? nullptr : index_.find(sessions_[g.session].space, call.keys[i]);
-    if (e && e->ready != kNone)
-      out->present.push_back(i);
-    else if (e && e->reserved != kNone)
-      out->busy.push_back(i);
-  }
 }
 
 ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now) {
@@ -222,7 +217,9 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
   }
   grant->body_hash = hash_call(call);
   grant->deadline_ms = now + call.deadline_ms;
+  KVDOCK_PAUSE("reserve.lines_written");
   out.grant = grant->id;
+  answers_[cell] = {out.grant, {}, out.present, out.busy, out.limited};  // a repeat says the same, whatever went since
   seal_grant(cell);
   ++counters_.reservations;
   return out;
@@ -237,18 +234,20 @@ std::pair<uint32_t, std::vector<uint32_t>> Table::commit(uint64_t session, uint6
   check_ranks(*g, {rank});
   if (g->state() == GrantState::kOpen && now > g->deadline_ms) close_reservation(cell);
 
-  std::map<uint32_t, Line> lines;
-  for_each_line(*g, [&](const Line& line) { lines[line.index] = line; });
+  std::vector<Line> lines;  // in rising order of their index, as they were added
+  lines.reserve(g->line_count);
+  for_each_line(*g, [&](const Line& line) { lines.push_back(line); });
   std::vector<StoredPart*> todo;
   std::vector<uint64_t> sums;
   for (const PartCommit& p : parts) {
-    auto it = lines.find(p.index);
-    if (it == lines.end() || p.group >= kMaxGroups || !(it->second.groups >> p.group & 1))
+    auto it = std::lower_bound(lines.begin(), lines.end(), p.index,
+                               [](const Line& line, uint32_t index) { return line.index < index; });
+    if (it == lines.end() || it->index != p.index || p.group >= kMaxGroups || !(it->groups >> p.group & 1))
       throw TableRefusal("not_reserved", "the reservation has no such part", p.index, int64_t(lines.size()));
     if (p.checksum >= kChecksumPrime)
       throw TableRefusal("bad_argument", "a checksum is below 2^61 - 1", int64_t(p.checksum));
-    Record& r = record(it->second.record);
-    if (r.generation() != it->second.generation) continue;  // published, read and gone since: a late repeat
+    Record& r = record(it->record);
+    if (r.generation() != it->generation) continue;  // published, read and gone since: a late repeat
     auto part = std::find_if(r.parts, r.parts + r.part_count,
                              [&](const StoredPart& x) { return x.group == p.group && x.writer == rank; });
     if (!(part->committed & kCommitted))
@@ -262,11 +261,14 @@ std::pair<uint32_t, std::vector<uint32_t>> Table::commit(uint64_t session, uint6
     finish_if_done(cell);
     throw TableRefusal("grant_closed", "the reservation was aborted or is past its deadline");
   }
-  for (size_t i = 0; i < todo.size(); ++i) publish(todo[i]->committed, kCommitted | sums[i]);
+  for (size_t i = 0; i < todo.size(); ++i) {
+    publish(todo[i]->committed, kCommitted | sums[i]);
+    KVDOCK_PAUSE("publish.part_set");
+  }
 
   uint32_t ready = 0;
   bool rank_done = true, all_done = true;
-  for (auto& [index, line] : lines) {
+  for (const Line& line : lines) {
     Record& r = record(line.record);
     bool whole = true;
     for (uint32_t p = 0; p < r.part_count; ++p) {
@@ -279,6 +281,7 @@ std::pair<uint32_t, std::vector<uint32_t>> Table::commit(uint64_t session, uint6
     all_done = all_done && whole;
   }
   if (all_done) g->completed = 1;
+  KVDOCK_PAUSE("publish.completed");
   if (rank_done) discharge(cell, rank);
   finish_if_done(cell);
   return {ready, remaining(*g)};

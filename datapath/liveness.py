@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -151,31 +151,46 @@ def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
     found = []
     for pool_id in shm.pool_objects(shm_dir):
         try:
-            fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+            alive, left = _look(pool_id, shm_dir)
         except (FileNotFoundError, PermissionError):
             continue
-        try:
-            if not lock_holder_alive(fd, SERVER_OFFSET):
-                address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
-                found.append(LeftPool(pool_id, address, time.time() - os.fstat(fd).st_mtime))
-        finally:
-            os.close(fd)
+        if not alive:
+            found.append(left)
     return sorted(found, key=lambda left: left.idle_s)
 
 
-def remove_stale(shm_dir: Path = shm.SHM_DIR, *, keep: Collection[int] = ()) -> list[str]:
-    """Unlinks what dead servers left; returns the names. Pools in `keep` and live pools stay whole.
+def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
+    """Whether its server lives, and what its lock file says."""
+    fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        left = LeftPool(pool_id, address, time.time() - os.fstat(fd).st_mtime)
+        return lock_holder_alive(fd, SERVER_OFFSET), left
+    finally:
+        os.close(fd)
 
-    Engines that still map an unlinked object keep their memory until they unmap it. Pools of other
-    users, which this process may not open, stay too.
+
+def remove_stale(
+    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False
+) -> list[str]:
+    """Unlinks what dead servers left; returns the names. Live pools stay whole, and those that `spare` chooses.
+
+    A server may die at any moment, so each pool is judged by itself, and once more when its lock is held; the lock
+    of a pool that stays is not touched, for its next server may be looking at it. Engines that still map an
+    unlinked object keep their memory until they unmap it. Pools of other users, which this process may not open,
+    stay too.
     """
     removed: list[str] = []
     for pool_id, names in shm.pool_objects(shm_dir).items():
-        if pool_id in keep:
-            continue
         path = shm.lock_path(pool_id, shm_dir)
         try:
+            alive, left = _look(pool_id, shm_dir)
+            if alive or spare(left):
+                continue
             lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing: nobody can adopt meanwhile
+            if spare(_look(pool_id, shm_dir)[1]):
+                lock.close()
+                continue
         except FileNotFoundError:
             lock = None  # a removal that was cut short, or one that has just ended
         except (BlockingIOError, PermissionError):

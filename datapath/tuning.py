@@ -2,8 +2,7 @@
 
     tuned(layout, device) ─► the file ─► else calibrate() under a lock ─► the file
 
-What is chosen: the size of a staging buffer, how many thread blocks a kernel gets (the fewest that come
-near the best: every other block is left to the engine), and up to which size a call
+What is chosen: the size of a staging buffer, how many thread blocks a kernel gets, and up to which size a call
 goes direct. One process calibrates at a time, since two would measure each other.
 
 Nothing here fails an engine: without room for scratch or a place for the file, the usual values serve.
@@ -39,9 +38,8 @@ DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB ..
 PASSES: Final = 4
 """Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
 each byte costs. Thread blocks are chosen by shorter calls, in which the last piece's kernel counts."""
-NEAR: Final = 1.002
-"""A cheaper choice is taken when it costs no more than a fifth of a percent over the best."""
-DIRECT_NEAR: Final = 1.03
+MARGIN: Final = 0.01
+"""Another choice than the usual one is taken when it saves more than so much: half of it is noise."""
 ROUNDS: Final = 5
 
 
@@ -136,10 +134,10 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
-    tuning = _choose(tuning, "load_blocks", BLOCKS, NEAR, lambda one: [bench.staged(one, store=False)])
-    tuning = _choose(tuning, "store_blocks", BLOCKS, NEAR, lambda one: [bench.staged(one, store=True)])
-    tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, NEAR, bench.long_both_ways)
-    tuning = _choose(tuning, "direct_blocks", BLOCKS, DIRECT_NEAR, bench.direct_both_ways)
+    tuning = _choose(tuning, "load_blocks", BLOCKS, lambda one: [bench.staged(one, store=False)])
+    tuning = _choose(tuning, "store_blocks", BLOCKS, lambda one: [bench.staged(one, store=True)])
+    tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, bench.long_both_ways)
+    tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways)
     tuning = replace(
         tuning,
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
@@ -156,9 +154,9 @@ Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
 
 
 def _choose(
-    tuning: CopyTuning, name: str, choices: Sequence[int], near: float, timers: Callable[[CopyTuning], list[Timer]]
+    tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
 ) -> CopyTuning:
-    """`tuning` with the fewest of `choices` for `name`, measured in turns, so that all see the same weather."""
+    """`tuning` with the best of `choices` for `name`, measured in turns, so that all see the same weather."""
     with ExitStack() as stack:
         calls = {
             choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
@@ -166,13 +164,13 @@ def _choose(
         }
         least = _least_in_turns({(choice, i): call for choice in choices for i, call in enumerate(calls[choice])})
     costs = {choice: sum(least[choice, i] for i in range(len(calls[choice]))) for choice in choices}
-    return replace(tuning, **{name: fewest(costs, near)})
+    return replace(tuning, **{name: best(costs, getattr(tuning, name))})
 
 
-def fewest(costs_ms: Mapping[int, float], near: float) -> int:
-    """The smallest choice that costs no more than `near` times the cheapest."""
-    limit = near * min(costs_ms.values())
-    return min(choice for choice, cost in costs_ms.items() if cost <= limit)
+def best(costs_ms: Mapping[int, float], usual: int) -> int:
+    """The cheapest choice, or the usual one when the cheapest saves no more than MARGIN."""
+    cheapest = min(costs_ms, key=lambda choice: costs_ms[choice])
+    return cheapest if costs_ms[cheapest] < (1 - MARGIN) * costs_ms[usual] else usual
 
 
 def _least_in_turns(calls: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:

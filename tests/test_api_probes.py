@@ -19,11 +19,12 @@ from admin_helpers import call, ok, refused
 from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvdock.api import admin_schemas as a
 from kvdock.api import examples, notes
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES
 from kvdock.api.openapi import wire_structs
-from kvdock.api.probes import ALL_HELD, CAP_REACHED
+from kvdock.api.probes import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.api.pulse import Pulse
 from kvdock.api.timing import BOUNDS_S, Timings
 from kvdock.datapath.liveness import MemberLiveness
@@ -54,6 +55,20 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
             assert ok(server.http, "GET", path) == {"status": "ok", "reasons": []}
         engine.commit(granted)
         assert ok(server.http, "GET", "/readyz")["status"] == "ok", "a full pool of evictable chunks is ready"
+        engine.close()
+
+
+def test_a_server_whose_pool_is_kept_by_pins_says_so_until_they_end() -> None:
+    with ServerProcess(pool_bytes=1 * MIB, segment_bytes=1 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client)
+        chain = keys(63, "all of it")
+        engine.store(chain)
+        body = a.PinChunks(namespace=engine.attached.namespace, keys=chain[-1:], duration_s=600)
+        assert client.pin(body).chunks == 1, "the last of the chain keeps those before it"
+        assert engine.reserve(keys(1, "more")).limited_by == "no_space"
+        assert call(server.http, "GET", "/readyz") == (503, {"status": "not ready", "reasons": [ALL_KEPT]})
+        client.pin(msgspec.structs.replace(body, duration_s=0))
+        assert ok(server.http, "GET", "/readyz")["status"] == "ok"
         engine.close()
 
 

@@ -273,6 +273,23 @@ def test_a_repeated_grant_is_the_same_grant(server: ServerProcess, client: Clien
     finish(engine)
 
 
+def test_a_repeated_reservation_says_what_the_first_said_though_the_pool_has_changed() -> None:
+    with ServerProcess(pool_bytes=1 << 20, segment_bytes=1 << 20, session_cap=0.25) as server, Client(
+        server.unix
+    ) as client:
+        engine, other = attach(client), attach(client, instance="other")
+        long = keys(40, "cut short")
+        engine.store(long[:2])
+        other_part = other.reserve(long[:3])
+        first = engine.reserve(long, store="s")
+        assert (first.limited_by, first.present, first.busy) == ("held_bytes", [0, 1], [2]) and first.chunks
+        other.commit(other_part)
+        ok(server.http, "DELETE", "/v1/chunks", {"namespace": engine.attached.namespace, "keys": long[:1]})
+        assert engine.reserve(long, store="s") == first
+        engine.close()
+        other.close()
+
+
 @pytest.mark.parametrize("kind", ["unix", "http"])
 def test_the_client_repeats_by_itself_and_strands_nothing(server: ServerProcess, kind: str) -> None:
     """A whole life, with every single answer lost once."""

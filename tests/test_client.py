@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess, attach, keys
 
+from kvdock.api import admin_schemas as a
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
@@ -213,5 +214,5 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
         for name, method in inspect.getmembers(Client)
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
-    assert len(bodies) == 10
-    assert all(issubclass(getattr(s, text.removeprefix("s.")), s.Body) for text in bodies.values()), bodies
+    assert len(bodies) == 14
+    assert all(issubclass(getattr({"s": s, "a": a}[text[0]], text[2:]), s.Body) for text in bodies.values()), bodies

@@ -167,6 +167,30 @@ def test_a_kept_chunk_outlives_the_others_until_its_time() -> None:
     table.check_integrity()
 
 
+def test_a_kept_chunk_holds_its_retiring_segment_until_its_time() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)
+    fill(engine, "old", 4)
+    table.pin(engine.space, key("old", 0), 1_000)
+    assert table.retire_segment(0, 100) == PAGE == table.stats()["kept_bytes"]
+    table.tick(1_000)
+    assert table.stats()["kept_bytes"] == 0 and table.retire_segment(0, 100) == 0
+    table.remove_segment(0)
+    table.check_integrity()
+
+
+def test_grants_come_in_pages_by_rising_id() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)
+    fill(engine, "k", 1)
+    leases = [engine.lookup([key("k", 0)], request=n).lease for n in range(5)]
+    assert [view.grant for view in table.grants(engine.session)] == sorted(leases)
+    page = table.grants(engine.session, after=sorted(leases)[1], limit=2)
+    assert [view.grant for view in page] == sorted(leases)[2:4]
+    assert table.open_grants(engine.session, key(3)[:16]) == (5, True)
+    assert table.open_grants(engine.session, key(9)[:16]) == (5, False)
+
+
 def test_lower_caps_leave_what_is_held_and_refuse_more() -> None:
     table = new_table(8 * PAGE)
     engine = Client(table, PAGE)

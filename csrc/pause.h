@@ -1,0 +1,21 @@
+// Named places at which the kill tests stop a process: KVDOCK_PAUSE("operation.step"). Only a build with
+// -DKVDOCK_PAUSE_POINTS has them; everywhere else the macro is nothing, and so is this file.
+#pragma once
+
+#ifdef KVDOCK_PAUSE_POINTS
+
+#include <pybind11/pybind11.h>
+
+namespace kvdock {
+
+// Holds the calling thread while the page at $KVDOCK_PAUSE_PAGE names this point, once its count is up.
+void pause_at(const char* point);
+
+void bind_pause(pybind11::module_& m);
+
+}  // namespace kvdock
+
+#define KVDOCK_PAUSE(point) ::kvdock::pause_at(point)
+#else
+#define KVDOCK_PAUSE(point) static_cast<void>(0)
+#endif

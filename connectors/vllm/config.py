@@ -1,0 +1,56 @@
+"""Settings of the vLLM connector, from `kv_connector_extra_config`. What is unknown is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+
+class NotSupported(ValueError):
+    """vLLM is set up in a way that the connector cannot serve; the message is one sentence that says so."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    address: str = ""
+    """Of the server: unix:/path or http://host:port. Must be given."""
+    timeout_s: float = 2.0
+    """Of every call to the server."""
+    chunk_tokens: int = 128
+    """What is stored and found as one; rounded up to whole blocks."""
+    load_async: bool = True
+    """False: a request that loads does so in the step that runs it, and holds that step up."""
+    copy_threads: int = 2
+    """Of copies with the CPU."""
+    weights_digest: str = ""
+    """Names the weights; empty: taken from the model's revision, or from its files."""
+
+    @classmethod
+    def load(cls, extra: Mapping[str, object]) -> Settings:
+        """NotSupported for a name that is no setting, a value of another type, a value out of range."""
+        known = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, object] = {}
+        for name, value in extra.items():
+            if name not in known:
+                raise NotSupported(
+                    f"kv_connector_extra_config: {name!r} is no setting of kvdock, which has {', '.join(known)}."
+                )
+            kind = known[name]
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise NotSupported(
+                    f"kv_connector_extra_config: {name} is {value!r}, and {kind.__name__} is wanted."
+                )
+            values[name] = value
+        made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
+        if not made.address.startswith(("unix:", "http://")):
+            raise NotSupported(
+                f"kv_connector_extra_config: address is {made.address!r}, and unix:/path or http://host:port is wanted."
+            )
+        if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
+            raise NotSupported(
+                "kv_connector_extra_config: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
+                f"{made.chunk_tokens}, {made.copy_threads}, {made.timeout_s}."
+            )
+        return made

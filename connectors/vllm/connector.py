@@ -1,0 +1,238 @@
+"""The class vLLM loads. It holds one of the two sides, by its role, and hands each call on.
+
+    --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvdock.connectors.vllm", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": "unix:/run/kvdock/kvdock.sock"}}'
+
+Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their
+handshake; until it is there every lookup is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvdock.api.client import Client
+from kvdock.api.schemas import Manifest
+from kvdock.connectors.scheduler import SchedulerHalf
+from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.vllm.checked import CheckedScheduler
+from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of
+from kvdock.connectors.vllm.orders import Orders, Report
+from kvdock.connectors.vllm.room import Room
+from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.connectors.vllm.setup import manifest_of, refuse_what_is_not_supported
+from kvdock.connectors.vllm.worker_side import WorkerSide
+
+log = logging.getLogger("kvdock.vllm")
+
+BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
+"""Failed loads can be reported by request (since 0.33's line)."""
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    orders: Orders = field(default_factory=Orders)
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    report: Report = field(default_factory=Report)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerMetadata)
+        self.report.add(other.report)
+        return self
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """`manifest`: as JSON."""
+
+    manifest: bytes
+    instance: str
+
+
+class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
+    """NotSupported, LayoutMismatch or Refused at start, when this engine cannot be served as it is set up."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.load(transfer.kv_connector_extra_config)
+        refuse_what_is_not_supported(vllm_config)
+        if kv_cache_config is None:
+            raise NotSupported("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
+        self._config, self._cache = vllm_config, kv_cache_config
+        self._groups = groups_of(kv_cache_config)
+        self._instance = f"vllm-{transfer.engine_id}"
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better',
+                transfer.kv_load_failure_policy,
+            )
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._handshake: Handshake | None = None
+        self._waiting: list[Any] = []  # requests that came before the handshake
+
+    # ------------------------------------------------------------------ both
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+        self._worker = self._scheduler = None
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        chunk = chunk_tokens(self._groups, self._settings.chunk_tokens)
+        blocks = self._cache.num_blocks
+        manifest = manifest_of(
+            self._config, vllm.__version__, self._groups, kv_caches, num_blocks=blocks, chunk_tokens=chunk,
+            weights_digest=self._settings.weights_digest,
+        )
+        device = next(iter(kv_caches.values())).device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        self._worker = WorkerSide(
+            self._settings, manifest, self._identity("rank0", ranks=(0,), scheduler=False),
+            layouts_of(self._groups, kv_caches, blocks, manifest.token_order),
+            rank=0, device=str(device), stream=stream, by_request=BY_REQUEST,
+        )
+        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._handshake
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, Metadata)
+        if self._worker is not None:
+            self._worker.fence(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        if self._worker is not None:
+            self._worker.begin(metadata.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """What the step reads is there when start_load_kv returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored in later steps."""
+
+    def wait_for_save(self) -> None:
+        """Nothing waits for a store."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        loaded, self._failed = self._worker.ended() if self._worker is not None else (set(), set())
+        return None, loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self._failed
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        report = self._worker.report() if self._worker is not None else Report()
+        return WorkerMetadata(report) if report else None
+
+    # ------------------------------------------------------------------ scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        first, *others = metadata.values()
+        assert isinstance(first, Handshake)
+        if any(other != first for other in others):
+            raise NotSupported("kvdock needs all workers of an engine to keep the same KV, and theirs differ.")
+        manifest = msgspec.json.decode(first.manifest, type=Manifest)
+        client = Client(self._settings.address, timeout_s=self._settings.timeout_s)
+        session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
+        kind = CheckedScheduler if len(self._groups) > 1 else SchedulerHalf
+        half = kind(session, readers=manifest.tensor_parallel)
+        session.start()
+        limits = self._config.scheduler_config
+        room = Room(
+            self._groups, blocks=self._cache.num_blocks - 1, longest_tokens=self._config.model_config.max_model_len,
+            step_tokens=limits.max_num_batched_tokens,
+        )
+        self._scheduler = SchedulerSide(
+            half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async
+        )
+        for request in self._waiting:
+            self._scheduler.arrived(request)
+        self._waiting.clear()
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+        else:
+            self._waiting.append(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.lookup(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            table = [[None if block.is_null else block.block_id for block in column] for column in blocks.blocks]
+            self._scheduler.allocated(request, table, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        return Metadata(self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(told, WorkerMetadata):
+            self._scheduler.take(told.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    def reset_cache(self) -> bool:
+        """The server's cache is not this engine's alone."""
+        log.warning("kvdock keeps what it holds when an engine resets its cache: `kvdock clear` empties the server")
+        return False
+
+    def take_events(self) -> Iterable[Any]:
+        """kvdock's own events are the server's (GET /v1/events)."""
+        return ()
+
+    def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
+        return Identity(
+            instance=self._instance, member=f"{who}-{uuid.uuid4().hex[:12]}", ranks=ranks, scheduler=scheduler,
+            label=f"vLLM {vllm.__version__}",
+        )

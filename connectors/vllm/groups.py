@@ -1,0 +1,130 @@
+"""vLLM's KV cache groups as kvdock's: what a hit must hold of each, and where its pages lie.
+
+A page is what one layer has of one block. It is copied whole and never looked into: its place comes from
+the tensor's own strides, its size from the spec, and the order of the elements inside it goes into the manifest as a
+signature, so that engines whose pages differ inside never meet. Layers at one address are one plane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from kvdock import _core
+from kvdock.connectors.vllm.config import NotSupported
+from kvdock.datapath.layout import PagedLayout, Plane
+
+FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+KINDS = f"{', '.join((*FULL, *WINDOW))}, or uniform groups of these"
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """One KV cache group. `window_tokens`: how many tokens before its end a prefix needs; None: all."""
+
+    window_tokens: int | None
+    block_tokens: int
+    page_bytes: Mapping[str, int]
+    """By layer."""
+    latent: bool
+    """MLA: every rank holds the same bytes."""
+
+
+def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
+    """NotSupported for kinds of KV that a prefix of tokens does not name, and for unequal block sizes."""
+    groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
+    if not groups:
+        raise NotSupported("kvdock has nothing to cache: this model keeps no KV.")
+    sizes = sorted({group.block_tokens for group in groups})
+    if len(sizes) > 1:
+        raise NotSupported(f"kvdock needs one block size in all KV cache groups, found {sizes} tokens.")
+    return groups
+
+
+def _group(group: Any) -> KVGroup:
+    spec = group.kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None)
+    specs = dict(inner) if inner is not None else dict.fromkeys(group.layer_names, spec)
+    kinds = {type(one).__name__ for one in specs.values()}
+    first = next(iter(specs.values()))
+    if kinds <= set(FULL):
+        window = None
+    elif kinds <= set(WINDOW):
+        windows = {one.sliding_window for one in specs.values()}
+        if len(windows) > 1:
+            raise NotSupported(f"kvdock needs one window in a KV cache group, found {sorted(windows)} tokens.")
+        window = max(1, windows.pop() - 1)  # the next token sees itself and so many before it
+    else:
+        raise NotSupported(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
+    pages = {name: int(specs[name].page_size_bytes) for name in group.layer_names if name in specs}
+    return KVGroup(window, int(first.block_size), pages, latent=any("MLA" in kind for kind in kinds))
+
+
+def chunk_tokens(groups: Sequence[KVGroup], wanted: int) -> int:
+    """`wanted`, rounded up to whole blocks of every group."""
+    step = lcm(*(group.block_tokens for group in groups))
+    return -(-wanted // step) * step
+
+
+def signature(groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int) -> str:
+    """The order of the elements inside the pages: sizes and axes by falling stride, the block's axis left out."""
+    orders = []
+    for group in groups:
+        for name in group.page_bytes:
+            tensor = tensors[name]
+            axes = sorted(range(1, len(tensor.shape)), key=lambda axis: -tensor.stride(axis))
+            order = ".".join(f"{axis}:{tensor.shape[axis]}" for axis in axes)
+            split = tensor.shape[0] // num_blocks
+            orders.append(f"{tensor.dtype}/{order}/{split}")
+    if len(set(orders)) == 1:
+        return orders[0]
+    return hashlib.sha256("\n".join(orders).encode()).hexdigest()
+
+
+def layouts_of(
+    groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int, token_order: str
+) -> list[PagedLayout]:
+    """Where each group has its pages. NotSupported for a page that is not contiguous."""
+    layouts = []
+    for group in groups:
+        planes = {_plane(name, tensors[name], page, num_blocks): None for name, page in group.page_bytes.items()}
+        core = _core.PagedLayout(tuple(planes), num_blocks=num_blocks, block_tokens=group.block_tokens)
+        held = [tensors[name] for name in group.page_bytes]
+        layouts.append(
+            PagedLayout("pages", token_order, tuple(planes), num_blocks, group.block_tokens, held, core)
+        )
+    return layouts
+
+
+def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
+    if not hasattr(tensor, "data_ptr"):
+        raise NotSupported(f"kvdock copies one tensor a layer, and layer {name} has {type(tensor).__name__}.")
+    split, rest = divmod(tensor.shape[0], num_blocks)
+    if rest or split < 1:
+        raise NotSupported(
+            f"kvdock needs the block as the first axis of a KV tensor: layer {name} has shape {tuple(tensor.shape)} "
+            f"for {num_blocks} blocks."
+        )
+    element = tensor.element_size()
+    content = element  # grows from the innermost axis outwards while they continue each other
+    for axis in sorted(range(1, len(tensor.shape)), key=tensor.stride):
+        if tensor.shape[axis] > 1:
+            if tensor.stride(axis) * element != content:
+                raise NotSupported(
+                    f"kvdock copies whole pages, and those of layer {name} are not contiguous: shape "
+                    f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}."
+                )
+            content *= tensor.shape[axis]
+    step = tensor.stride(0) * element
+    if split > 1 and step != content:
+        raise NotSupported(f"kvdock copies whole pages, and layer {name} has its blocks in {split} pieces apart.")
+    if content * split > page_bytes or step * split < page_bytes:
+        raise NotSupported(
+            f"kvdock copies whole pages: layer {name} has {content * split} bytes a block, {step * split} apart, and "
+            f"its page is {page_bytes} bytes."
+        )
+    return (tensor.data_ptr(), step * split, page_bytes, 1, page_bytes)

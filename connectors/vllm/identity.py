@@ -1,0 +1,70 @@
+"""What KV depends on: the model and its set-up (the manifest's revision), and what a request adds of its own.
+
+Keys are kvdock's own hashes of the tokens (datapath/identity.py): vLLM's are random per process in some versions.
+So a request whose KV depends on more than model and tokens is not cached: neither looked up nor stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+SAMPLE_BYTES = 1 << 16
+SAMPLES = 64
+"""Of each weights file so many pieces are hashed, evenly spread: other weights differ in nearly every byte."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def depends_on_more_than_tokens(request: Any) -> bool:
+    """Adapters, images, salts, embeddings, and prompts that grow while the request runs."""
+    return bool(
+        getattr(request, "lora_request", None) is not None
+        or getattr(request, "mm_features", None)
+        or getattr(request, "cache_salt", None)
+        or getattr(request, "prompt_embeds", None) is not None
+        or getattr(request, "resumable", False)
+        or request.prompt_token_ids is None
+    )
+
+
+def revision(vllm_config: Any, weights_digest: str) -> str:
+    """Digest of weights and of all of the model's configuration that can change its KV.
+
+    `weights_digest`: takes the place of a look at the files.
+    """
+    model = vllm_config.model_config
+    config = json.loads(model.hf_config.to_json_string(use_diff=False))
+    told = {
+        "hf_config": {
+            name: value for name, value in config.items()
+            if not name.startswith("_") and name != "transformers_version"
+        },
+        "weights": weights_digest or _weights(model.model, model.revision),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "load_format": str(vllm_config.load_config.load_format),
+        "seed": model.seed if str(vllm_config.load_config.load_format).endswith("dummy") else None,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _weights(model: str, named_revision: str | None) -> str:
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{named_revision or 'main'}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in WEIGHTS and path.is_file():
+            _sample(path, digest)
+    return digest.hexdigest()
+
+
+def _sample(path: Path, digest: Any) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}\n".encode())
+    with path.open("rb") as file:
+        for piece in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))

@@ -1,0 +1,59 @@
+"""How much of the block pool may be tied up by loads that vLLM cannot preempt.
+
+A request that loads in the background holds its blocks while it waits, and vLLM preempts only what runs. If such
+requests held so much that the request at the head of the queue could not be given its blocks, and nothing ran, nobody
+would ever move again.
+
+Invariant: blocks of background loads (in full length) + blocks of the largest request known <= blocks of the
+pool. So when all that runs has ended, whoever is at the head fits. What does not fit is loaded in the step that
+runs it, which ties up nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvdock.connectors.vllm.groups import KVGroup
+
+
+class Room:
+    """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step."""
+
+    def __init__(self, groups: Sequence[KVGroup], *, blocks: int, longest_tokens: int, step_tokens: int) -> None:
+        self._groups = groups
+        self._blocks, self._longest, self._step = blocks, longest_tokens, step_tokens
+        self._needs: dict[str, int] = {}  # of every request known
+        self._taken: dict[str, int] = {}  # of those that load in the background, until they run
+
+    def add(self, request: Any) -> None:
+        """A request that may be scheduled from now on."""
+        most = request.num_prompt_tokens + (request.max_tokens or 0)
+        self._needs[request.request_id] = self._blocks_for(min(self._longest, most))
+
+    def fits(self, request: Any) -> bool:
+        others = sum(blocks for other, blocks in self._taken.items() if other != request.request_id)
+        mine = self._needs.get(request.request_id)
+        if mine is None:
+            return False
+        return others + mine + max(self._needs.values()) <= self._blocks
+
+    def take(self, request: Any) -> None:
+        self._taken[request.request_id] = self._needs[request.request_id]
+
+    def give_back(self, request_id: str) -> None:
+        """It runs: vLLM can preempt it."""
+        self._taken.pop(request_id, None)
+
+    def remove(self, request_id: str) -> None:
+        self._needs.pop(request_id, None)
+        self._taken.pop(request_id, None)
+
+    def _blocks_for(self, tokens: int) -> int:
+        total = 0
+        for group in self._groups:
+            held = tokens
+            if group.window_tokens is not None:
+                held = min(tokens, group.window_tokens + self._step + group.block_tokens)
+            total += -(-held // group.block_tokens) + 1
+        return total

@@ -1,0 +1,46 @@
+#!/bin/sh
+# Two vLLM instances share one kvdock server: what the first computed, the second loads.
+#
+#     MODEL=folder-or-name sh examples/two_instances.sh
+#
+# Wants `kvdock` and `vllm` on the PATH, and room for both instances (GPU_SHARE of the memory each).
+set -eu
+: "${MODEL:?say which model}"
+GPU_SHARE=${GPU_SHARE:-0.4}
+POOL=${POOL:-8GiB}
+FIRST=${FIRST:-8101}
+SECOND=${SECOND:-8102}
+
+folder=$(mktemp -d)
+pids=""
+end() {
+    for pid in $pids; do kill "$pid" 2>/dev/null || true; done
+    for pid in $pids; do wait "$pid" 2>/dev/null || true; done
+    rm -rf "$folder"
+}
+trap end EXIT INT TERM
+
+kvdock serve --socket-path "$folder/kvdock.sock" --port 0 --pool-bytes "$POOL" >"$folder/kvdock.log" 2>&1 &
+pids="$pids $!"
+
+for port in "$FIRST" "$SECOND"; do
+    vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --gpu-memory-utilization "$GPU_SHARE" \
+        --served-model-name model --enable-prompt-tokens-details --kv-transfer-config "{
+            \"kv_connector\": \"KvdockConnector\", \"kv_connector_module_path\": \"kvdock.connectors.vllm\",
+            \"kv_role\": \"kv_both\", \"kv_load_failure_policy\": \"recompute\",
+            \"kv_connector_extra_config\": {\"address\": \"unix:$folder/kvdock.sock\"}}" >"$folder/$port.log" 2>&1 &
+    pids="$pids $!"
+    until curl -fs "http://127.0.0.1:$port/health" >/dev/null; do
+        kill -0 $! || { tail -20 "$folder/$port.log"; exit 1; }
+        sleep 1
+    done
+done
+
+prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n 100 | tr '\n' ' ')
+for port in "$FIRST" "$SECOND"; do
+    echo "instance at port $port:"
+    curl -fs "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' \
+        -d "{\"model\": \"model\", \"prompt\": \"$prompt\", \"max_tokens\": 16, \"temperature\": 0}"
+    echo
+done
+kvdock status --server "unix:$folder/kvdock.sock"

@@ -1,0 +1,28 @@
+"""What tests of the vLLM connector need: a server, and tiny models."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import ENGINE_PYTHON, HERE
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as process:
+        yield process
+        assert process.stop() == 0, process.log_text()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders by kind, weights and all."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "gemma", "mla")}
+    for kind, folder in folders.items():
+        program = f"import pathlib, models; models.write({kind!r}, pathlib.Path({str(folder)!r}))"
+        subprocess.run([ENGINE_PYTHON, "-c", program], cwd=HERE, check=True, capture_output=True)
+    return folders

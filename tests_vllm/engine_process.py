@@ -1,0 +1,76 @@
+"""One vLLM engine on the CPU, in a process of its own: reads jobs as JSON lines, writes answers.
+
+    python engine_process.py '{"model": "folder", "address": "unix:/…" or null, …}'
+
+A job is {"do": "generate", "prompts": [[…]]}, {"do": "reset"} or {"do": "drain"}. The first line it writes says what
+the engine is made of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1"
+)
+
+
+def main() -> None:
+    said = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    from vllm import LLM, SamplingParams
+
+    transfer: dict[str, Any] = {}
+    if said["address"]:
+        extra = {"address": said["address"], "chunk_tokens": 64, **said.get("extra", {})}
+        transfer = {"kv_transfer_config": {
+            "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+        }}
+    llm = LLM(
+        model=said["model"], tokenizer=said["model"], skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
+        enforce_eager=True, block_size=32, seed=0, num_gpu_blocks_override=said.get("blocks", 200), max_num_seqs=4,
+        max_num_batched_tokens=256, disable_log_stats=True, **transfer,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    groups = scheduler.kv_cache_config.kv_cache_groups
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    def drain() -> None:
+        while scheduler.has_requests():
+            llm.llm_engine.step()
+            time.sleep(0.001)  # stores end in other threads
+
+    say({"groups": len(groups)})
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job["do"] == "reset":
+            drain()
+            say({"reset": llm.reset_prefix_cache()})
+        elif job["do"] == "drain":
+            drain()
+            say({})
+        else:
+            # One after the other: how requests are batched changes the last bits by itself.
+            outs = [llm.generate({"prompt_token_ids": p}, params, use_tqdm=False)[0] for p in job["prompts"]]
+            say({
+                "runs": [
+                    [[t, at[t].logprob.hex()] for t, at in
+                     zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)] for out in outs
+                ],
+                "cached": [out.num_cached_tokens for out in outs],
+            })
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

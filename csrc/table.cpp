@@ -55,6 +55,8 @@ Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
     v.resize(n);
     for (uint32_t i = 0; i < n; ++i) v[i] = n - 1 - i;
   };
+  for (uint32_t cell = 0; cell < header_->max_grants; ++cell)
+    grants_[cell].word = grant_word(cell, 0, GrantState::kAbsent);
   fill(free_sessions_, kMaxSessions);
   fill(free_members_, kMaxMembers);
   fill(free_grants_, header_->max_grants);

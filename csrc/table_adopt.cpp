@@ -234,7 +234,7 @@ void Table::Adopter::judge_body(const Grant& g, uint32_t cell) const {
 
 void Table::Adopter::judge_grant(uint32_t cell) {
   const Grant& g = t.grants_[cell];
-  if (!whole(g.word) || g.state() > GrantState::kClosed) refuse("a grant's state is damaged", cell);
+  if (!whole(g.word, cell + 1) || g.state() > GrantState::kClosed) refuse("a grant's state is damaged", cell);
   if (g.state() == GrantState::kAbsent) return;
   judge_body(g, cell);
   found.clock_ms = std::max(found.clock_ms, g.opened_ms);

@@ -40,10 +40,13 @@ void Table::Adopter::take_over() {
     KVDOCK_PAUSE("adopt.one_aborted");
     ++found.aborted;
   }
-  for (uint32_t cell : forgotten) publish(t.grants_[cell].word, sealed(t.grants_[cell].use() << 2));
+  for (uint32_t cell : forgotten) {
+    Grant& g = t.grants_[cell];
+    publish(g.word, grant_word(cell, g.use(), GrantState::kAbsent));
+  }
   for (uint32_t cell : done) {
     Grant& g = t.grants_[cell];
-    publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+    publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
     if (g.kind != GrantKind::kLease) continue;
     g.line_count = 0;
     g.first_block = g.last_block = kNone;
@@ -93,7 +96,7 @@ void Table::Adopter::restart_grant(uint32_t cell, const Lines& lines) {
     publish(g.released[i], ~holders[i]);
   }
   if (g.kind == GrantKind::kReservation)
-    publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+    publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   ++(g.kind == GrantKind::kLease ? found.leases : found.reservations);
 }
 

@@ -45,7 +45,7 @@ void Table::seal_grant(uint32_t cell) {
   Grant& g = grants_[cell];
   g.crc = body_crc(g);
   KVDOCK_PAUSE("grant.body_written");
-  publish(g.word, sealed((g.use() + 1) << 2 | static_cast<uint64_t>(GrantState::kOpen)));
+  publish(g.word, grant_word(cell, g.use() + 1, GrantState::kOpen));
   KVDOCK_PAUSE("grant.open");
   session_state_[g.session].grants.insert(cell);
   RequestKey key{session_id(g.session), g.kind, g.request};
@@ -101,7 +101,7 @@ bool Table::reclaim_tombstone() {
   free_lines(g);
   auto it = requests_.find(grant_request_[cell]);
   if (it != requests_.end() && it->second == cell) requests_.erase(it);
-  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kAbsent)));
+  publish(g.word, grant_word(cell, g.use(), GrantState::kAbsent));
   free_grants_.push_back(cell);
   return true;
 }
@@ -158,7 +158,7 @@ void Table::discharge(uint32_t cell, uint32_t rank) {
 void Table::close_reservation(uint32_t cell) {
   Grant& g = grants_[cell];
   if (g.state() != GrantState::kOpen) return;
-  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+  publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   answers_.erase(cell);
   for_each_line(g, [&](const Line& line) {
     Record& r = record(line.record);
@@ -174,7 +174,7 @@ void Table::finish_if_done(uint32_t cell) {
   Grant& g = grants_[cell];
   if (g.live_holders() || !session_state_[g.session].grants.count(cell)) return;
   if (g.kind == GrantKind::kReservation && !g.completed) close_reservation(cell);
-  publish(g.word, sealed(g.use() << 2 | static_cast<uint64_t>(GrantState::kClosed)));
+  publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   KVDOCK_PAUSE("discharge.closed");
   session_state_[g.session].grants.erase(cell);
   answers_.erase(cell);

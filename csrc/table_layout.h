@@ -20,7 +20,7 @@ namespace kvdock {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
-constexpr uint32_t kTableVersion = 2;
+constexpr uint32_t kTableVersion = 3;
 constexpr uint32_t kMaxKeys = 4096;
 constexpr uint32_t kMaxRanks = 128;
 constexpr uint32_t kMaxGroups = 16;
@@ -54,10 +54,13 @@ inline void publish(uint64_t& word, uint64_t value) {
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
-// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten says so. 0 is 0.
+// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten says so. With a place
+// the check covers it too: a word of another place is no word here, and neither is 0. Without one 0 is 0.
 constexpr uint64_t kWordMask = (1ull << 48) - 1;
-constexpr uint64_t sealed(uint64_t value) { return value | (value * 0x9e3779b97f4a7c15ull >> 48) << 48; }
-constexpr bool whole(uint64_t word) { return word == sealed(word & kWordMask); }
+constexpr uint64_t sealed(uint64_t value, uint64_t place = 0) {
+  return value | ((value + (place << 48 | place)) * 0x9e3779b97f4a7c15ull >> 48) << 48;
+}
+constexpr bool whole(uint64_t word, uint64_t place = 0) { return word == sealed(word & kWordMask, place); }
 
 // ---- records -----------------------------------------------------------------------------------
 //
@@ -115,7 +118,7 @@ struct LineBlock {
 };
 
 struct Grant {
-  uint64_t word;  // sealed: use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
+  uint64_t word;  // grant_word(): use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
   uint32_t crc;
   GrantKind kind;
   uint64_t id;
@@ -144,6 +147,11 @@ struct Grant {
   bool live_holders() const { return (holders[0] | holders[1]) != 0; }
   bool holds(uint32_t rank) const { return holders[rank / 64] >> (rank % 64) & 1; }
 };
+
+// Sealed with its cell, and in every cell from the start: a promise must not vanish with a word that was lost.
+constexpr uint64_t grant_word(uint32_t cell, uint64_t use, GrantState state) {
+  return sealed(use << 2 | static_cast<uint64_t>(state), cell + 1);
+}
 
 // ---- identity, life ----------------------------------------------------------------------------
 enum class GroupKind : uint32_t { kFull = 0, kWindow = 1, kState = 2 };

@@ -14,6 +14,7 @@ from kvdock.api.client import Client
 from kvdock.api.errors import CODES
 from kvdock.api.history import SERIES
 from kvdock.api.openapi import wire_structs
+from kvdock.api.wire import SECURITY_HEADERS
 
 
 @pytest.fixture
@@ -104,6 +105,20 @@ def test_the_page_and_its_files_are_served_and_may_load_only_from_here(server: S
     for name, kind in (("app.js", "text/javascript"), ("style.css", "text/css")):
         status, headers, _ = get(server, f"/static/{name}")
         assert status == 200 and headers["content-type"].startswith(kind)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(("method", "path", "body", "wanted"), [
+    ("GET", "/v1/status", None, 200), ("GET", "/metrics", None, 200), ("GET", "/livez", None, 200),
+    ("GET", "/openapi.json", None, 200), ("GET", "/nowhere", None, 404), ("PUT", "/v1/lookups", b"{}", 405),
+    ("POST", "/v1/lookups", b"{", 400), ("POST", "/v1/lookups", b"\x93", 422), ("POST", "/v1/cache/clear", b"[]", 422),
+])
+def test_every_answer_has_the_security_headers(
+    server: ServerProcess, method: str, path: str, body: bytes | None, wanted: int
+) -> None:
+    kind = "application/msgpack" if body == b"\x93" else "application/json"
+    status, headers, _ = raw(server.http, method, path, body, {"Content-Type": kind})
+    assert status == wanted and {name: headers.get(name) for name in SECURITY_HEADERS} == SECURITY_HEADERS
 
 
 @pytest.mark.security

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, unique
 
+from kvdock.api import admin_schemas as a
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
@@ -102,7 +103,8 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             assert (await client.attach(mine.body)).session == mine.session
             assert (await client.heartbeat(mine.session, s.Heartbeat(member=mine.member))).questions == []
             assert mine.session in {view.session for view in (await client.sessions(limit=1000)).sessions}
-            store = s.Reserve(session=mine.session, member=mine.member, store="s", keys=keys(2, unique("async")))
+            names = keys(2, unique("async"))
+            store = s.Reserve(session=mine.session, member=mine.member, store="s", keys=names)
             granted = await client.reserve(store)
             assert granted.reservation is not None
             parts = [s.PartDone(chunk.index, 0, 9) for chunk in granted.chunks]
@@ -125,6 +127,16 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             assert other.reservation is not None
             assert (await client.abort(other.reservation, s.Abort(session=mine.session, ranks=[0]))).remaining == []
             assert (await client.segments()).segments and (await client.status()).status == "ok"
+            space = mine.attached.namespace
+            assert space in {view.namespace for view in (await client.namespaces(limit=100)).namespaces}
+            kept = a.PinChunks(namespace=space, keys=names, duration_s=60.0)
+            assert (await client.pin(kept)).chunks == 1, "the other was found to be damaged"
+            assert (await client.delete(a.DeleteChunks(namespace=space, keys=names))).chunks == 1
+            with pytest.raises(ApiError) as unknown:
+                await client.clear(a.ClearCache(namespace="0" * len(space)))
+            assert unknown.value.code == "unknown_namespace"
+            low = (await client.config()).limits.low_water
+            assert (await client.configure(a.PatchConfig(low_water=low))).limits.low_water == low
             assert (await client.stats()).series is not None and (await client.requests(limit=1)).requests
             await client.leave(mine.session, mine.member)
             with pytest.raises(ApiError) as error:

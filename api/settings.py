@@ -57,6 +57,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
+Growth = Literal["demand", "ahead"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +83,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Below this free share of the pool it grows, or, when full, evicts."""
     high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.10
     """Watermark eviction stops at this free share."""
+    growth: Growth = "demand"
+    """When the pool gets its memory: as stores need it, or all of it behind the start."""
     table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17
     table_grants: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 1 << 13
     session_cap: Share = 0.25
@@ -246,7 +249,9 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
     return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {"on_exit": get_args(OnExit), "adopt": get_args(Adopt)}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth)
+}
 
 
 def _named(name: str, value: object, where: Mapping[str, str]) -> str:

@@ -21,6 +21,8 @@ MEANINGS: dict[str, str] = {
     "prefault_threads": "Threads that touch new memory so that engines find it in place.",
     "low_water": "Below this free share of the pool it grows or, when full, evicts.",
     "high_water": "Eviction by `low_water` stops at this free share.",
+    "growth": "When the pool gets its memory: `demand`, as stores need it, or `ahead`, all of it behind the start: for "
+    "engines that copy with a GPU, which must pin memory before they can use it.",
     "table_records": "How many chunks of up to four parts the table has room for.",
     "table_grants": "How many leases and reservations may be open at once.",
     "session_cap": "Share of the pool that one session may hold pinned.",

@@ -48,9 +48,12 @@ def runtime_of(library: str) -> str:
 def run(name: str) -> int:
     kind = KINDS[name]
     core = build(f"sanitize-{name}", kind.flags)
-    environ = {**os.environ, **kind.options, "LD_PRELOAD": runtime_of(kind.runtime), "KVDOCK_TEST_CORE": str(core)}
+    # The C++ library too: what it throws is looked at from the start, or not at all.
+    preload = f"{runtime_of(kind.runtime)} {runtime_of('libstdc++.so.6')}"
+    environ = {**os.environ, **kind.options, "LD_PRELOAD": preload, "KVDOCK_TEST_CORE": str(core)}
     tests = [str(ROOT / "tests" / test) for test in kind.tests if test != "damage"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized_core", "-p", "no:cacheprovider", *tests]
+    # Not captured: a report must be seen, and what it is about ends the process.
+    pytest = [sys.executable, "-m", "pytest", "-qxs", "-p", "sanitized_core", "-p", "no:cacheprovider", *tests]
     status = subprocess.run(pytest, cwd=ROOT, env=environ).returncode
     if status == 0 and "damage" in kind.tests:
         program = "import sanitized_core, damage_helpers; damage_helpers.main(1, 200)"

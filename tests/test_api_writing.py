@@ -212,6 +212,22 @@ def test_a_pool_grows_segment_by_segment_before_it_evicts() -> None:
         engine.close()
 
 
+@pytest.mark.parametrize(("growth", "grown"), [("ahead", True), ("demand", False)])
+def test_a_pool_has_all_of_its_memory_behind_the_start_when_told_so(growth: str, grown: bool) -> None:
+    from api_helpers import MIB
+
+    with (
+        ServerProcess(pool_bytes=4 * MIB, segment_bytes=1 * MIB, growth=growth) as server,
+        Client(server.unix) as client,
+    ):
+        if grown:
+            eventually(lambda: client.status().pool.segments == 4)
+        engine = attach(client)
+        engine.store(keys(8, unique("little")))
+        assert client.status().pool.segments == (4 if grown else 1)
+        engine.close()
+
+
 def test_the_watermark_keeps_some_of_a_full_pool_free() -> None:
     from api_helpers import MIB
 

@@ -240,6 +240,7 @@ void Table::Adopter::judge_grant(uint32_t cell) {
   found.clock_ms = std::max(found.clock_ms, g.opened_ms);
   const Session& s = t.sessions_[g.session];
   bool session_open = s.live() && s.use() == g.session_use;
+  if (!holders_possible(g)) refuse("a grant's holders are damaged", cell);
   uint64_t holders[2];
   holders_of(g, holders);
   if (!(holders[0] | holders[1])) {

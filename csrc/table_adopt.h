@@ -54,13 +54,22 @@ struct Table::Adopter {
   void settle_all();
 };
 
+// Bits of the grant's readers in word i of its holders.
+inline uint64_t readers_mask(const Grant& g, uint32_t i) {
+  uint32_t ranks = g.readers > 64 * i ? std::min(g.readers - 64 * i, 64u) : 0;
+  return ranks == 64 ? ~0ull : (1ull << ranks) - 1;
+}
+
 // Undischarged holders: a rank counts as one until both words say that it is not.
 inline void holders_of(const Grant& g, uint64_t out[2]) {
-  for (uint32_t i = 0; i < 2; ++i) {
-    uint32_t ranks = g.readers > 64 * i ? std::min(g.readers - 64 * i, 64u) : 0;
-    uint64_t mask = ranks == 64 ? ~0ull : (1ull << ranks) - 1;
-    out[i] = (g.holders[i] | ~g.released[i]) & mask;
-  }
+  for (uint32_t i = 0; i < 2; ++i) out[i] = (g.holders[i] | ~g.released[i]) & readers_mask(g, i);
+}
+
+// No rank holds and has released; the bits of ranks that are none are as the grant was opened.
+inline bool holders_possible(const Grant& g) {
+  for (uint32_t i = 0; i < 2; ++i)
+    if ((g.holders[i] & g.released[i]) || ((g.holders[i] | ~g.released[i]) & ~readers_mask(g, i))) return false;
+  return true;
 }
 
 }  // namespace kvdock

@@ -105,6 +105,8 @@ def trial(region: Region, number: int, seed: int, whole: tuple[list[object], Chu
         return f"{kind}: refused" if isinstance(error, TableError) else f"{kind}: too short to map"
     promised, stored = whole
     if held(table) != promised:
+        if all(one in held(table) for one in promised):
+            return f"{kind}: a promise more"  # a rank's word was lost: it is held to be still at work, which is safe
         raise AssertionError(f"trial {seed}.{number}, {kind}: promises changed: {held(table)}, were {promised}")
     got = chunks(table)
     for at, parts in got.items():

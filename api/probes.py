@@ -60,7 +60,21 @@ def ready(service: CacheService) -> Health:
         reasons.append(CAP_REACHED)
     if records >= service.settings.table_records and stuck:
         reasons.append(TABLE_HELD)
+    if not {ALL_HELD, CAP_REACHED, TABLE_HELD}.isdisjoint(reasons):
+        reasons += most_held_by(service)
     return _health(reasons)
+
+
+def most_held_by(service: CacheService) -> list[str]:
+    """A sentence that names the session that holds most; none when nobody holds anything."""
+    views = [view for view in service.table.sessions() if view.held_bytes]
+    if not views:
+        return []
+    most = max(views, key=lambda view: view.held_bytes)
+    record = service.registry.of_table_id(most.session)
+    who = "(not back yet)" if record is None else " ".join((record.id, record.label or record.instance))
+    held, leases, reservations = most.held_bytes, most.leases, most.reservations
+    return [f"most is held by session {who}: {held} bytes, {leases} leases, {reservations} reservations"]
 
 
 def _health(reasons: list[str]) -> Health:

@@ -47,9 +47,11 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
         granted = engine.reserve(keys(63, "all of it"))
         assert len(granted.chunks) == 63
         status, answer = call(server.http, "GET", "/readyz")
-        assert status == 503 and answer == {"status": "not ready", "reasons": [ALL_HELD]}
+        who = f"{engine.session} {engine.body.instance}"
+        whose = f"most is held by session {who}: 1032192 bytes, 0 leases, 1 reservations"
+        assert status == 503 and answer == {"status": "not ready", "reasons": [ALL_HELD, whose]}
         assert call(server.http, "GET", "/healthz") == (503, answer)
-        assert ok(server.http, "GET", "/v1/status")["reasons"] == [ALL_HELD]
+        assert ok(server.http, "GET", "/v1/status")["reasons"] == answer["reasons"]
         assert metrics(server.http)["kvdock_ready"].samples[0].value == 0
         for path in ("/livez", "/startupz"):
             assert ok(server.http, "GET", path) == {"status": "ok", "reasons": []}
@@ -83,7 +85,9 @@ def test_a_server_at_its_total_cap_is_not_ready() -> None:
         assert ok(server.http, "GET", "/readyz")["status"] == "ok"
         ok(server.http, "PATCH", "/v1/config", {"total_cap": CHUNK_BYTES / MIB})
         engine.lookup(keys(63, "half of it"))
-        assert call(server.http, "GET", "/readyz") == (503, {"status": "not ready", "reasons": [CAP_REACHED]})
+        status, answer = call(server.http, "GET", "/readyz")
+        assert status == 503 and answer["reasons"][0] == CAP_REACHED
+        assert f"most is held by session {engine.session} " in answer["reasons"][1]
         engine.close()
 
 

@@ -196,7 +196,7 @@ class Bench:
             if not busy():
                 raise RuntimeError("the copies ended before the victim")
             while busy():
-                time.sleep(0.001)
+                time.sleep(0.001)  # the next figure wants an idle bus
             torch.cuda.synchronize(self.device)
             return took
 

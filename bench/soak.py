@@ -199,7 +199,7 @@ class Server:
         while self.status() is None:
             if time.monotonic() > until or self.process.poll() is not None:
                 raise RuntimeError(f"the server did not start: {Path(self._folder, 'server.log').read_text()[-2000:]}")
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two questions whether it is up
 
     def status(self) -> Status | None:
         try:
@@ -289,7 +289,7 @@ def run(minutes: float, workers: int, server_kills: int, seed: int) -> dict[str,
                     totals.counts["server_kills"] += 1
                 if not totals.samples or at_s > totals.samples[-1].at_s + SAMPLE_S:
                     totals.samples.append(running.sample(at_s))
-                time.sleep(0.05)
+                time.sleep(0.05)  # between two looks at workers that run by themselves
         finally:
             crew.stop()
         left = settle(running)
@@ -303,7 +303,7 @@ def settle(running: Server) -> dict[str, int]:
     while (status := running.status()) is None or status.leases + status.reservations + status.sessions:
         if time.monotonic() > until:
             break
-        time.sleep(0.2)
+        time.sleep(0.2)  # deaths are seen and settled meanwhile
     assert status is not None
     return {"leases_left": status.leases, "reservations_left": status.reservations, "sessions_left": status.sessions}
 

@@ -159,5 +159,5 @@ def until(claim: Any, what: str, timeout_s: float = PATIENCE_S) -> Any:
     end = time.monotonic() + timeout_s
     while not (found := claim()):
         assert time.monotonic() < end, f"it never came true: {what}"
-        time.sleep(0.01)
+        time.sleep(0.01)  # another process gets there meanwhile
     return found

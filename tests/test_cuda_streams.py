@@ -115,7 +115,7 @@ def test_waiting_costs_no_gil() -> None:
         turns = 0
         while waiter.is_alive():
             turns += 1
-            time.sleep(0.001)
+            time.sleep(0.001)  # a turn that wants the GIL back
         assert turns > 20
         assert handle.done()
 

@@ -62,7 +62,7 @@ def test_a_reservation_under_way_is_finished_before_the_pool_changes_hands(tmp_p
 
         asking = threading.Thread(target=ask)
         asking.start()
-        time.sleep(0.5)
+        time.sleep(0.5)  # time enough to leave too early
         assert first.poll() is None, "it waits for the writer"
         engine.commit(granted)
         asking.join(TIMEOUT_S)

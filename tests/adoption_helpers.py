@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from api_helpers import ServerProcess
-from connector_helpers import sweep
 
 from kvdock._core import Table
 from kvdock.api.adopt import Adopted, adopt_pool
 from kvdock.api.settings import Settings
-
-
-@contextmanager
-def mortal(**settings: object) -> Iterator[ServerProcess]:
-    """A server that may be killed; whatever is left of its pool is removed."""
-    with ServerProcess(**settings) as server:
-        try:
-            yield server
-        finally:
-            server.stop(signal.SIGKILL)
-            sweep(server)
 
 
 @contextmanager

@@ -6,9 +6,11 @@ threads. A Rig is what an engine process has, minus the model: its blocks hold w
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,14 @@ def sweep(server: ServerProcess) -> None:
     """Removes what a killed server left in shared memory."""
     for name in server.shared_memory():
         (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def mortal(**settings: object) -> Iterator[ServerProcess]:
+    """A server that may be killed; whatever is left of its pool is removed."""
+    with ServerProcess(**settings) as server:
+        try:
+            yield server
+        finally:
+            server.stop(signal.SIGKILL)
+            sweep(server)

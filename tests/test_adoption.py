@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from adoption_helpers import adopted_here, mortal, next_at
+from adoption_helpers import adopted_here, next_at
 from api_helpers import ServerProcess, attach, eventually, keys, unique
-from connector_helpers import CHUNK, engine_over, kvdock_of
+from connector_helpers import CHUNK, engine_over, kvdock_of, mortal
 from engine_helpers import config, make_engine, prompt, run_one, sampling
 
 from kvdock.api.client import Client

@@ -17,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
-from connector_helpers import CHUNK, Rig, mapped_objects, open_descriptors, own_threads, sweep, tokens_of
+from connector_helpers import CHUNK, Rig, mapped_objects, mortal, open_descriptors, own_threads, tokens_of
 from pin_helpers import GatedLock, MemoryLock, locked_bytes
 
 from kvdock.api.app import create_app
@@ -32,17 +32,6 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.errors import SegmentNotPinned
 from kvdock.datapath.liveness import remove_stale
 from kvdock.datapath.pinning import Pin
-
-
-@contextmanager
-def restartable(**settings: object) -> Iterator[ServerProcess]:
-    """A server that a test may kill: what it leaves in shared memory is removed."""
-    with ServerProcess(**settings) as server:
-        try:
-            yield server
-        finally:
-            server.stop(signal.SIGKILL)
-            sweep(server)
 
 
 @contextmanager
@@ -94,7 +83,7 @@ def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
 def test_segments_that_the_pool_gave_up_are_unmapped_and_the_others_go_on() -> None:
     before = mapped_objects()
     sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
-    with restartable(**sizes) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+    with mortal(**sizes) as server, Rig(server.unix) as rig, Client(server.unix) as client:
         for number in range(3):  # each as large as most of a segment
             rig.store(f"s{number}", tokens_of(60 + number, 25), range(100))
         grown = len(client.segments().segments)
@@ -114,7 +103,7 @@ def test_segments_that_the_pool_gave_up_are_unmapped_and_the_others_go_on() -> N
 
 def test_a_killed_server_is_a_miss_and_its_memory_is_given_back_with_its_pool() -> None:
     before = mapped_objects()
-    with restartable() as server, Rig(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         tokens = tokens_of(2, 2)
         rig.store("s", tokens, range(8))
         assert mapped_objects() == before + 2, "a segment and the lock file"
@@ -131,7 +120,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
     """A plan of the first life is carried out while the second is attached: its memory stays mapped, and that the
     second server knows nothing of it is no reason to leave the second."""
     before = mapped_objects()
-    with restartable() as server, Rig(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         tokens = tokens_of(3, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("r", tokens) == 128
@@ -152,7 +141,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
 
 
 def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
-    with restartable() as server, Rig(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         tokens = tokens_of(4, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("r", tokens) == 128
@@ -171,7 +160,7 @@ def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
 
 
 def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_lease_holds() -> None:
-    with restartable(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix, timeout_s=0.2) as rig:
+    with mortal(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix, timeout_s=0.2) as rig:
         tokens = tokens_of(5, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("waits", tokens) == 128
@@ -199,7 +188,7 @@ def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_leas
 
 def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together() -> None:
     """Not after a timeout each: the engine needs those blocks."""
-    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
         stopped(server)
         began = time.monotonic()
         offered = {}
@@ -215,7 +204,7 @@ def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together()
 
 def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
     """The bytes are in shared memory: only the word of release has to wait."""
-    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
         tokens = tokens_of(20, 2)
         rig.store("s", tokens, range(8))
         for number in range(8):
@@ -231,7 +220,7 @@ def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
 
 
 def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
-    with restartable() as server, Rig(server.unix, timeout_s=1.0) as rig:
+    with mortal() as server, Rig(server.unix, timeout_s=1.0) as rig:
         before = rig.attachment
         stopped(server)
         for number in range(8):
@@ -247,7 +236,7 @@ def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
 def test_the_connector_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvdock.connector")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with restartable() as server, Rig(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             server.process.kill()
@@ -262,7 +251,7 @@ def test_the_connector_outlives_a_time_without_descriptors(caplog: pytest.LogCap
 
 
 def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
-    with restartable() as server:
+    with mortal() as server:
         before = open_descriptors(), own_threads(), mapped_objects()
         with Rig(server.unix, timeout_s=0.2) as rig:
             tokens = tokens_of(40, 3 * 2)
@@ -329,7 +318,7 @@ def test_an_engine_that_pins_nothing_says_nothing_of_it() -> None:
 def test_segments_that_the_pool_grows_and_gives_up_are_pinned_and_unpinned() -> None:
     before_locked, before_mapped = locked_bytes(), mapped_objects()
     sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
-    with restartable(**sizes) as server, Client(server.unix) as client, pinning(server, MemoryLock()) as session:
+    with mortal(**sizes) as server, Client(server.unix) as client, pinning(server, MemoryLock()) as session:
         eventually(lambda: reported(client) == [1])
         writer = attach(client)
         writer.store(keys(150))  # parts of 16 KiB
@@ -350,7 +339,7 @@ def test_segments_that_the_pool_grows_and_gives_up_are_pinned_and_unpinned() -> 
 
 def test_after_a_restart_of_the_server_all_is_pinned_anew() -> None:
     before = locked_bytes()
-    with restartable() as server, pinning(server, MemoryLock()) as session:
+    with mortal() as server, pinning(server, MemoryLock()) as session:
         with Client(server.unix) as client:
             eventually(lambda: reported(client) == [1])
         first = attached(session)
@@ -363,7 +352,7 @@ def test_after_a_restart_of_the_server_all_is_pinned_anew() -> None:
 
 
 def test_a_member_that_comes_back_says_what_it_still_has_pinned() -> None:
-    with restartable() as server, pinning(server, MemoryLock()) as session, Client(server.unix) as client:
+    with mortal() as server, pinning(server, MemoryLock()) as session, Client(server.unix) as client:
         eventually(lambda: reported(client) == [1])
         before = attached(session)
         session.lost(before, ServerUnavailable("the line was cut"))

@@ -6,8 +6,6 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ from connector_helpers import (
     engine_over,
     kvdock_of,
     mapped_objects,
+    mortal,
     open_descriptors,
     own_threads,
-    sweep,
 )
 from engine_helpers import TINY, config, make_engine, prompt, run_one, sampling
 
@@ -50,16 +48,6 @@ def finish(engines: list[Engine], done: dict[str, Completion]) -> None:
 
 def attached(engine: Engine) -> bool:
     return kvdock_of(engine).session.attachment is not None
-
-
-@contextmanager
-def mortal(**settings: object) -> Iterator[ServerProcess]:
-    with ServerProcess(**settings) as server:
-        try:
-            yield server
-        finally:
-            server.stop(signal.SIGKILL)
-            sweep(server)
 
 
 def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> None:

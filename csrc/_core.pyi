@@ -394,8 +394,9 @@ class CudaStopwatch:
 class CudaCopy:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
-    def order(self, stream: int) -> None:
-        """Work put on `stream` from now on runs after the copy. Never waits for the GPU."""
+    def order(self, stream: int, band: int | None = None) -> None:
+        """Work put on `stream` from now on runs after the copy, or after its bands up to `band`. Never waits for the
+        GPU."""
 
     def checksums(self) -> list[int]:
         """Waits; one a part. Raises CudaError when the copy failed."""
@@ -428,8 +429,10 @@ class CudaCopier:
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None
     ) -> CudaCopy: ...
     def scatter(
-        self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, after: int | None = None
-    ) -> CudaCopy: ...
+        self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *,
+        after: int | None = None, bands: Sequence[int] = (),
+    ) -> CudaCopy:
+        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once."""
     def fileno(self) -> int:
         """An eventfd that counts copies that ended."""
 

@@ -2,6 +2,7 @@
 
     copier.scatter(parts, after=stream) ─► handle     only enqueues; `after`'s work so far comes first
     handle.order(stream)                              `stream`'s later work comes after the copy
+    handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
     handle.done() | wait() | copier.fileno()          for the host, which need not ask
 
 The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
@@ -30,9 +31,10 @@ class CopyTuning:
     piece_bytes: int = 16 << 20
     """Of one staging buffer."""
     buffers: int = 2
-    load_blocks: int = 16
-    """Thread blocks of a kernel that fills paged blocks from staging; `store_blocks` that empties them."""
-    store_blocks: int = 16
+    load_blocks: int = 8
+    """Thread blocks of a kernel that fills paged blocks from staging; `store_blocks` that empties them. Each keeps a
+    multiprocessor from the engine: kernels that want all of them wait for it, and few fill PCIe."""
+    store_blocks: int = 4
     direct_blocks: int = 8
     """Thread blocks of a kernel that works on pinned host memory itself."""
     direct_load_bytes: int = 4 << 20
@@ -66,9 +68,10 @@ class CudaHandle:
         """True once the copy has ended, False on timeout. Sleeps without the GIL."""
         return self._copy.wait(timeout_s)
 
-    def order(self, stream: int) -> None:
-        """What is put on `stream` (a CUstream as an integer) from now on runs after the copy."""
-        self._copy.order(stream)
+    def order(self, stream: int, band: int | None = None) -> None:
+        """What is put on `stream` (a CUstream as an integer) from now on runs after the copy, or after its bands up to
+        `band`. CopyError for a band that it does not have."""
+        self._copy.order(stream, band)
 
     def result(self) -> list[PartResult]:
         """Waits, then one result a part in order. CudaError when the copy failed: nothing is known of its bytes."""
@@ -112,11 +115,14 @@ class CudaCopier:
         copied = self._core.gather(self._number, packed.slots, packed.block_ids, packed.starts, after=after)
         return CudaHandle(copied, tuple(parts))
 
-    def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
-        """Slots → paged blocks. Else as gather()."""
+    def scatter(
+        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = ()
+    ) -> CudaHandle:
+        """Slots → paged blocks. `bands`: cut by planes of the layout, so that a reader of the first layers need not
+        wait for the last (handle.order): where each ends, rising, the last at their number. Else as gather()."""
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()
-        return CudaHandle(self._core.scatter(self._number, *packed, after=after), tuple(parts))
+        return CudaHandle(self._core.scatter(self._number, *packed, after=after, bands=bands), tuple(parts))
 
     def fileno(self) -> int:
         """An eventfd, readable when copies have ended since it was last read; it counts them."""

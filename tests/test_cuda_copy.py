@@ -241,6 +241,8 @@ class RandomCase:
         few = min(self.blocks, 32)
         self.lists = [random.permutation(self.blocks)[: int(random.integers(0, few + 1))].tolist() for _ in range(4)]
         self.skips = [int(random.integers(0, len(ids) + 1)) for ids in self.lists]
+        ends = [end for end in range(1, len(self.planes)) if random.integers(2)]
+        self.bands = [*ends, len(self.planes)] if ends else []
         direct = int(random.choice([0, 1 << 40]))
         load, store, at_once = (int(random.integers(1, 33)) for _ in range(3))
         self.tuning = CopyTuning(1 << 20, int(random.integers(2, 4)), load, store, at_once, direct, direct)
@@ -274,7 +276,8 @@ def test_random_layouts_move_as_the_cpu_moves_them(round_: int) -> None:
             for i, ids in enumerate(case.lists):
                 expected = checksum(slots.read(i)[: len(plain[i][1])])
                 part = PartCopy(slots.address(i), ids, case.skips[i], expected)
-                assert copier.scatter([part]).result()[0].ok and cpu.scatter([part]).result()[0].ok, told
+                assert copier.scatter([part], bands=case.bands).result()[0].ok, told
+                assert cpu.scatter([part]).result()[0].ok, told
                 assert torch.equal(paged.cpu(), host[at : at + case.bytes]), told
             cpu.close()
 

@@ -19,6 +19,7 @@ from kvdock.datapath import tuning as tunings
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning
+from kvdock.datapath.errors import CopyError
 from kvdock.datapath.tuning import cached_tunings, tuned
 
 pytestmark = needs_gpu
@@ -71,6 +72,42 @@ def test_work_ordered_after_a_load_reads_what_it_brought(way: str) -> None:
             after.synchronize()
             assert all(bool(one) for one in seen)
             assert handle.result()[0].ok
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_band_is_there_for_work_ordered_after_it_and_the_last_bands_need_not_be(way: str) -> None:
+    paged, reader = paged_kv(), new_stream()
+    size, other = paged.layout.part_bytes(40), paged.layout.part_bytes(24)
+    planes = len(paged.layout.planes)
+    bands = [2, 4, planes]
+    with slots_in("host", 2, size) as slots, cuda_copier(paged.layout, WAYS[way]) as copier:
+        slots.write(0, b"\7" * size)
+        slots.write(1, b"\7" * size)
+        for _ in range(5):
+            fill(paged, 3)
+            torch.cuda.synchronize()
+            ids = torch.randperm(64)
+            parts = [
+                PartCopy(slots.address(0), ids[:40], 0, checksum(b"\7" * size)),
+                PartCopy(slots.address(1), ids[40:], 0, checksum(b"\7" * other)),
+            ]
+            handle = copier.scatter(parts, bands=bands)
+            seen = []
+            with torch.cuda.stream(reader):
+                for band, end in enumerate(bands):
+                    handle.order(stream_of(reader), band)
+                    tensors = {plane // 2 for plane in range(end)}  # K and V of a layer lie in one tensor
+                    seen += [bool_of_all(paged.tensors[layer], 7) for layer in tensors]
+            reader.synchronize()
+            assert all(bool(one) for one in seen)
+            assert [result.ok for result in handle.result()] == [True, True]
+        wrong = copier.scatter([PartCopy(slots.address(0), ids[:40], 0, 5)], bands=bands)
+        assert [result.ok for result in wrong.result()] == [False]
+        with pytest.raises(CopyError, match="band: found 3, wanted less than 3"):
+            wrong.order(stream_of(reader), 3)
+        for ends, message in (([2, 2, planes], "band"), ([2], "last band"), ([planes + 1], "band")):
+            with pytest.raises(CopyError, match=message):
+                copier.scatter(parts, bands=ends)
 
 
 def bool_of_all(tensor: torch.Tensor, value: int) -> torch.Tensor:

@@ -28,12 +28,13 @@ struct Copier::Staging {
 struct Copier::Batch {
   const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
-  size_t first_result = 0;  // parts[i] is the call's part first_result + i
+  size_t first_result = 0;  // parts[i] is the call's part first_result + i, or its share of a band
+  size_t band = 0;
   std::vector<PartArgs> parts;
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
   uint64_t bytes() const { return uint64_t(stripes) * kStripeUnits * kUnitBytes; }
-  bool store = false, direct = false, last = false;
+  bool store = false, direct = false, ends_band = false;
   std::vector<Piece> pieces;
   size_t next_piece = 0;  // what is to be submitted next
   bool has_ring = false, uploaded_ids = false;

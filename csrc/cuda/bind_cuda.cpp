@@ -22,14 +22,14 @@ Place place_of(bool host) { return host ? Place::host : Place::device; }
 
 std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, size_t layout, const py::buffer& slots,
                                     const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
-                                    std::optional<uintptr_t> after) {
+                                    std::optional<uintptr_t> after, const std::vector<size_t>& bands) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
   require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
           std::to_string(slot.view().size()));
   const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
   const py::gil_scoped_release released;
-  return self.scatter(layout, parts, after ? &*after : nullptr);
+  return self.scatter(layout, parts, after ? &*after : nullptr, bands);
 }
 
 std::shared_ptr<cuda::Copy> gather(cuda::Copier& self, size_t layout, const py::buffer& slots,
@@ -78,7 +78,7 @@ void bind_copier(py::module_& m) {
             return self.wait(timeout_s ? std::max(*timeout_s, 0.0) : -1.0);
           },
           py::arg("timeout_s") = py::none(), Nogil())
-      .def("order", &cuda::Copy::order, py::arg("stream"), Nogil())
+      .def("order", &cuda::Copy::order, py::arg("stream"), py::arg("band") = py::none(), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil());
   py::class_<cuda::Copier>(m, "CudaCopier")
       .def(py::init([](int device, size_t piece_bytes, int buffers, int load_blocks, int store_blocks,
@@ -94,7 +94,7 @@ void bind_copier(py::module_& m) {
       .def("gather", &gather, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
            py::kw_only(), py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
-           py::arg("skips"), py::kw_only(), py::arg("after") = py::none())
+           py::arg("skips"), py::kw_only(), py::arg("after") = py::none(), py::arg("bands") = std::vector<size_t>())
       .def("fileno", &cuda::Copier::ended_fd)
       .def_property_readonly("closed", &cuda::Copier::closed)
       .def_property_readonly("staging_bytes", &cuda::Copier::staging_bytes)

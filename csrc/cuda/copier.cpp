@@ -87,12 +87,27 @@ void check_call(const PagedLayout& layout, std::span<const Part> parts) {
   }
 }
 
-PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_stripe, size_t first_id) {
+void check_bands(const PagedLayout& layout, std::span<const size_t> bands) {
+  size_t before = 0;
+  for (const size_t end : bands) {
+    if (end <= before || end > layout.planes().size())
+      refuse("end of a band (planes)", (long long)(end),
+             std::to_string(before + 1) + ".." + std::to_string(layout.planes().size()));
+    before = end;
+  }
+  if (!bands.empty() && before != layout.planes().size())
+    refuse("end of the last band (planes)", (long long)(before), std::to_string(layout.planes().size()));
+}
+
+// The share of a part that reaches to plane `end` and begins where the share before it ended, at stripe `begin`.
+PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_stripe, size_t first_id, uint32_t begin,
+                  size_t end) {
   const size_t blocks = part.block_ids.size(), bytes = blocks * layout.block_bytes();
   PartArgs args{};
   args.slot = part.slot;
   args.first_stripe = first_stripe;
-  args.stripes = uint32_t(stripes_of(bytes));
+  args.begin = begin;
+  args.stripes = uint32_t(stripes_of(layout.bytes_before(end) * blocks)) - begin;
   args.units = uint32_t(bytes / kUnitBytes);
   args.first_id = uint32_t(first_id);
   args.blocks = uint32_t(blocks);
@@ -178,38 +193,48 @@ const DeviceLayout& Copier::layout_at(size_t number) {
 }
 
 std::shared_ptr<Copy> Copier::gather(size_t layout, std::span<const Part> parts, const uintptr_t* after) {
-  return enqueue(layout, parts, true, after);
+  return enqueue(layout, parts, true, after, {});
 }
 
-std::shared_ptr<Copy> Copier::scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after) {
-  return enqueue(layout, parts, false, after);
+std::shared_ptr<Copy> Copier::scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after,
+                                      std::span<const size_t> bands) {
+  return enqueue(layout, parts, false, after, bands);
 }
 
 std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLayout& blocks_at,
-                                                                 std::span<const Part> parts, bool store) const {
+                                                                 std::span<const Part> parts, bool store,
+                                                                 std::span<const size_t> bands) const {
   const PagedLayout& layout = blocks_at.layout;
   uint64_t call_bytes = 0;
   for (const Part& part : parts) call_bytes += part.block_ids.size() * layout.block_bytes();
   const bool small = call_bytes <= (store ? tuning_.direct_store_bytes : tuning_.direct_load_bytes);
   std::vector<std::unique_ptr<Batch>> batches;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t bytes = parts[i].block_ids.size() * layout.block_bytes();
-    const auto range = find_range(parts[i].slot, bytes);
-    const bool direct = small || (range && range->place == Place::device);
-    const bool fits =
-        !batches.empty() && batches.back()->direct == direct &&
-        batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
-    if (!fits) {
-      batches.push_back(std::make_unique<Batch>());
-      batches.back()->layout = &blocks_at;
-      batches.back()->first_result = i;
-      batches.back()->store = store;
-      batches.back()->direct = direct;
+  std::vector<uint32_t> begins(parts.size(), 0);
+  for (size_t band = 0; band < bands.size(); ++band) {
+    bool fresh = true;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const size_t bytes = parts[i].block_ids.size() * layout.block_bytes();
+      const auto range = find_range(parts[i].slot, bytes);
+      const bool direct = small || (range && range->place == Place::device);
+      const bool fits =
+          !fresh && batches.back()->direct == direct &&
+          batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
+      if (!fits) {
+        batches.push_back(std::make_unique<Batch>());
+        batches.back()->layout = &blocks_at;
+        batches.back()->first_result = i;
+        batches.back()->band = band;
+        batches.back()->store = store;
+        batches.back()->direct = direct;
+        fresh = false;
+      }
+      Batch& batch = *batches.back();
+      batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size(), begins[i], bands[band]));
+      batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
+      batch.stripes += batch.parts.back().stripes;
+      begins[i] += batch.parts.back().stripes;
     }
-    Batch& batch = *batches.back();
-    batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size()));
-    batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
-    batch.stripes += batch.parts.back().stripes;
+    if (!batches.empty()) batches.back()->ends_band = true;
   }
   const auto piece_stripes = uint32_t(tuning_.piece_bytes / kStripeBytes);
   for (const auto& batch : batches) {
@@ -219,18 +244,22 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLay
   return batches;
 }
 
-std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, bool store, const uintptr_t* after) {
+std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, bool store, const uintptr_t* after,
+                                      std::span<const size_t> bands) {
   const DeviceLayout& layout = layout_at(number);
   check_call(layout.layout, parts);
-  auto batches = make_batches(layout, parts, store);
+  check_bands(layout.layout, bands);
+  const size_t all[] = {layout.layout.planes().size()};
+  if (bands.empty()) bands = all;
+  auto batches = make_batches(layout, parts, store, bands);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
   if (batches.empty()) return copy;
-  batches.back()->last = true;
+  copy->bands_.resize(bands.size());
   uint32_t most_stripes = 0;
   for (const auto& batch : batches)
-    for (const PartArgs& part : batch->parts) most_stripes = std::max(most_stripes, part.stripes);
+    for (const PartArgs& part : batch->parts) most_stripes = std::max(most_stripes, part.begin + part.stripes);
   device_.keys(most_stripes);
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
@@ -242,7 +271,7 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
     cuda::check(driver().cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");
   }
   copy->copier_ = this;
-  copy->batches_left_ = copy->batches_unsubmitted_ = batches.size();
+  copy->batches_left_ = batches.size();
   for (auto& batch : batches) {
     batch->copy = copy;
     backlog_.push_back(std::move(batch));
@@ -281,8 +310,10 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   submitting_ = false;
   if (!front.error.empty() || front.next_piece == front.pieces.size()) {
     Copy& copy = *front.copy;
-    --copy.batches_unsubmitted_;
-    if (front.last) copy.finished_ = front.done;
+    if (front.ends_band) {
+      copy.bands_[front.band] = front.done;
+      ++copy.bands_submitted_;
+    }
     in_flight_.push_back(std::move(backlog_.front()));
     backlog_.pop_front();
     to_finish_.notify_one();
@@ -353,7 +384,8 @@ void Copier::finish(Batch& batch) {
     const auto* sums = reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
     for (size_t i = 0; i < batch.parts.size(); ++i) {
       const unsigned __int128 total = sums[2 * i] + ((unsigned __int128)(sums[2 * i + 1]) << 32);
-      copy.sums_[batch.first_result + i] = uint64_t(total % kPrime);
+      uint64_t& sum = copy.sums_[batch.first_result + i];
+      sum = add_mod_p(sum, uint64_t(total % kPrime));
     }
   } else if (copy.error_.empty()) {
     copy.error_ = batch.error;
@@ -361,9 +393,10 @@ void Copier::finish(Batch& batch) {
   ring_->give_back(batch.ring_begin + batch.ring_bytes());
   if (batch.uploaded != nullptr) idle_events_.push_back(batch.uploaded);
   if (batch.done != nullptr) idle_events_.push_back(batch.done);
+  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // it is over, and its event may serve another copy
   if (--copy.batches_left_ > 0) return;
   if (copy.after_ != nullptr) idle_events_.push_back(copy.after_);
-  copy.after_ = copy.finished_ = nullptr;
+  copy.after_ = nullptr;
   const uint64_t one = 1;
   if (::write(ended_fd_, &one, sizeof one) < 0) return;  // a full counter is readable all the same
 }
@@ -395,15 +428,18 @@ bool Copy::wait(double timeout_s) const {
   return shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ended);
 }
 
-void Copy::order(uintptr_t stream) {
+void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
-  while (batches_unsubmitted_ > 0) {
+  if (bands_.empty()) return;  // a copy of nothing
+  const size_t band = which.value_or(bands_.size() - 1);
+  if (band >= bands_.size()) refuse("band", (long long)(band), "less than " + std::to_string(bands_.size()));
+  while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
   }
-  if (finished_ == nullptr) return;  // it is over, and its event may serve another copy by now
+  if (bands_[band] == nullptr) return;  // over
   const ContextGuard current(shared_->device);
-  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), finished_, 0), "cuStreamWaitEvent");
+  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
 }
 
 std::vector<uint64_t> Copy::checksums() const {

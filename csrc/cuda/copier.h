@@ -6,7 +6,8 @@
 //
 // A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer.
 // Pieces shrink towards the end of a load (and grow from the start of a store): the last kernel, which
-// nothing hides, is then short.
+// nothing hides, is then short. A load may go band by band: neighbouring planes (layers) of all parts, then the
+// next ones, so that a reader of the first layers need not wait for the last.
 //
 // Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the
 //   submitter thread submits the rest, the finisher thread waits for the GPU, reads the sums and wakes
@@ -21,6 +22,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -56,8 +58,9 @@ class Copy {
  public:
   bool done() const;
   bool wait(double timeout_s) const;  // negative: for ever. False on timeout
-  // Work put on `stream` from now on runs after the copy. Submits what is not yet, never waits for the GPU.
-  void order(uintptr_t stream);
+  // Work put on `stream` from now on runs after the copy, or after its bands up to `band`. Submits what is not yet,
+  // never waits for the GPU.
+  void order(uintptr_t stream, std::optional<size_t> band);
   // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
 
@@ -67,8 +70,9 @@ class Copy {
   std::shared_ptr<Shared> shared_;
   Copier* copier_ = nullptr;  // there as long as something is to be submitted
   std::vector<uint64_t> sums_;
-  size_t batches_left_ = 0, batches_unsubmitted_ = 0;
-  Event after_ = nullptr, finished_ = nullptr;  // the copier's; null when not needed any more
+  size_t batches_left_ = 0, bands_submitted_ = 0;
+  Event after_ = nullptr;     // the copier's, as those of bands_; null when not needed any more
+  std::vector<Event> bands_;  // the end of each
   std::string error_;
 };
 
@@ -93,7 +97,9 @@ class Copier {
 
   // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
   std::shared_ptr<Copy> gather(size_t layout, std::span<const Part> parts, const uintptr_t* after);
-  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after);
+  // `bands`: where each ends, as a number of planes, rising; empty: all planes at once.
+  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after,
+                                std::span<const size_t> bands = {});
 
   void close();  // waits for what was submitted; later calls throw Refused{copy}
   bool closed() const;
@@ -105,10 +111,11 @@ class Copier {
   struct Batch;
   struct Staging;
 
-  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, bool store, const uintptr_t* after);
+  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, bool store, const uintptr_t* after,
+                                std::span<const size_t> bands);
   const DeviceLayout& layout_at(size_t number);
-  std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts,
-                                                   bool store) const;
+  std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts, bool store,
+                                                   std::span<const size_t> bands) const;
 
   // On the GPU's streams; by the one thread that set `submitting_`.
   void submit(Batch& batch, size_t most_pieces);

@@ -1,7 +1,7 @@
 // What the host tells the copy kernels: plain data, the same bytes for both compilers.
 //
-// A call's parts lie one behind the other in an imagined row of stripes (4096 bytes, the last of a part
-// padded). A launch moves stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in
+// A call's parts, or shares of them, lie one behind the other in an imagined row of stripes (4096 bytes, the
+// last of a part padded). A launch moves stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in
 // units of 16 bytes, the width of one load.
 #pragma once
 
@@ -42,14 +42,14 @@ struct PlaneArgs {
 struct PartArgs {
   uint64_t slot;
   uint32_t first_stripe;  // in the row of all parts
-  uint32_t stripes;
+  uint32_t stripes;       // of this share of the part, which begins at the part's stripe `begin`
+  uint32_t begin;
   uint32_t units;
   uint32_t first_id;
   uint32_t blocks;
   uint32_t skip_blocks;
   uint32_t plane_units;  // of this part in one plane, when all planes are alike
   Divisor by_plane;
-  uint32_t unused;
 };
 
 struct CopyArgs {

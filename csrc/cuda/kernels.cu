@@ -47,10 +47,8 @@ __device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs&
     uint32_t low = 0, high = args.num_planes;  // the last plane that begins at or before the unit
     while (high - low > 1) {
       const uint32_t middle = (low + high) / 2;
-      if (args.planes[middle].before_units * part.blocks <= unit)
-        low = middle;
-      else
-        high = middle;
+      if (args.planes[middle].before_units * part.blocks <= unit) low = middle;
+      else high = middle;
     }
     plane_index = low;
     inside = unit - args.planes[low].before_units * part.blocks;
@@ -69,10 +67,8 @@ __device__ __forceinline__ uint32_t find_part(const CopyArgs& args, uint32_t str
   uint32_t low = args.first_part, high = args.last_part + 1;
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
-    if (args.parts[middle].first_stripe <= stripe)
-      low = middle;
-    else
-      high = middle;
+    if (args.parts[middle].first_stripe <= stripe) low = middle;
+    else high = middle;
   }
   return low;
 }
@@ -173,7 +169,7 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
       do part = args.parts[++index];
       while (part.stripes == 0);  // parts without blocks hold no stripe
     }
-    const uint32_t own = stripe - part.first_stripe, first_unit = own * kStripeUnits;
+    const uint32_t own = stripe - part.first_stripe + part.begin, first_unit = own * kStripeUnits;
     const uint64_t base = args.stage != 0 ? args.stage : part.slot;
     const uint32_t from_base = args.stage != 0 ? stripe - args.first_stripe : own;
     uint4* flat = reinterpret_cast<uint4*>(base + uint64_t(from_base) * (kStripeUnits * kUnitBytes)) + lane;

@@ -100,8 +100,9 @@ void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t stagin
     const uint32_t first = std::max(piece.first_stripe, part.first_stripe);
     const uint32_t end = std::min(piece.last_stripe, part.first_stripe + part.stripes);
     if (first >= end) continue;
-    const size_t from = size_t(first - part.first_stripe) * kStripeBytes;
-    const size_t to = std::min(size_t(end - part.first_stripe) * kStripeBytes, size_t(part.units) * kUnitBytes);
+    const size_t from = size_t(first - part.first_stripe + part.begin) * kStripeBytes;
+    const size_t own_end = size_t(end - part.first_stripe + part.begin) * kStripeBytes;
+    const size_t to = std::min(own_end, size_t(part.units) * kUnitBytes);
     const uintptr_t slot = part.slot + from, stage = staging + size_t(first - piece.first_stripe) * kStripeBytes;
     const bool touches = !sizes.empty() && slots.back() + sizes.back() == slot && stages.back() + sizes.back() == stage;
     if (touches && find_range(slots.back(), sizes.back() + to - from)) {  // not across two registrations

@@ -17,7 +17,7 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     Raises ApiError: bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
     lock_not_visible; and what the table refuses (member_dead, table_full).
     """
-    manifest, member = body.manifest, body.member
+    manifest, member = _canonical(body.manifest), body.member
     _check_manifest(manifest, pool)
     session = registry.of_instance(body.instance)
     if session is not None:
@@ -31,7 +31,7 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
             wanted="a held byte",
         )
     if session is None:
-        session = _open_session(body, pool, registry, now_ms)
+        session = _open_session(body, manifest, pool, registry, now_ms)
     table_id = pool.table.add_member(
         session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms, member.lock_offset
     )
@@ -46,13 +46,28 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     return session
 
 
+def _canonical(manifest: Manifest) -> Manifest:
+    """One spelling, so one namespace: a group that says the manifest's block size says nothing."""
+    groups = tuple(
+        msgspec.structs.replace(group, block_tokens=msgspec.UNSET)
+        if group.block_tokens == manifest.block_tokens else group
+        for group in manifest.groups
+    )
+    return msgspec.structs.replace(manifest, groups=groups)
+
+
 def _check_manifest(manifest: Manifest, pool: Pool) -> None:
     if manifest.chunk_tokens % manifest.block_tokens:
         raise ApiError(
             "bad_argument", "chunk_tokens is a multiple of block_tokens",
             found=manifest.chunk_tokens, wanted=f"a multiple of {manifest.block_tokens}",
         )
-    for index, group in enumerate(manifest.groups):
+    for index, (group, block_tokens) in enumerate(zip(manifest.groups, manifest.block_sizes, strict=True)):
+        if manifest.block_tokens % block_tokens:
+            raise ApiError(
+                "bad_argument", f"groups[{index}]: the manifest's block_tokens is a multiple of the group's",
+                found=block_tokens, wanted=f"a divisor of {manifest.block_tokens}",
+            )
         if (group.kind == "window") != (group.window_tokens > 0):
             raise ApiError(
                 "bad_argument", f"groups[{index}]: window_tokens goes with kind window, and only with it",
@@ -98,8 +113,9 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
         )
 
 
-def _open_session(body: AttachSession, pool: Pool, registry: Registry, now_ms: int) -> SessionRecord:
-    manifest = body.manifest
+def _open_session(
+    body: AttachSession, manifest: Manifest, pool: Pool, registry: Registry, now_ms: int
+) -> SessionRecord:
     digest = namespace_digest(msgspec.to_builtins(manifest))
     space = pool.table.add_namespace(
         digest,

@@ -18,7 +18,9 @@ _NATURAL = "idempotent by nature; a repeat finds less or nothing left to do, and
 
 NOTES: dict[tuple[str, str], Note] = {
     ("POST", "/v1/sessions"): Note(
-        "The member holds its byte of the lock file before it calls, and for as long as it may touch the pool.",
+        "The member holds its byte of the lock file before it calls, and for as long as it may touch the pool. "
+        "`block_tokens` of a group divides the manifest's, and is the manifest's where it is not said: "
+        "`skip_prefix_tokens` of lookups are then whole blocks in every group.",
         "`instance` and `member.id` are the ids. The same body gives the same session and member; the same "
         "member with other ranks is `id_reused`.",
     ),

@@ -114,6 +114,7 @@ from kvdock.api.wire_types import (
 
 
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Group(Identity, frozen=True, kw_only=True):
@@ -122,6 +123,8 @@ class Group(Identity, frozen=True, kw_only=True):
     kind: Literal["full", "window", "state"] = "full"
     window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    block_tokens: BlockTokens | msgspec.UnsetType = msgspec.UNSET
+    """A divisor of the manifest's; absent: the manifest's."""
 
 
 class Manifest(Identity, frozen=True, kw_only=True):
@@ -138,8 +141,8 @@ class Manifest(Identity, frozen=True, kw_only=True):
     token_order: str = "NHD"
     """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
-    """Skips are in whole blocks; chunk_tokens is a multiple of it."""
+    block_tokens: BlockTokens
+    """Skips are multiples of it, chunk_tokens too: the least common multiple of the groups' block sizes."""
     tensor_parallel: Readers = 1
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
@@ -147,6 +150,13 @@ class Manifest(Identity, frozen=True, kw_only=True):
     hash_function: str = "blake2b-256"
     hash_seed: str = ""
     cache_salt: str = ""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, per group."""
+        return tuple(
+            self.block_tokens if group.block_tokens is msgspec.UNSET else group.block_tokens for group in self.groups
+        )
 
 
 # --------------------------------------------------------------------------- sessions

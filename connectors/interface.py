@@ -2,8 +2,8 @@
 
 An engine knows this file and nothing else of kvdock. Ranges are half-open and in tokens, counted from the
 start of the request. Block ids are the engine's own, one list a KV group in the order of the manifest: entry
-i of a list is the block that holds tokens [i * block_tokens, (i + 1) * block_tokens) of that group, or None
-where the group holds none, because a window has left these tokens behind.
+i of a list is the block that holds tokens [i * size, (i + 1) * size) of that group, where size is its block size, or
+None where the group holds none, because a window has left these tokens behind.
 
     lookup ─► begin_load ─► poll: LoadDone ─► (compute) ─► begin_store ─► poll: StoreDone ─► finished
 """
@@ -51,10 +51,10 @@ class Connector(Protocol):
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         """Tokens of the prefix [0, n) that can be had, n >= local_tokens; None: not known yet, ask again.
 
-        n is good for every group: of a window, what it holds before n. `local_tokens` is what the engine's
-        own prefix cache holds, a multiple of the block size. n == local_tokens means there is nothing to
-        load. Asking again is free and changes nothing. After a LoadDone that fell short, n is at most its
-        valid_tokens, or local_tokens, until `finished`.
+        n is good for every group: of a window, what it holds before n. `local_tokens` is what the engine's own prefix
+        cache holds, a multiple of the manifest's block_tokens: whole blocks in every group. n == local_tokens means
+        there is nothing to load. Asking again is free and changes nothing. After a LoadDone that fell short, n is at
+        most its valid_tokens, or local_tokens, until `finished`.
         """
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:

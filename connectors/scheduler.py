@@ -4,6 +4,9 @@ It asks the server and remembers what was answered; it never touches a byte. Loo
 background call, so the engine's scheduling loop never waits: the first question returns None, a later
 one the answer. Asking again is free.
 
+Local tokens are whole blocks in every group (multiples of the manifest's block_tokens): others end inside a block that
+can be neither skipped nor written, so they are a miss.
+
 A store declares which groups it has of each chunk: a window that has moved on leaves some without. A load that
 fell short is not offered again: until the request is forgotten, what is looked up ends before it.
 
@@ -88,6 +91,7 @@ class SchedulerHalf:
         self._lock = threading.Lock()
         self._epoch = 0
         self._stores = 0
+        self._block_sizes = session.manifest.block_sizes
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
         session.keeps_lease = self.keeps_lease
 
@@ -99,14 +103,12 @@ class SchedulerHalf:
     def chunk_tokens(self) -> int:
         return self.session.manifest.chunk_tokens
 
-    @property
-    def block_tokens(self) -> int:
-        return self.session.manifest.block_tokens
-
     # ------------------------------------------------------------------ looking up
 
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> int | Fetch | None:
         """Tokens that can be had, or a Fetch to send first, or None while one is under way."""
+        if local_tokens % self.session.manifest.block_tokens:
+            return local_tokens
         request = self._request(request_id, tokens)
         if request is None:
             return local_tokens
@@ -167,6 +169,8 @@ class SchedulerHalf:
                 return None
             answer = request.answer
             assert answer.lease is not None
+            if local_tokens % self.session.manifest.block_tokens or hit_tokens % self.chunk_tokens:
+                return None
             pieces = tuple(self._load_pieces(answer, block_ids, local_tokens, hit_tokens))
             if not all(piece.parts for piece in pieces):
                 return None  # another length than was answered: its windows want chunks that are not leased
@@ -181,15 +185,15 @@ class SchedulerHalf:
         self, answer: LookupAnswer, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
     ) -> Iterator[LoadPiece]:
         """A piece for each chunk and group of which the engine wants a block."""
-        per_chunk = self.chunk_tokens // self.block_tokens
         for at, parts in enumerate(answer.chunks):
             chunk = answer.first_chunk + at
-            first = chunk * per_chunk
             if chunk * self.chunk_tokens >= hit_tokens:
                 return
-            for group, column in enumerate(block_ids):
+            for group, (size, column) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
+                per_chunk = self.chunk_tokens // size
+                first = chunk * per_chunk
                 blocks = column[first : first + per_chunk]
-                wanted = [b for b in blocks[max(0, local_tokens // self.block_tokens - first) :] if b is not None]
+                wanted = [b for b in blocks[max(0, local_tokens // size - first) :] if b is not None]
                 if wanted:  # what is not wanted comes first: shared, or left behind by a window
                     skip = per_chunk - len(wanted)
                     of_group = tuple(part for part in parts if part.group == group)
@@ -200,7 +204,7 @@ class SchedulerHalf:
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
-                request.ceiling = valid_tokens // self.chunk_tokens
+                request.ceiling = min(request.ceiling, valid_tokens // self.chunk_tokens)  # ranks tell one by one
                 request.offered = min(request.offered, request.ceiling)
 
     # ------------------------------------------------------------------ storing
@@ -231,12 +235,15 @@ class SchedulerHalf:
         self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int
     ) -> Iterator[StoreBatch]:
         """Chunks [first, end), cut where the groups of which the engine still has all blocks change."""
-        per_chunk = self.chunk_tokens // self.block_tokens
+        per_chunk = [self.chunk_tokens // size for size in self._block_sizes]
         chunks: list[dict[int, tuple[int, ...]]] = []
         for chunk in range(first, end):
-            columns = [column[chunk * per_chunk : (chunk + 1) * per_chunk] for column in block_ids]
-            whole = [tuple(block for block in blocks if block is not None) for blocks in columns]
-            chunks.append({group: blocks for group, blocks in enumerate(whole) if len(blocks) == per_chunk})
+            whole: dict[int, tuple[int, ...]] = {}
+            for group, (column, count) in enumerate(zip(block_ids, per_chunk, strict=True)):
+                blocks = tuple(block for block in column[chunk * count : (chunk + 1) * count] if block is not None)
+                if len(blocks) == count:
+                    whole[group] = blocks
+            chunks.append(whole)
         for groups, run in groupby(enumerate(chunks, first), key=lambda one: tuple(one[1])):
             if not self._full <= set(groups):
                 return  # of no use without all of full attention, and neither is what follows it

@@ -4,8 +4,11 @@ Each rank has one. It decides nothing: a plan names slots, blocks and checksums.
 server (release, commit) follows the copy's observed completion (W1, W2); a chunk whose bytes do not
 hash to what the lease promised is reported and never counted as loaded (W3).
 
-Thread safety: load() and store() may run at the same time, one of each; a copier of its own for each
-group and direction keeps a load from waiting behind stores.
+A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose words
+to the server nobody waits for; load() is all three.
+
+Thread safety: loads may be submitted and finished by one thread while others call store() and end_load(); a copier of
+its own for each group and direction keeps a load from waiting behind stores.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, Wr
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult
-from kvdock.datapath.cuda import CopyTuning
+from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
@@ -31,8 +34,31 @@ log = logging.getLogger("kvdock.connector")
 CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, CopyError, CudaError, OSError, MemoryError)
 
+FIRST_PARTS = 16
+"""Of a load's first copy. Each part costs its caller some microseconds, and takes longer than that to copy."""
+
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
+
+
+class Loading:
+    """A load under way: its copies, and what becomes of it. `copies`: (group, what of it, the copy)."""
+
+    def __init__(self, attachment: Attachment, plan: LoadPlan, began_s: float) -> None:
+        self.attachment, self.plan, self.began_s = attachment, plan, began_s
+        self.copies: list[tuple[int, Sequence[LoadPiece], CopyHandle]] = []
+        self.holds_lease = False
+        self.lost = False
+        """It could not be submitted, or its copies failed: nothing is known of any byte."""
+        self.damaged: list[int] = []
+        """Chunks whose bytes did not hash to what was promised."""
+
+    def done(self) -> bool:
+        return all(handle.done() for _, _, handle in self.copies)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """True once the copies have ended."""
+        return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
 
 class LayoutMismatch(Exception):
@@ -40,9 +66,9 @@ class LayoutMismatch(Exception):
 
 
 class WorkerHalf:
-    """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's
-    tensor-parallel rank; `threads` copy when the blocks are in host memory, and `tuning` is how GPUs do it (None:
-    as measured).
+    """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's among the
+    instance's: ranks below the manifest's `writers` store, and rank r loads part r mod writers; `threads` copy when
+    the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured).
 
     `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
     it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
@@ -64,6 +90,11 @@ class WorkerHalf:
         if len(layouts) != len(manifest.groups):
             raise LayoutMismatch(f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups")
         for group, layout in enumerate(layouts):
+            if layout.block_tokens != manifest.block_sizes[group]:
+                raise LayoutMismatch(
+                    f"block tokens of group {group}: found {layout.block_tokens}, wanted {manifest.block_sizes[group]} "
+                    "as the manifest says"
+                )
             blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
             found, wanted = layout.part_bytes(blocks), manifest.groups[group].part_bytes
             if rest or found != wanted:
@@ -87,6 +118,11 @@ class WorkerHalf:
     def client(self) -> Client:
         return self.session.client
 
+    @property
+    def writes(self) -> bool:
+        """False: another rank holds the same bytes, and stores them (MLA)."""
+        return self.rank < self.session.manifest.writers
+
     def close(self) -> None:
         for copier in (*self._loaders, *self._storers):
             copier.close()
@@ -98,41 +134,90 @@ class WorkerHalf:
 
         Never raises for a server or a slot that is not there: what could not be had is recomputed.
         """
-        if not attachment.grants.begin(plan.lease):
-            return plan.local_tokens
-        began = self._clock()
-        failed: list[int] = []
+        loading = self.submit_load(attachment, plan)
         try:
-            failed = self._scatter(attachment, plan)
+            return self.finish_load(loading)
+        finally:
+            self.end_load(loading)
+
+    def submit_load(
+        self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Sequence[int]] | None = None
+    ) -> Loading:
+        """Enqueues the copies and returns. `bands`: per group, as CudaCopier.scatter takes them (GPUs only)."""
+        loading = Loading(attachment, plan, self._clock())
+        loading.holds_lease = attachment.grants.begin(plan.lease)
+        if not loading.holds_lease:
+            loading.lost = True
+            return loading
+        try:
+            for group, pieces in _by_group(plan.pieces).items():
+                if bands is not None:
+                    self._submit(loading, group, pieces, bands[group])
+                    continue
+                # The copy begins with a few parts, and goes on while the rest is described.
+                for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
+                    if some:
+                        self._submit(loading, group, some)
         except CopyFailed as error:
-            log.warning("load request=%s failed: %s", plan.request_id, error)
-            failed = [piece.chunk for piece in plan.pieces]
+            self._load_lost(loading, error)
         except CallFailed as error:
             self.session.lost(attachment, error)
+            loading.lost = True
+        return loading
+
+    def _submit(
+        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Sequence[int] | None = None
+    ) -> None:
+        parts = [self._load_copy(loading.attachment, piece) for piece in pieces]
+        loader = self._loaders[group]
+        if bands is not None and isinstance(loader, CudaCopier):
+            handle: CopyHandle = loader.scatter(parts, after=self._stream, bands=bands)
+        else:
+            handle = loader.scatter(parts, after=self._stream)
+        loading.copies.append((group, pieces, handle))
+
+    def finish_load(self, loading: Loading) -> int:
+        """Waits for the copies. Tokens valid from token 0 on."""
+        loading.wait(None)
+        plan = loading.plan
+        failed = [piece.chunk for piece in plan.pieces] if loading.lost else []
+        try:
+            for _, pieces, handle in loading.copies:
+                results = zip(pieces, handle.result(), strict=True)
+                loading.damaged += [piece.chunk for piece, result in results if not result.ok]
+        except CopyFailed as error:
+            self._load_lost(loading, error)
             failed = [piece.chunk for piece in plan.pieces]
-        finally:
-            # The copy has ended, or was never submitted: either way the word may be given.
-            self.client.release_later(plan.lease, attachment.session, [self.rank])
-            attachment.grants.end(plan.lease)
-        valid = min([index * plan.chunk_tokens for index in failed], default=plan.hit_tokens)
+        if not loading.holds_lease:
+            return plan.local_tokens
+        valid = min([index * plan.chunk_tokens for index in (*failed, *loading.damaged)], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
-        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), began)
+        self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.began_s)
         return valid
 
-    def _scatter(self, attachment: Attachment, plan: LoadPlan) -> list[int]:
-        """Indices of the chunks that failed, in whatever group."""
-        results = self._copy(plan.pieces, lambda group, pieces: self._loaders[group].scatter(
-            [self._load_copy(attachment, piece) for piece in pieces], after=self._stream
-        ))
-        failed = sorted({piece.chunk for piece, result in results if not result.ok})
-        if failed:
-            log.error("load request=%s: checksum mismatch in chunks %s, recomputing", plan.request_id, failed)
-            self.client.mismatch(ReportMismatch(session=attachment.session, lease=plan.lease, chunks=failed))
-        return failed
+    def _load_lost(self, loading: Loading, error: Exception) -> None:
+        log.warning("load request=%s failed: %s", loading.plan.request_id, error)
+        loading.lost = True
+
+    def end_load(self, loading: Loading) -> None:
+        """Reports damaged chunks and queues the word that the lease is not read any more; settle() sends it."""
+        if not loading.holds_lease:
+            return
+        attachment, plan = loading.attachment, loading.plan
+        loading.wait(None)  # the word follows the copy's end, whatever became of the load (W1)
+        try:
+            if loading.damaged:
+                chunks = sorted(set(loading.damaged))
+                log.error("load request=%s: checksum mismatch in chunks %s, recomputing", plan.request_id, chunks)
+                self.client.mismatch(ReportMismatch(session=attachment.session, lease=plan.lease, chunks=chunks))
+        except CallFailed as error:
+            self.session.lost(attachment, error)
+        finally:
+            self.client.release_later(plan.lease, attachment.session, [self.rank])
+            attachment.grants.end(plan.lease)
 
     def _load_copy(self, attachment: Attachment, piece: LoadPiece) -> PartCopy:
-        # With one writer (MLA) every rank reads its part; else each reads its own.
-        part = _written_by(self.rank if self.session.manifest.writers > 1 else 0, piece.parts)
+        part = _written_by(self.rank % self.session.manifest.writers, piece.parts)
         return PartCopy(
             slot=self._address(attachment, part.segment, part.offset, part.length),
             block_ids=piece.block_ids,
@@ -159,9 +244,7 @@ class WorkerHalf:
         began = self._clock()
         ready = 0
         try:
-            results = self._copy(plan.pieces, lambda group, pieces: self._storers[group].gather(
-                [self._store_copy(attachment, piece) for piece in pieces], after=self._stream
-            ))
+            results = self._gather(attachment, plan.pieces)
             done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
             body = Commit(session=attachment.session, rank=self.rank, parts=done)
             ready = self.client.commit(plan.reservation, body).ready
@@ -175,6 +258,20 @@ class WorkerHalf:
         finally:
             attachment.grants.end(plan.reservation)
         return ready
+
+    def _gather(self, attachment: Attachment, pieces: Sequence[StorePiece]) -> list[tuple[StorePiece, PartResult]]:
+        """Copies of all groups side by side. Returns, or raises, once every one that was submitted has ended."""
+        submitted: list[tuple[list[StorePiece], CopyHandle]] = []
+        try:
+            for group, members in _by_group(pieces).items():
+                parts = [self._store_copy(attachment, piece) for piece in members]
+                submitted.append((members, self._storers[group].gather(parts, after=self._stream)))
+        finally:
+            for _, handle in submitted:
+                handle.wait(None)
+        return [
+            done for members, handle in submitted for done in zip(members, handle.result(), strict=True)
+        ]
 
     def _store_copy(self, attachment: Attachment, piece: StorePiece) -> PartCopy:
         part = _written_by(self.rank, piece.parts)
@@ -192,24 +289,6 @@ class WorkerHalf:
 
     # ------------------------------------------------------------------ both
 
-    def _copy(
-        self, pieces: Sequence[Piece], submit: Callable[[int, list[Piece]], CopyHandle]
-    ) -> list[tuple[Piece, PartResult]]:
-        """Copies of all groups side by side. Returns, or raises, once every one that was submitted has ended."""
-        groups: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            groups.setdefault(piece.group, []).append(piece)
-        submitted: list[tuple[list[Piece], CopyHandle]] = []
-        try:
-            for group, members in groups.items():
-                submitted.append((members, submit(group, members)))
-        finally:
-            for _, handle in submitted:
-                handle.wait(None)
-        return [
-            done for members, handle in submitted for done in zip(members, handle.result(), strict=True)
-        ]
-
     def _address(self, attachment: Attachment, segment: int, offset: int, length: int) -> int:
         self.session.ensure_segment(attachment, segment)
         return attachment.segments.address(segment, offset, length)
@@ -224,6 +303,13 @@ class WorkerHalf:
             "%s request=%s tokens=%d bytes=%d ms=%.2f gb_s=%.2f",
             verb, request_id, tokens, size_bytes, took_s * 1e3, size_bytes / max(took_s, 1e-9) / 1e9,
         )
+
+
+def _by_group(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
+    groups: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.group, []).append(piece)
+    return groups
 
 
 def _written_by(writer: int, parts: Iterable[AnyPart]) -> AnyPart:

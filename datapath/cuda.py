@@ -31,9 +31,9 @@ class CopyTuning:
     piece_bytes: int = 16 << 20
     """Of one staging buffer."""
     buffers: int = 2
-    load_blocks: int = 8
+    load_blocks: int = 16
     """Thread blocks of a kernel that fills paged blocks from staging; `store_blocks` that empties them. Each keeps a
-    multiprocessor from the engine: kernels that want all of them wait for it, and few fill PCIe."""
+    multiprocessor from the engine, whose kernels are often made for all of them: four fill PCIe, more end sooner."""
     store_blocks: int = 4
     direct_blocks: int = 8
     """Thread blocks of a kernel that works on pinned host memory itself."""

@@ -37,18 +37,24 @@ class Device:
         """How segments are made known to the driver; None when nothing needs it."""
         return None if self.cuda is None else CudaPin(self.cuda)
 
+    def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning | None:
+        """As is best for the first layout with chunks of so many tokens, which is measured once on a machine, in well
+        under a second. None on the CPU."""
+        if self.cuda is None:
+            return None
+        return tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
+
     def open_copiers(
         self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
     ) -> list[Copier]:
         """One for each layout. `threads`: of each CPU copy.
 
-        On a GPU they share staging, as `tuning` says; None: as is best for the first layout with chunks of so many
-        tokens, which is measured once on a machine, in well under a second. Raises what CudaCopier raises.
+        On a GPU they share staging, as `tuning` says; None: as is best. Raises what CudaCopier raises.
         """
         if self.cuda is None:
             return [CpuCopier(layout, threads=threads) for layout in layouts]
         if tuning is None:
-            tuning = tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
+            tuning = self.tuning(layouts, chunk_tokens=chunk_tokens)
         first = CudaCopier(layouts[0], device=self.cuda, tuning=tuning)
         return [first, *(first.beside(layout) for layout in layouts[1:])]
 

@@ -33,12 +33,12 @@ log = logging.getLogger("kvdock.datapath")
 FORMAT: Final = 2  # of the file, and of what is measured: raised when either changes
 SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
-BLOCKS: Final = (2, 4, 8, 16, 32)
+BLOCKS: Final = (4, 8, 16, 32)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
-"""Over the scratch in one call when the size of pieces and the thread blocks of a store are chosen, so that what
-starting costs does not hide what each byte costs. Nobody waits for a store; for a load somebody does, so its thread
-blocks are chosen by shorter calls, in which the last piece's kernel counts."""
+"""Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
+each byte costs. Thread blocks of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of
+a store are not measured: nobody waits for it, and the fewest that fill PCIe disturb the engine least."""
 MARGIN: Final = 0.01
 """Another choice than the usual one is taken when it saves more than so much: half of it is noise."""
 ROUNDS: Final = 5
@@ -135,10 +135,9 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
-    tuning = _choose(tuning, "load_blocks", BLOCKS, lambda one: [bench.staged(one, store=False)], fewest)
-    tuning = _choose(tuning, "store_blocks", BLOCKS, bench.long_store, fewest)
-    tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, bench.long_both_ways, best)
-    tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways, best)
+    tuning = _choose(tuning, "load_blocks", BLOCKS, lambda one: [bench.staged(one, store=False)])
+    tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, bench.long_both_ways)
+    tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways)
     tuning = replace(
         tuning,
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
@@ -155,10 +154,9 @@ Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
 
 
 def _choose(
-    tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]],
-    decide: Callable[[Mapping[int, float], int], int],
+    tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
 ) -> CopyTuning:
-    """`tuning` with one of `choices` for `name`, measured in turns, so that all see the same weather."""
+    """`tuning` with the best of `choices` for `name`, measured in turns, so that all see the same weather."""
     with ExitStack() as stack:
         calls = {
             choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
@@ -166,12 +164,7 @@ def _choose(
         }
         least = _least_in_turns({(choice, i): call for choice in choices for i, call in enumerate(calls[choice])})
     costs = {choice: sum(least[choice, i] for i in range(len(calls[choice]))) for choice in choices}
-    return replace(tuning, **{name: decide(costs, getattr(tuning, name))})
-
-
-def fewest(costs_ms: Mapping[int, float], usual: int) -> int:
-    """The least of the choices, whatever is usual, that costs no more than MARGIN above the cheapest."""
-    return min(choice for choice, cost in costs_ms.items() if cost <= (1 + MARGIN) * min(costs_ms.values()))
+    return replace(tuning, **{name: best(costs, getattr(tuning, name))})
 
 
 def best(costs_ms: Mapping[int, float], usual: int) -> int:
@@ -220,9 +213,6 @@ class _Bench:
         """Of so many times the scratch."""
         tuning = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
         return self._copies(tuning, store, self._bytes, passes=passes)
-
-    def long_store(self, tuning: CopyTuning) -> list[Timer]:
-        return [self.staged(tuning, store=True, passes=PASSES)]
 
     def long_both_ways(self, tuning: CopyTuning) -> list[Timer]:
         return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]

@@ -3,11 +3,14 @@
 #
 #     MODEL=folder-or-name sh examples/two_instances.sh
 #
-# Wants `kvdock` and `vllm` on the PATH, and room for both instances (GPU_SHARE of the memory each).
+# Wants `kvdock`, `vllm` and `curl` on the PATH, and room for both instances (GPU_SHARE of the memory each). More
+# arguments for `vllm serve` may come in VLLM_ARGS, separated by spaces.
 set -eu
 : "${MODEL:?say which model}"
 GPU_SHARE=${GPU_SHARE:-0.4}
 POOL=${POOL:-8GiB}
+VLLM_ARGS=${VLLM_ARGS:-}
+SENTENCES=${SENTENCES:-100}
 FIRST=${FIRST:-8101}
 SECOND=${SECOND:-8102}
 
@@ -24,7 +27,8 @@ kvdock serve --socket-path "$folder/kvdock.sock" --port 0 --pool-bytes "$POOL" >
 pids="$pids $!"
 
 for port in "$FIRST" "$SECOND"; do
-    vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --gpu-memory-utilization "$GPU_SHARE" \
+    # shellcheck disable=SC2086  # several arguments
+    vllm serve "$MODEL" $VLLM_ARGS --host 127.0.0.1 --port "$port" --gpu-memory-utilization "$GPU_SHARE" \
         --served-model-name model --enable-prompt-tokens-details --kv-transfer-config "{
             \"kv_connector\": \"KvdockConnector\", \"kv_connector_module_path\": \"kvdock.connectors.vllm\",
             \"kv_role\": \"kv_both\", \"kv_load_failure_policy\": \"recompute\",
@@ -36,7 +40,7 @@ for port in "$FIRST" "$SECOND"; do
     done
 done
 
-prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n 100 | tr '\n' ' ')
+prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n "$SENTENCES" | tr '\n' ' ')
 for port in "$FIRST" "$SECOND"; do
     echo "instance at port $port:"
     curl -fs "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' \

@@ -14,6 +14,7 @@ from engine_helpers import config
 from kvdock.api.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.session import Identity
+from kvdock.datapath.cuda import CudaHandle
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
@@ -146,3 +147,43 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
         request = rig.hit(tokens)
         assert rig.load(request, range(64, 64 + BLOCKS), 0, len(tokens)).valid_tokens == len(tokens)
         assert torch.equal(rig.blocks(range(64, 64 + BLOCKS)), written)
+
+
+def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_end(
+    server: ServerProcess, writer: GpuRig
+) -> None:
+    tokens, into, stream = stored(writer, 17), list(range(64, 64 + BLOCKS)), new_stream()
+    layers = len(writer.kv.k)
+    reader = GpuRig(server.unix, seed=4)
+    with reader, Client(server.unix) as client:
+        worker = reader.connector.worker
+        for damaged in (False, True):
+            reader.fill(5)
+            torch.cuda.synchronize()
+            request = reader.hit(tokens)
+            if damaged:
+                spectator = Spectator(client, writer.connector.session.manifest)
+                spectator.flip(spectator.slots(tokens)[1], 12345)
+                spectator.close()
+            begun = reader.connector.scheduler.begin_load(request, [into], 0, len(tokens))
+            assert begun is not None
+            attachment, plan = begun
+            loading = worker.submit_load(attachment, plan, bands=[[2 * (layer + 1) for layer in range(layers)]])
+            read = []
+            (_, _, copied), = loading.copies
+            assert isinstance(copied, CudaHandle)
+            for layer in range(layers):
+                copied.order(stream_of(stream), layer)
+                with torch.cuda.stream(stream):
+                    read += [reader.kv.k[layer][into].clone(), reader.kv.v[layer][into].clone()]
+            valid = worker.finish_load(loading)
+            worker.end_load(loading)
+            worker.settle(attachment)
+            attachment.release()
+            stream.synchronize()
+            assert valid == (PER_CHUNK * BLOCK if damaged else len(tokens))
+            if not damaged:
+                written = [one[list(range(BLOCKS))] for layer in range(layers)
+                           for one in (writer.kv.k[layer], writer.kv.v[layer])]
+                assert all(torch.equal(seen, wanted) for seen, wanted in zip(read, written, strict=True))
+            reader.connector.finished(request)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from kvdock.connectors.vllm.config import NotSupported, Settings
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
-from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
+from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, revision
 from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.setup import refuse_what_is_not_supported
+from kvdock.connectors.vllm.setup import (
+    DRAFTS_WITH_KV,
+    DRAFTS_WITHOUT_KV,
+    drafts_with_kv,
+    loads_by_layer,
+    place_of,
+    refuse_what_is_not_supported,
+    undoes_steps,
+)
 
 
 @pytest.mark.parametrize(("extra", "named"), [
@@ -30,20 +39,128 @@ def test_whole_seconds_are_a_timeout() -> None:
     assert Settings.load({"address": "unix:/s", "timeout_s": 3}).timeout_s == 3.0
 
 
-def config(**parallel: int) -> SimpleNamespace:
+class Model:
+    """As much of vLLM's ModelConfig as is asked for. `layers`: of each pipeline stage."""
+
+    def __init__(self, layers: list[int], name: str = "model", weights: str = "main", **config: object) -> None:
+        self.layers, self.model, self.revision, self.hf_config = layers, name, weights, self
+        self.config, self.quantization, self.dtype, self.seed = config, None, "half", 0
+        self.enforce_eager = True
+
+    def get_layers_start_end_indices(self, parallel: SimpleNamespace) -> tuple[int, int]:
+        stage = parallel.rank // parallel.tensor_parallel_size
+        return sum(self.layers[:stage]), sum(self.layers[: stage + 1])
+
+    def to_json_string(self, use_diff: bool) -> str:
+        return json.dumps(self.config)
+
+
+def config(*, layers: list[int] | None = None, drafts: object = None, **parallel: int) -> SimpleNamespace:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, **parallel}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**parallel), kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
-        speculative_config=None, cache_config=SimpleNamespace(), model_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(**sizes), kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        speculative_config=drafts, cache_config=SimpleNamespace(), model_config=Model(layers or [4]),
+        load_config=SimpleNamespace(load_format="auto"), device_config=SimpleNamespace(device_type="cuda"),
+        scheduler_config=SimpleNamespace(async_scheduling=False), use_v2_model_runner=False,
     )
 
 
-@pytest.mark.parametrize("name", [
-    "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size",
-])
-def test_parallelism_that_is_not_served_is_refused_at_start(name: str) -> None:
-    refuse_what_is_not_supported(config(**{name: 1}))
+def drafting(method: str, model: Model | None = None) -> SimpleNamespace:
+    return SimpleNamespace(method=method, draft_model_config=model)
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_at_start(name: str) -> None:
+    set_up = config()
+    setattr(set_up.parallel_config, name, 1)
+    refuse_what_is_not_supported(set_up, 1)
+    setattr(set_up.parallel_config, name, 2)
     with pytest.raises(NotSupported, match=f"{name} is 2, and 1 is wanted"):
-        refuse_what_is_not_supported(config(**{name: 2}))
+        refuse_what_is_not_supported(set_up, 1)
+
+
+def test_a_pipeline_is_served_when_its_stages_hold_equally_much() -> None:
+    refuse_what_is_not_supported(config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[3, 3]), 1)
+    uneven = config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[4, 3])
+    with pytest.raises(NotSupported, match=r"found \[4, 3\]: choose a pipeline_parallel_size that divides 7"):
+        refuse_what_is_not_supported(uneven, 1)
+    with pytest.raises(NotSupported, match="one KV cache group, found 3"):
+        refuse_what_is_not_supported(config(pipeline_parallel_size=2, layers=[3, 3]), 3)
+    with pytest.raises(NotSupported, match="'eagle' drafts with pipeline parallelism"):
+        refuse_what_is_not_supported(
+            config(pipeline_parallel_size=2, layers=[3, 3], drafts=drafting("eagle")), 1
+        )
+
+
+def test_more_workers_than_a_lease_has_readers_are_refused() -> None:
+    refuse_what_is_not_supported(config(tensor_parallel_size=128), 1)
+    with pytest.raises(NotSupported, match="up to 128 workers an engine, found 256"):
+        refuse_what_is_not_supported(config(tensor_parallel_size=128, pipeline_parallel_size=2), 1)
+
+
+@pytest.mark.parametrize("method", ["extract_hidden_states", "custom_class"])
+def test_methods_of_drafting_whose_kv_is_not_known_are_refused_by_name(method: str) -> None:
+    for known in (*DRAFTS_WITH_KV, *DRAFTS_WITHOUT_KV):
+        refuse_what_is_not_supported(config(drafts=drafting(known)), 1)
+    with pytest.raises(NotSupported, match=f"the speculative method '{method}' keeps"):
+        refuse_what_is_not_supported(config(drafts=drafting(method)), 1)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("shards", "stages"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_every_part_has_one_writer_and_its_readers_have_its_bytes(shards: int, stages: int, latent: bool) -> None:
+    groups = [KVGroup(None, 16, {"a": 128}, latent)]
+    writers: dict[int, tuple[int, int]] = {}
+    readers: dict[int, set[tuple[int, int]]] = {}
+    ranks = set()
+    for rank in range(shards * stages):
+        place = place_of(
+            SimpleNamespace(tensor_parallel_size=shards, pipeline_parallel_size=stages, rank=rank), groups
+        )
+        held = (rank // shards, 0 if latent else rank % shards)  # which bytes: stage, shard
+        ranks.add(place.rank)
+        readers.setdefault(place.rank % place.writers, set()).add(held)
+        if place.rank < place.writers:
+            writers[place.rank] = held
+        assert place.writers == (stages if latent else shards * stages) and place.ranks == shards * stages
+    assert ranks == set(range(shards * stages)) and set(writers) == set(range(place.writers))
+    assert readers == {part: {held} for part, held in writers.items()}
+
+
+def test_a_draft_model_is_part_of_what_kv_depends_on() -> None:
+    def told(drafts: object, digest: str = "") -> str:
+        return revision(config(), digest, drafts)
+
+    draft = drafting("eagle", Model([1], "head", hidden=64))
+    others = [
+        drafting("eagle3", Model([1], "head", hidden=64)), drafting("eagle", Model([1], "other", hidden=64)),
+        drafting("eagle", Model([1], "head", hidden=32)),
+        drafting("eagle", Model([1], "head", "newer", hidden=64)), None,
+    ]
+    assert told(draft) == told(drafting("eagle", Model([1], "head", hidden=64)))
+    assert len({told(draft), *(told(other) for other in others)}) == 6
+    assert told(draft, "weights") != told(others[3], "weights"), "the digest names the model's weights alone"
+
+
+def test_the_layers_of_drafts_are_asked_for_too_late_to_be_loaded_one_by_one() -> None:
+    settings = Settings(address="unix:/s", load_by_layer="eager")
+    assert loads_by_layer(config(), settings)
+    assert loads_by_layer(config(drafts=drafting("ngram")), settings)
+    assert not loads_by_layer(config(drafts=drafting("eagle")), settings)
+
+
+def test_steps_are_undone_only_where_none_run_ahead() -> None:
+    assert undoes_steps(config(tensor_parallel_size=2))
+    assert not undoes_steps(config(pipeline_parallel_size=2))
+    ahead = config()
+    ahead.scheduler_config.async_scheduling = True
+    assert not undoes_steps(ahead)
+
+
+def test_drafts_that_keep_no_kv_change_nothing() -> None:
+    assert drafts_with_kv(config(drafts=drafting("ngram"))) is None
+    eagle = drafting("eagle")
+    assert drafts_with_kv(config(drafts=eagle)) is eagle
 
 
 def test_kinds_of_kv_that_a_prefix_does_not_name_are_refused() -> None:

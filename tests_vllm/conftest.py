@@ -1,4 +1,4 @@
-"""What tests of the vLLM connector need: a server, and tiny models."""
+"""What tests of the vLLM connector need: a server, Schedulers, and tiny models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
+from schedulers import Schedulers
 
 
 @pytest.fixture
@@ -18,11 +19,17 @@ def server() -> Iterator[ServerProcess]:
         assert process.stop() == 0, process.log_text()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def schedulers() -> Iterator[Schedulers]:
+    running = Schedulers()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by kind, weights and all."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "gemma", "mla")}
-    for kind, folder in folders.items():
-        program = f"import pathlib, models; models.write({kind!r}, pathlib.Path({str(folder)!r}))"
-        subprocess.run([ENGINE_PYTHON, "-c", program], cwd=HERE, check=True, capture_output=True)
+    words = [str(word) for pair in folders.items() for word in pair]
+    subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
     return folders

@@ -2,8 +2,9 @@
 
     python engine_process.py '{"model": "folder", "address": "unix:/…" or null, …}'
 
-A job is {"do": "generate", "prompts": [[…]]}, {"do": "reset"} or {"do": "drain"}. The first line it writes says what
-the engine is made of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
+A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, {"do": "reset"},
+{"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
+of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ os.environ.update(
 
 def main() -> None:
     said = json.loads(sys.argv[1])
+    os.environ.update(said.get("environ", {}))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     from vllm import LLM, SamplingParams
@@ -30,14 +32,16 @@ def main() -> None:
     if said["address"]:
         extra = {"address": said["address"], "chunk_tokens": 64, **said.get("extra", {})}
         transfer = {"kv_transfer_config": {
-            "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
+            "kv_connector": said.get("connector", ["KvdockConnector"])[0],
+            "kv_connector_module_path": said.get("connector", ["", "kvdock.connectors.vllm"])[1],
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
         }}
-    llm = LLM(
-        model=said["model"], tokenizer=said["model"], skip_tokenizer_init=True, dtype="float32", max_model_len=1024,
-        enforce_eager=True, block_size=32, seed=0, num_gpu_blocks_override=said.get("blocks", 200), max_num_seqs=4,
-        max_num_batched_tokens=256, disable_log_stats=True, **transfer,
-    )
+    wanted = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "block_size": 32,
+        "seed": 0, "num_gpu_blocks_override": said.get("blocks", 200), "max_num_seqs": 4, "max_num_batched_tokens": 256,
+        "disable_log_stats": True, **transfer, **said.get("engine", {}),
+    }
+    llm = LLM(model=said["model"], tokenizer=said["model"], **wanted)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     groups = scheduler.kv_cache_config.kv_cache_groups
 
@@ -55,13 +59,20 @@ def main() -> None:
         job = json.loads(line)
         if job["do"] == "reset":
             drain()
-            say({"reset": llm.reset_prefix_cache()})
+            say({"reset": llm.reset_prefix_cache(reset_connector=job.get("connector", False))})
+        elif job["do"] == "metrics":
+            from prometheus_client import generate_latest
+
+            drain()
+            say({"text": generate_latest().decode()})
         elif job["do"] == "drain":
             drain()
             say({})
         else:
-            # One after the other: how requests are batched changes the last bits by itself.
-            outs = [llm.generate({"prompt_token_ids": p}, params, use_tqdm=False)[0] for p in job["prompts"]]
+            # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
+            asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+            batches = [asked] if job.get("at_once") else [[one] for one in asked]
+            outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
             say({
                 "runs": [
                     [[t, at[t].logprob.hex()] for t, at in

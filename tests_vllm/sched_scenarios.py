@@ -1,19 +1,29 @@
-"""Scenarios around a real Scheduler: python sched_scenarios.py ADDRESS NAME [argument …]; prints figures as JSON.
+"""Scenarios around a real Scheduler. Each raises, or leaves its figures to the test that ran it.
 
-Each raises, or leaves its figures to the test that ran it. Prompts depend on seeds alone.
+    python sched_process.py < jobs       as the tests run them
+
+Prompts depend on seeds alone.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from sched_engine import SchedEngine
+from chaos import Chaos
+from lockstep import into_lockstep
+from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
-from kvdock.connectors.worker import WorkerHalf
+from kvdock.connectors.vllm import worker_side
+from kvdock.connectors.vllm.room import Room
+from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+
+Windows = Sequence[int | None]
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -24,16 +34,19 @@ def prompt(seed: int, count: int) -> list[int]:
 def figures(engine: SchedEngine, **more: Any) -> dict[str, Any]:
     return {
         "bad_reads": len(engine.bad_reads),
+        "wrong_tokens": engine.wrong_tokens,
         "unfinished": sum(not request.is_finished() for request in engine.requests.values()),
+        "held": engine.held_blocks,
         "loaded": engine.loaded_tokens,
         "preempted": sum(request.num_preemptions for request in engine.requests.values()),
+        **engine.seen,
         **more,
     }
 
 
-def warm(address: str, windows: str, load_async: str) -> dict[str, Any]:
+def warm(address: str, windows: Windows = (None,), sizes: Sequence[int] = (), **settings: Any) -> dict[str, Any]:
     """Cold, then loaded after the engine's own prefix cache was dropped."""
-    engine = SchedEngine(address, windows=json.loads(windows), load_async=json.loads(load_async))
+    engine = SchedEngine(address, windows=windows, sizes=sizes, blocks=64 * len(windows), **settings)
     engine.add("cold", prompt(1, 150))
     engine.run()
     engine.forget_prefixes()
@@ -43,27 +56,58 @@ def warm(address: str, windows: str, load_async: str) -> dict[str, Any]:
     return figures(engine)
 
 
-def pressure(address: str, windows: str, load_async: str, first: str, last: str) -> dict[str, Any]:
-    """Random requests with shared prefixes in a pool too small for them: preemptions, evictions, both kinds of hits."""
-    groups = json.loads(windows)
-    total: dict[str, Any] = {}
-    for seed in range(int(first), int(last)):
-        source = random.Random(seed)
-        engine = SchedEngine(
-            address, windows=groups, load_async=json.loads(load_async), seqs=4, budget=64,
-            blocks=source.choice((24, 32, 48)) * len(groups) // 2 + 1,
-        )
+def pressure(
+    address: str, windows: Windows, first: int, end: int, sizes: Sequence[int] = (), by_hand: bool = True,
+    likely: float = 0.03, **settings: Any,
+) -> dict[str, Any]:
+    """Random requests with shared prefixes in a pool too small for them, and misfortunes. Seeds [first, end).
+
+    Sums; `wrong`: the seeds that went wrong, each with what happened."""
+    total: Counter[str] = Counter()
+    wrong = {}
+    for seed in range(first, end):
+        try:
+            found = one_seed(address, windows, seed, sizes, by_hand, likely, settings)
+        except Exception as error:  # whatever it was: the test says which seed
+            found = {"raised": f"{type(error).__name__}: {error}"}
+        if any(found.get(name) for name in ("raised", "bad_reads", "wrong_tokens", "unfinished", "held")):
+            wrong[seed] = found
+        total.update({name: count for name, count in found.items() if isinstance(count, int)})
+    return {**total, "wrong": wrong}
+
+
+def one_seed(
+    address: str, windows: Windows, seed: int, sizes: Sequence[int], by_hand: bool, likely: float,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    source = random.Random(seed)
+    share = sum(BLOCK / size for size in sizes) if sizes else len(windows)  # of a pool of one group
+    engine = SchedEngine(
+        address, windows=windows, sizes=sizes, seqs=4, budget=source.choice((64, 64, 200)),
+        blocks=int(source.choice((24, 32, 48)) * share) // 2 + 1,
+        **{"overlap": source.random() < 0.5, "runner": source.choice((1, 2)), **settings},
+        weights_digest=f"seed {seed}",
+    )
+    failures = into_lockstep(engine, source, source.choice((0, 1, 3))) if by_hand else []
+    try:
+        chaos = Chaos(engine, source, likely)
         bases = [prompt(100 + at, 160) for at in range(3)]
-        for number in range(14):
-            head = source.choice(bases)[: source.randrange(20, 150)]
-            engine.add(f"r{number}", head + prompt(1000 + number, 5), source.randrange(1, 20))
-            for _ in range(source.randrange(1, 5)):
-                engine.step()
-        engine.run()
+        for half in range(2):
+            for number in range(8):
+                head = source.choice(bases)[: source.randrange(20, 150)]
+                own = prompt(1000 + 8 * half + number, 5)
+                engine.add(f"{half}-{number}", head + own, source.randrange(1, 20))
+                for _ in range(source.randrange(1, 5)):
+                    chaos.step()
+            engine.run()
+            if source.random() < 0.5:
+                engine.forget_prefixes()
+            chaos.damage(int(20 * likely))
+    finally:
         engine.close()
-        for name, value in figures(engine).items():
-            total[name] = total.get(name, 0) + value
-    return total
+    if failures:
+        raise failures[0]
+    return figures(engine, **chaos.seen)
 
 
 def abort(address: str) -> dict[str, Any]:
@@ -72,50 +116,89 @@ def abort(address: str) -> dict[str, Any]:
     engine.add("cold", prompt(2, 150), 1)
     engine.run()
     engine.forget_prefixes()
-    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     request = engine.add("warm", prompt(2, 150), 1)
     while request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
         engine.step()
     engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
     engine.run()
-    held = free - engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     engine.close()
-    return figures(engine, held=held)
+    return figures(engine)
 
 
-def load_error(address: str, load_async: str) -> dict[str, Any]:
-    """One byte of every stored part is flipped: what does not hash is computed, and nothing wrong is read."""
-    engine = SchedEngine(address, load_async=json.loads(load_async))
+def load_error(address: str, windows: Windows = (None,), **settings: Any) -> dict[str, Any]:
+    """A byte is flipped when a load begins: what does not hash is computed, and nothing wrong is read."""
+    engine = SchedEngine(address, windows=windows, blocks=64 * len(windows), **settings)
     engine.add("cold", prompt(3, 150), 2)
     engine.run()
     engine.forget_prefixes()
-    real = WorkerHalf.load
-    failed = []
-
-    def damaged(self: WorkerHalf, attachment: Any, plan: Any) -> int:
-        import ctypes
-
-        part = plan.pieces[1].parts[0]
-        address = attachment.segments.address(part.segment, part.offset, part.length)
-        byte = ctypes.c_uint8.from_address(address + 5)
-        byte.value ^= 1
-        failed.append(plan.request_id)
-        return real(self, attachment, plan)
-
-    WorkerHalf.load = damaged  # type: ignore[method-assign]  # damages the pool under the real load
-    try:
-        engine.add("warm", prompt(3, 150), 2)
-        engine.run()
-    finally:
-        WorkerHalf.load = real  # type: ignore[method-assign]  # as it was
+    chaos = Chaos(engine, random.Random(0), 1.0)
+    engine.add("warm", prompt(3, 150), 2)
+    engine.run()
     engine.close()
-    return figures(engine, loads=len(failed))
+    return figures(engine, **chaos.seen)
 
 
-def wrong_order(address: str) -> dict[str, Any]:
+def damaged_before(address: str, windows: Windows, **settings: Any) -> dict[str, Any]:
+    """A byte of everything stored is flipped before anybody asks for it. `loads`: tokens that vLLM was told to load for
+    each of the requests that follow."""
+    engine = SchedEngine(address, windows=windows, blocks=64 * len(windows), **settings)
+    chaos = Chaos(engine, random.Random(0), 0.0)
+    engine.add("cold", prompt(3, 150), 2)
+    engine.run()
+    chaos.damage(1000)
+    loads = []
+    for name in ("first", "second", "third"):
+        engine.forget_prefixes()
+        before = engine.loaded_tokens
+        engine.add(name, prompt(3, 150), 2)
+        engine.run()
+        loads.append(engine.loaded_tokens - before)
+        time.sleep(2 * worker_side.TELL_AFTER_S)  # the server hears of damage
+    engine.close()
+    return figures(engine, **chaos.seen, loads=loads)
+
+
+def crowd(address: str, runs: Sequence[tuple[int, int]], capped: bool) -> dict[str, Any]:
+    """14 requests in 25 blocks, one group of full attention beside one of windows, loads in the background. Each of
+    `runs` is a seed and how many steps background work may be late. `stuck`: the runs that stood still. Not `capped`:
+    the connector loads in the background as much as it likes."""
+    stuck, total = [], Counter[str]()
+    for seed, most_steps in runs:
+        source = random.Random(seed)
+        engine = SchedEngine(
+            address, windows=(None, 48), blocks=25, seqs=4, budget=64, weights_digest=f"{seed} {most_steps} {capped}"
+        )
+        into_lockstep(engine, source, most_steps)
+        bases, number = [prompt(100 + at, 160) for at in range(3)], 0
+        with no_cap(not capped):
+            try:
+                for _ in range(60):
+                    if number < 14 and source.random() < 0.5:
+                        head = source.choice(bases)[: source.randrange(20, 150)]
+                        engine.add(f"r{number}", head + prompt(1000 + number, 5), source.randrange(1, 20))
+                        number += 1
+                    engine.step()
+                engine.run()
+            except Standstill:
+                stuck.append([seed, most_steps])
+        engine.close()
+        total.update(figures(engine))
+    return {**total, "stuck": stuck}
+
+
+@contextmanager
+def no_cap(really: bool) -> Iterator[None]:
+    real = Room.fits
+    if really:
+        Room.fits = lambda self, request: True  # type: ignore[method-assign]  # what the cap is there to prevent
+    try:
+        yield
+    finally:
+        Room.fits = real  # type: ignore[method-assign]  # as it was
+
+
+def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] = ()) -> dict[str, Any]:
     """Negative control: a load that fills each block with what the one before should hold."""
-    from kvdock.connectors.vllm.scheduler_side import SchedulerSide
-
     real = SchedulerSide.allocated
 
     def shifted(self: SchedulerSide, request: Any, table: Any, external: int) -> None:
@@ -123,12 +206,11 @@ def wrong_order(address: str) -> dict[str, Any]:
 
     SchedulerSide.allocated = shifted  # type: ignore[method-assign]  # the defect that the check must see
     try:
-        return warm(address, "[null]", "true")
+        return warm(address, windows, sizes)
     finally:
         SchedulerSide.allocated = real  # type: ignore[method-assign]  # as it was
 
 
-SCENARIOS = {made.__name__: made for made in (warm, pressure, abort, load_error, wrong_order)}
-
-if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[2]](sys.argv[1], *sys.argv[3:])))
+SCENARIOS = {
+    made.__name__: made for made in (warm, pressure, abort, load_error, damaged_before, crowd, wrong_order)
+}

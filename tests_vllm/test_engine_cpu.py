@@ -8,39 +8,72 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from adoption_helpers import mortal, next_at
+from adoption_helpers import next_at
 from api_helpers import ServerProcess
+from connector_helpers import mortal
 from engines import Engine
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+LENGTHS = (150, 333, 530)
 HITS = [128, 320, 512]
 """Whole chunks of the prompts below: 64 tokens a chunk."""
-PROMPTS = [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333, 530))]
-OTHERS = [[random.Random(100 + seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333, 530))]
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate(LENGTHS)]
+
+
+PROMPTS, OTHERS = prompts_of(0), prompts_of(100)
+CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
+
+
+def tokens_of(runs: list[list[tuple[int, str]]]) -> list[list[int]]:
+    return [[token for token, _ in run] for run in runs]
+
+
+@contextmanager
+def two_engines(model: Path, address: str) -> Iterator[tuple[Engine, Engine]]:
+    """Both alive at the same time: one loads in the background, the other in the step that runs the request."""
+    with Engine(model, address, extra={"load_async": True}) as first:
+        with Engine(model, address, extra={"load_async": False}) as second:
+            assert first.about == second.about
+            yield first, second
+            assert second.close() == 0, second.log_text()
+        assert first.close() == 0, first.log_text()
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("llama", 1), ("gemma", 3), ("mla", 1)])
-def test_loaded_runs_have_the_bits_of_local_hits(
+def test_loaded_runs_have_the_bits_of_local_hits_in_two_engines_that_share_a_server(
     kind: str, groups: int, models: dict[str, Path], server: ServerProcess
 ) -> None:
-    with Engine(models[kind], server.unix) as first:
+    with two_engines(models[kind], server.unix) as (first, second):
         assert first.about["groups"] == groups
-        assert first.generate(PROMPTS)[1] == [0, 0, 0]
-        local, at_hand = first.generate(PROMPTS)
-        assert at_hand == HITS
-        assert first.do("reset")["reset"]
-        again, loaded = first.generate(PROMPTS)
-        assert loaded == HITS and again == local
-        assert first.close() == 0, first.log_text()
-    for how in ({"load_async": True}, {"load_async": False}):
-        with Engine(models[kind], server.unix, extra=how) as second:
-            other, loaded = second.generate(PROMPTS)
-            assert loaded == HITS and other == local
+        for prompts, owner, other in ((PROMPTS, first, second), (OTHERS, second, first)):
+            assert owner.generate(prompts)[1] == [0, 0, 0]
+            owner.do("drain")
+            local, at_hand = owner.generate(prompts)
+            assert at_hand == HITS
+            assert other.generate(prompts) == (local, HITS)  # what the other one has computed
+            assert owner.do("reset")["reset"]
+            assert owner.generate(prompts) == (local, HITS)  # what it has computed itself
+
+        # Side by side: the control says whether batches alone change bits here.
+        both = PROMPTS + OTHERS
+        local, at_hand = first.generate(both, at_once=True)
+        control, _ = first.generate(both, at_once=True)
+        assert at_hand == 2 * HITS
+        for engine in (first, second):
+            assert engine.do("reset")["reset"]
+            loaded, at_hand = engine.generate(both, at_once=True)
+            assert at_hand == 2 * HITS and tokens_of(loaded) == tokens_of(local)
+            assert loaded == local or control != local
 
 
 def restarted_hits(engine: Engine) -> tuple[list[int], object]:
@@ -49,18 +82,24 @@ def restarted_hits(engine: Engine) -> tuple[list[int], object]:
     return loaded, runs
 
 
-def eventually(holds: Callable[[], bool], times: int = 50) -> bool:
-    """An engine attaches again within 1.5 s of a server's return; each try takes some tenths of a second."""
-    return any(holds() for _ in range(times))
+def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """An engine attaches again within 1.5 s of a server's return."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)  # for its heartbeat thread
+    return True
 
 
-def test_the_server_is_killed_and_restarted_between_a_store_and_a_load(
+def test_the_server_is_killed_and_restarted_between_a_store_and_a_load_and_under_load(
     models: dict[str, Path],
 ) -> None:
     pool = {"pool_bytes": 64 << 20, "segment_bytes": 64 << 20}
     with mortal(**pool) as server, Engine(models["llama"], server.unix) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
+        wanted, _ = engine.generate(CROWD)
         assert engine.do("reset")["reset"]
         server.stop(signal.SIGKILL)
         lost, at_hand = engine.generate(OTHERS)  # nobody there: computed
@@ -68,10 +107,23 @@ def test_the_server_is_killed_and_restarted_between_a_store_and_a_load(
         with next_at(server) as restarted:
             assert eventually(lambda: restarted_hits(engine) == (HITS, local)), restarted.log_text()
 
+            assert engine.do("reset")["reset"]
+            engine.tell("generate", prompts=CROWD, at_once=True)
+            time.sleep(0.3)  # it is at work
+            assert not engine.has_answered()
+            restarted.stop(signal.SIGKILL)
+            with next_at(server) as third:
+                answer = engine.answer()
+                assert tokens_of(answer["runs"]) == tokens_of(wanted)
+                assert eventually(lambda: restarted_hits(engine) == (HITS, local)), third.log_text()
+        assert engine.close() == 0, engine.log_text()
+
 
 def test_other_weights_share_nothing(models: dict[str, Path], server: ServerProcess) -> None:
-    with Engine(models["llama"], server.unix) as first:
+    with (
+        Engine(models["llama"], server.unix) as first,
+        Engine(models["llama"], server.unix, extra={"weights_digest": "others"}) as second,
+    ):
         first.generate(PROMPTS)
         first.do("drain")
-    with Engine(models["llama"], server.unix, extra={"weights_digest": "others"}) as second:
         assert second.generate(PROMPTS)[1] == [0, 0, 0]

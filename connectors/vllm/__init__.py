@@ -7,8 +7,11 @@
     identity.py        the manifest: what the bytes depend on; requests whose KV depends on more
     config.py          settings, from kv_connector_extra_config
     orders.py          what the sides tell each other
+    figures.py         what the sides count
+    metrics.py         the figures as vLLM's statistics and Prometheus metrics
+    clearing.py        vLLM's reset, as far as the server
 
-Only connector.py imports vLLM, and nothing here does before KvdockConnector is asked for.
+Only connector.py and metrics.py import vLLM, and nothing here does before KvdockConnector is asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A scheduler half that promises only what it has seen to be whole.
+"""A scheduler half that promises, where vLLM has no way back, only what it has seen to be whole.
 
-With several KV groups a load that fails leaves some vLLM versions nothing to go back to. So parts are hashed in
-the background before they are promised, in the scheduler's process, while the lease holds them: what does not match
-is a miss, and the server takes the chunk out of use.
+With several KV groups a load that fails leaves some vLLM versions nothing to go back to. With one, a load that fails in
+the step that runs its request is computed again, but vLLM may have scheduled the next step already, whose token it
+keeps, and leaves the failed blocks in its prefix cache. So before either is promised, its parts are hashed in the
+background, in the scheduler's process, while the lease holds them: what does not match is a miss, and the server takes
+the chunk out of use.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import logging
 
 from kvdock import _core
 from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import LookupAnswer, ReportMismatch
+from kvdock.api.schemas import LookupAnswer, Part, ReportMismatch
 from kvdock.connectors.scheduler import MISS, Fetch, SchedulerHalf
+from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.errors import AttachError
 
@@ -21,34 +24,74 @@ log = logging.getLogger("kvdock.vllm")
 
 
 class CheckedScheduler(SchedulerHalf):
+    """`always`: also what is loaded in the background is hashed before it is promised."""
+
+    def __init__(self, session: EngineSession, *, readers: int = 1, always: bool) -> None:
+        super().__init__(session, readers=readers)
+        self._always = always
+        self._seen_whole: dict[str, str] = {}
+        """Leases by request."""
+
+    def is_whole(self, request_id: str) -> bool:
+        """False: check() has not seen what the request was promised."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            lease = request.answer.lease if request is not None and request.answer is not None else None
+            return lease is None or self._seen_whole.get(request_id) == lease
+
+    def check(self, request_id: str) -> None:
+        """Background: hashes what the request's lookup found. What is damaged is a miss from then on."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            answer = request.answer if request is not None else None
+        if request is None or answer is None or answer.lease is None:
+            return
+        whole = self._sees_whole(request_id, request.attachment, answer, answer.lease)
+        with self._lock:
+            if self._requests.get(request_id) is not request or request.answer is not answer:
+                return  # forgotten while we looked, and its lease with it
+            if not whole:
+                request.answer, request.epoch = MISS, 0  # a cancelled lease ends its epoch
+        if not whole:
+            self.cancel(request.attachment, answer.lease)
+
+    def finished(self, request_id: str) -> tuple[Attachment, str] | None:
+        self._seen_whole.pop(request_id, None)
+        return super().finished(request_id)
+
     def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
         """Background, as in SchedulerHalf."""
-        if answer.lease is not None and not self._whole(fetch, answer, answer.lease):
-            self.cancel(fetch.attachment, answer.lease)
+        lease = answer.lease
+        if self._always and lease is not None and not self._sees_whole(
+            fetch.request_id, fetch.attachment, answer, lease
+        ):
+            self.cancel(fetch.attachment, lease)
             answer = MISS
         super()._file(fetch, answer)
 
-    def _whole(self, fetch: Fetch, answer: LookupAnswer, lease: str) -> bool:
-        attachment = fetch.attachment
+    def _sees_whole(self, request_id: str, attachment: Attachment, answer: LookupAnswer, lease: str) -> bool:
         if not attachment.acquire():
             return False
         try:
-            for at, parts in enumerate(answer.chunks):
-                for part in parts:
-                    self.session.ensure_segment(attachment, part.segment)
-                    address = attachment.segments.address(part.segment, part.offset, part.length)
-                    ensure_keys(part.length)
-                    found = _core.checksum((ctypes.c_char * part.length).from_address(address))
-                    if found != part.checksum_value:
-                        log.error("lookup request=%s: chunk %d does not match its checksum", fetch.request_id, at)
-                        body = ReportMismatch(
-                            session=attachment.session, lease=lease, chunks=[answer.first_chunk + at]
-                        )
-                        self.client.mismatch(body)
-                        return False
+            damaged = [
+                chunk for chunk, parts in enumerate(answer.chunks, answer.first_chunk)
+                if not all(self._matches(attachment, part) for part in parts)
+            ]
+            if damaged:
+                log.error("lookup request=%s: checksum mismatch in chunks %s", request_id, damaged)
+                self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=damaged))
+                return False
         except (ServerUnavailable, ApiError, AttachError, OSError) as error:
             self.session.lost(attachment, error)
             return False
         finally:
             attachment.release()
+        self._seen_whole[request_id] = lease
         return True
+
+    def _matches(self, attachment: Attachment, part: Part) -> bool:
+        self.session.ensure_segment(attachment, part.segment)
+        address = attachment.segments.address(part.segment, part.offset, part.length)
+        ensure_keys(part.length)
+        found = _core.checksum((ctypes.c_char * part.length).from_address(address))
+        return bool(found == part.checksum_value)

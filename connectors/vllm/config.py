@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+BY_LAYER = ("eager", "piecewise", "never")
+
 
 class NotSupported(ValueError):
     """vLLM is set up in a way that the connector cannot serve; the message is one sentence that says so."""
@@ -20,6 +22,10 @@ class Settings:
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True
     """False: a request that loads does so in the step that runs it, and holds that step up."""
+    load_by_layer: str = "never"
+    """When a request that is alone in the engine is loaded in the step that runs it, each layer waiting for its own
+    KV: "eager": if vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs;
+    "never". With load_async and on GPUs only. Damage is found when the step has run: it ends the engine."""
     copy_threads: int = 2
     """Of copies with the CPU."""
     weights_digest: str = ""
@@ -47,6 +53,11 @@ class Settings:
         if not made.address.startswith(("unix:", "http://")):
             raise NotSupported(
                 f"kv_connector_extra_config: address is {made.address!r}, and unix:/path or http://host:port is wanted."
+            )
+        if made.load_by_layer not in BY_LAYER:
+            raise NotSupported(
+                f"kv_connector_extra_config: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
+                "is wanted."
             )
         if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupported(

@@ -28,15 +28,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
-from kvdock.connectors.scheduler import SchedulerHalf
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.config import NotSupported, Settings
-from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of
+from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
+from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
 from kvdock.connectors.vllm.room import Room
 from kvdock.connectors.vllm.scheduler_side import SchedulerSide
-from kvdock.connectors.vllm.setup import manifest_of, refuse_what_is_not_supported
+from kvdock.connectors.vllm.setup import (
+    loads_by_layer,
+    manifest_of,
+    place_of,
+    refuse_what_is_not_supported,
+    undoes_steps,
+)
 from kvdock.connectors.vllm.worker_side import WorkerSide
 
 log = logging.getLogger("kvdock.vllm")
@@ -75,9 +81,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config)
-        refuse_what_is_not_supported(vllm_config)
         if kv_cache_config is None:
             raise NotSupported("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
+        refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups = groups_of(kv_cache_config)
         self._instance = f"vllm-{transfer.engine_id}"
@@ -97,6 +103,34 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full graphs do not ask for each layer's KV."""
+        return Settings.load(extra_config).load_by_layer == "piecewise"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False
+
+    def unregister_kv_caches(self) -> None:
+        """NotSupported, before an engine that was not set up for sleep mode sleeps all the same."""
+        raise NotSupported("kvdock does not serve sleep mode yet: copies would meet KV tensors that have moved.")
+
+    def get_kv_connector_stats(self) -> KvdockStats | None:
+        side = self._worker or self._scheduler
+        return KvdockStats.taken(side.figures) if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvdockStats:
+        return KvdockStats.of(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: dict[type, Any], labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvdockPromMetrics:
+        return KvdockPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         for side in (self._worker, self._scheduler):
             if side is not None:
@@ -107,17 +141,18 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         chunk = chunk_tokens(self._groups, self._settings.chunk_tokens)
-        blocks = self._cache.num_blocks
+        blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
         manifest = manifest_of(
-            self._config, vllm.__version__, self._groups, kv_caches, num_blocks=blocks, chunk_tokens=chunk,
+            self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
             weights_digest=self._settings.weights_digest,
         )
         device = next(iter(kv_caches.values())).device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         self._worker = WorkerSide(
-            self._settings, manifest, self._identity("rank0", ranks=(0,), scheduler=False),
-            layouts_of(self._groups, kv_caches, blocks, manifest.token_order),
-            rank=0, device=str(device), stream=stream, by_request=BY_REQUEST,
+            self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
+            layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
+            rank=place.rank, device=str(device), stream=stream, by_request=BY_REQUEST,
+            undoes_steps=undoes_steps(self._config),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 
@@ -136,7 +171,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """What the step reads is there when start_load_kv returns."""
+        if self._worker is not None and self._worker.waits_for_layers:
+            self._worker.wait_for_layer(layer_name, torch.cuda.current_stream().cuda_stream)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored in later steps."""
@@ -162,16 +198,22 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------ scheduler
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         first, *others = metadata.values()
         assert isinstance(first, Handshake)
         if any(other != first for other in others):
-            raise NotSupported("kvdock needs all workers of an engine to keep the same KV, and theirs differ.")
+            raise NotSupported("kvdock needs KV of one size and order in all workers of an engine, and theirs differ.")
         manifest = msgspec.json.decode(first.manifest, type=Manifest)
         client = Client(self._settings.address, timeout_s=self._settings.timeout_s)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
-        kind = CheckedScheduler if len(self._groups) > 1 else SchedulerHalf
-        half = kind(session, readers=manifest.tensor_parallel)
+        half = CheckedScheduler(
+            session, readers=len(metadata), always=len(self._groups) > 1 or not self._settings.load_async
+        )
         session.start()
         limits = self._config.scheduler_config
         room = Room(
@@ -179,7 +221,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens=limits.max_num_batched_tokens,
         )
         self._scheduler = SchedulerSide(
-            half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async
+            half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
+            by_layer=loads_by_layer(self._config, self._settings),
         )
         for request in self._waiting:
             self._scheduler.arrived(request)
@@ -223,12 +266,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.busy
 
     def reset_cache(self) -> bool:
-        """The server's cache is not this engine's alone."""
-        log.warning("kvdock keeps what it holds when an engine resets its cache: `kvdock clear` empties the server")
-        return False
+        """vLLM asks for it with reset_connector=True, and when it pauses to change weights: clears what the server
+        holds for engines like this one, of all instances. False, and nothing is loaded until then, if it did not."""
+        return self._scheduler is not None and self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """kvdock's own events are the server's (GET /v1/events)."""
+        """None: the server tells nobody what it evicts, and a router that hears of stored blocks alone would go on
+        sending requests to KV that is gone."""
         return ()
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:

@@ -35,13 +35,10 @@ class KVGroup:
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """NotSupported for kinds of KV that a prefix of tokens does not name, and for unequal block sizes."""
+    """NotSupported for kinds of KV that a prefix of tokens does not name."""
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     if not groups:
         raise NotSupported("kvdock has nothing to cache: this model keeps no KV.")
-    sizes = sorted({group.block_tokens for group in groups})
-    if len(sizes) > 1:
-        raise NotSupported(f"kvdock needs one block size in all KV cache groups, found {sizes} tokens.")
     return groups
 
 
@@ -61,12 +58,17 @@ def _group(group: Any) -> KVGroup:
     else:
         raise NotSupported(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
     pages = {name: int(specs[name].page_size_bytes) for name in group.layer_names if name in specs}
-    return KVGroup(window, int(first.block_size), pages, latent=any("MLA" in kind for kind in kinds))
+    return KVGroup(window, int(first.block_size), pages, latent=all("MLA" in kind for kind in kinds))
+
+
+def step_tokens(groups: Sequence[KVGroup]) -> int:
+    """Multiples of it are whole blocks in every group: vLLM's own hits are such."""
+    return lcm(*(group.block_tokens for group in groups))
 
 
 def chunk_tokens(groups: Sequence[KVGroup], wanted: int) -> int:
     """`wanted`, rounded up to whole blocks of every group."""
-    step = lcm(*(group.block_tokens for group in groups))
+    step = step_tokens(groups)
     return -(-wanted // step) * step
 
 
@@ -98,6 +100,16 @@ def layouts_of(
             PagedLayout("pages", token_order, tuple(planes), num_blocks, group.block_tokens, held, core)
         )
     return layouts
+
+
+def planes_of(groups: Sequence[KVGroup], tensors: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Per group, which plane of its layout each layer has. Layers at one address share it."""
+    planes = []
+    for group in groups:
+        places = {name: tensors[name].data_ptr() for name in group.page_bytes}
+        order = list(dict.fromkeys(places.values()))
+        planes.append({name: order.index(place) for name, place in places.items()})
+    return planes
 
 
 def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:

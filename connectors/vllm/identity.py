@@ -29,25 +29,37 @@ def depends_on_more_than_tokens(request: Any) -> bool:
     )
 
 
-def revision(vllm_config: Any, weights_digest: str) -> str:
-    """Digest of weights and of all of the model's configuration that can change its KV.
+def revision(vllm_config: Any, weights_digest: str, drafts: Any) -> str:
+    """Digest of weights and of all of the configuration that can change KV: the model's, and the draft model's when
+    it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None).
 
-    `weights_digest`: takes the place of a look at the files.
+    `weights_digest`: takes the place of a look at the model's files.
     """
-    model = vllm_config.model_config
-    config = json.loads(model.hf_config.to_json_string(use_diff=False))
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     told = {
+        **_described(model, weights_digest),
+        "load_format": load_format,
+        "seed": model.seed if load_format.endswith("dummy") else None,
+    }
+    if drafts is not None:
+        draft = drafts.draft_model_config
+        is_inside = draft.model == model.model and draft.revision == model.revision
+        told["draft"] = {"method": drafts.method, **_described(draft, told["weights"] if is_inside else "")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _described(model: Any, weights_digest: str) -> dict[str, Any]:
+    config = json.loads(model.hf_config.to_json_string(use_diff=False))
+    named = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return {
         "hf_config": {
             name: value for name, value in config.items()
             if not name.startswith("_") and name != "transformers_version"
         },
-        "weights": weights_digest or _weights(model.model, model.revision),
+        "weights": weights_digest or _weights(model.model, named),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
-        "load_format": str(vllm_config.load_config.load_format),
-        "seed": model.seed if str(vllm_config.load_config.load_format).endswith("dummy") else None,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _weights(model: str, named_revision: str | None) -> str:

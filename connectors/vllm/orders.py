@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.session import Attachment
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,13 @@ class Life:
     pool_id: str
     session: str
 
+    @classmethod
+    def of(cls, attachment: Attachment) -> Life:
+        return cls(attachment.pool_id, attachment.session)
+
+
+IDLE_WAIT_S = 0.001
+"""What a side may wait in a step that computes nothing: as long as vLLM's own loop sleeps then."""
 
 NOWHERE = Life("", "")
 """No worker is ever attached there: a load from it fails."""
@@ -22,9 +30,12 @@ NOWHERE = Life("", "")
 
 @dataclass(frozen=True)
 class LoadOrder:
+    """`is_async`: the request does not run in this step. `by_layer`: it does, and each layer waits for its own KV."""
+
     life: Life
     plan: LoadPlan
     is_async: bool
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,13 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Of one step. `fences`: stores that must have ended before this step writes anything."""
+    """Of one step. `fences`: stores that must have ended before this step writes anything. `is_idle`: the step
+    computes nothing."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     fences: tuple[int, ...] = ()
+    is_idle: bool = False
 
 
 @dataclass
@@ -51,11 +64,14 @@ class Report:
     """Loads that fell short, by request: the least of the ranks."""
     stores: Counter[int] = field(default_factory=Counter)
     """How many ranks no longer read for a store."""
+    lives: dict[int, Life] = field(default_factory=dict)
+    """What ranks are attached to, when that has changed; NOWHERE: to nothing."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
             self.valid_tokens[request_id] = min(valid, self.valid_tokens.get(request_id, valid))
         self.stores.update(other.stores)
+        self.lives.update(other.lives)
 
     def __bool__(self) -> bool:
-        return bool(self.valid_tokens or self.stores)
+        return bool(self.valid_tokens or self.stores or self.lives)

@@ -15,19 +15,23 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import Abort
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
-from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreBatch, StoreOffer
+from kvdock.connectors.scheduler import Fetch, StoreBatch, StoreOffer
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.vllm.checked import CheckedScheduler
+from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
-from kvdock.connectors.vllm.orders import NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
+from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.room import Room
 
 log = logging.getLogger("kvdock.vllm")
@@ -42,7 +46,15 @@ class _Tracked:
     request: Any
     local_tokens: int = 0
     is_async: bool = False
+    by_layer: bool = False
+    """As LoadOrder has them: of the load that it was last promised."""
+    check: Future[None] | None = None
+    """Of what it was promised, before it is loaded in the step that runs it."""
+    is_new: bool = True
+    """It was not in any step since it was given its blocks."""
     table: Table | None = None
+    is_old: bool = False
+    """The cache was reset since it was looked up: what it computes may rest on what was there before."""
 
 
 @dataclass
@@ -54,19 +66,27 @@ class _Store:
 
 
 class SchedulerSide:
-    """`half` is attached; `ranks`: how many workers report on each store."""
+    """`half` is attached; `ranks`: how many workers report on each store; `by_layer`: whether a request that is alone
+    loads so."""
 
     def __init__(
-        self, half: SchedulerHalf, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool
+        self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
+        by_layer: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._half, self._groups, self._room = half, groups, room
-        self._ranks, self._load_async = ranks, load_async
+        self._ranks, self._load_async, self._by_layer = ranks, load_async, by_layer
+        self.figures, self._clock = Figures(), clock
+        self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
         self._stores: dict[int, _Store] = {}
         self._last_store = 0
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._asking = ThreadPoolExecutor(1, "kvdock-ask")
+        self._question: Future[None] | None = None
+        self._known: set[str] = set()
+        self._lives: dict[int, Life] = {}  # of the workers
         self._reserving = ThreadPoolExecutor(1, "kvdock-reserve")
         self._lock = threading.Lock()
         self._reserved: list[tuple[int, Attachment, StorePlan | None]] = []
@@ -78,53 +98,77 @@ class SchedulerSide:
         if depends_on_more_than_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
-        tracked.request, tracked.local_tokens = request, local_tokens
+        tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
+        if not self._clearing.is_over:
+            self._clear_again()
+            return 0, False
         # The last token is always computed: vLLM wants its logits.
         usable = (request.num_tokens - 1) // self._half.chunk_tokens * self._half.chunk_tokens
         if usable <= local_tokens:
             return 0, False
         found = self._half.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if isinstance(found, Fetch):
-            self._run(self._asking, self._half.fetch, found)
+            self._question = self._run(self._asking, self._fetch, found, self._clock())
             return None, False
         if found is None:
             return None, False
         if found == local_tokens:
             self._cancel(self._half.give_up_lease(request.request_id, local_tokens))
             return 0, False
-        tracked.is_async = self._load_async and self._room.fits(request)
+        # Alone, a request may as well be loaded while it runs: nobody else waits for its step.
+        in_step = self._is_attached_everywhere()
+        tracked.by_layer = in_step and self._by_layer and self._known <= {request.request_id}
+        tracked.is_async = not tracked.by_layer and self._load_async and self._room.fits(request)
+        if not tracked.is_async and not in_step:
+            return 0, False  # a load in the step that runs its request had better not fail
+        if tracked.check is not None and not tracked.check.done():
+            return None, False
+        if not tracked.is_async and not tracked.by_layer and not self._half.is_whole(request.request_id):
+            self._question = tracked.check = self._run(self._asking, self._half.check, request.request_id)
+            return None, False
         return found - local_tokens, tracked.is_async
 
+    def _is_attached_everywhere(self) -> bool:
+        """Every worker has said that it is attached to what this side is."""
+        attachment = self._half.session.attachment
+        return (
+            attachment is not None and len(self._lives) == self._ranks
+            and set(self._lives.values()) == {Life.of(attachment)}
+        )
+
     def arrived(self, request: Any) -> None:
+        self._known.add(request.request_id)
         self._room.add(request)
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """The request has its blocks: a load begins when it was promised external tokens."""
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
-        tracked.request, tracked.table = request, table
-        first = tracked.local_tokens // self._half.block_tokens
-        self._fresh.update(block for column in table for block in column[first:] if block is not None)
+        tracked.request, tracked.table, tracked.is_new = request, table, True
+        for column, group in zip(table, self._groups, strict=True):
+            first = tracked.local_tokens // group.block_tokens
+            self._fresh.update(block for block in column[first:] if block is not None)
         if external_tokens == 0:
             return
         hit = tracked.local_tokens + external_tokens
         if tracked.is_async:
             self._room.take(request)
-        columns = [column[: hit // self._half.block_tokens] for column in table]
+        columns = self._whole_blocks(table, hit)
         begun = self._half.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
             plan = self._hopeless(request.request_id, columns, tracked.local_tokens, hit)
-            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
+            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async, tracked.by_layer))
             return
         attachment, plan = begun
-        self._loads.append(LoadOrder(Life(attachment.pool_id, attachment.session), plan, tracked.is_async))
+        life = Life.of(attachment)
+        self._loads.append(LoadOrder(life, plan, tracked.is_async, tracked.by_layer))
         attachment.release()  # this process copies nothing
 
     def _hopeless(self, request_id: str, columns: Table, local_tokens: int, hit_tokens: int) -> LoadPlan:
         """A plan that names the blocks to be filled and nothing to fill them with."""
-        size, chunk = self._half.block_tokens, self._half.chunk_tokens
+        chunk, sizes = self._half.chunk_tokens, [group.block_tokens for group in self._groups]
         pieces = tuple(
             LoadPiece(at * size // chunk, group, (), (block,), 0)
-            for group, column in enumerate(columns)
+            for group, (size, column) in enumerate(zip(sizes, columns, strict=True))
             for at, block in enumerate(column) if at * size >= local_tokens and block is not None
         )
         return LoadPlan(request_id, "", local_tokens, hit_tokens, chunk, pieces)
@@ -133,6 +177,7 @@ class SchedulerSide:
 
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
+        self.figures.state("attached", int(self._half.session.attachment is not None))
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
         self._note_tables(output)
@@ -143,7 +188,10 @@ class SchedulerSide:
             self._offer(request_id, count)
         loads, self._loads = tuple(self._loads), []
         self._fresh.clear()
-        return Orders(loads, tuple(stores), tuple(fences))
+        is_idle = not output.num_scheduled_tokens
+        if is_idle and self._question is not None:
+            wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        return Orders(loads, tuple(stores), tuple(fences), is_idle)
 
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
@@ -182,26 +230,31 @@ class SchedulerSide:
             store = self._stores[number]
             if plan is None or store.dropped:
                 del self._stores[number]
+                self.figures.add("stores_dropped", int(store.dropped))
                 if plan is not None:
                     self._run(self._asking, self._abort, attachment, plan)
             else:
                 store.sent = True
-                orders.append(StoreOrder(number, Life(attachment.pool_id, attachment.session), plan))
+                orders.append(StoreOrder(number, Life.of(attachment), plan))
         return orders
 
     def _offer(self, request_id: str, count: int) -> None:
         """Chunks that are complete when this step has computed `count` tokens of the request."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or depends_on_more_than_tokens(tracked.request):
+        if tracked is None or tracked.table is None or tracked.is_old or depends_on_more_than_tokens(tracked.request):
             return
-        request, size = tracked.request, self._half.block_tokens
+        request = tracked.request
         before = request.num_computed_tokens
         computed = min(before + count, request.num_tokens)  # what lies behind are drafts
         for column, group in zip(tracked.table, self._groups, strict=True):
             if group.window_tokens is not None:  # vLLM has let these go
-                gone = min(max(0, before - group.window_tokens) // size, len(column))
+                gone = min(max(0, before - group.window_tokens) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
-        columns = [column[: computed // size] for column in tracked.table]
+        is_new, tracked.is_new = tracked.is_new, False
+        chunk = self._half.chunk_tokens
+        if is_new and computed // chunk <= tracked.local_tokens // chunk:
+            return  # all of it was a local hit: it is offered again once the first token is out
+        columns = self._whole_blocks(tracked.table, computed)
         offer = self._half.begin_store(request_id, request.all_token_ids, columns, computed)
         if offer is None:
             return
@@ -213,21 +266,47 @@ class SchedulerSide:
             numbered.append((self._last_store, batch))
         self._run(self._reserving, self._reserve, offer, numbered)
 
+    def _whole_blocks(self, table: Table, tokens: int) -> Table:
+        """What of `table` holds nothing but the first `tokens` tokens."""
+        return [column[: tokens // group.block_tokens] for column, group in zip(table, self._groups, strict=True)]
+
     # ------------------------------------------------------------------ ends
 
     def take(self, report: Report) -> None:
+        self._lives.update(report.lives)
         for request_id, valid in report.valid_tokens.items():
             self._half.load_failed(request_id, valid)
+            self.figures.add("load_failures", 1)
         for number, ranks in report.stores.items():
             store = self._stores[number]
             store.ranks_left -= ranks
             if store.ranks_left <= 0:
                 del self._stores[number]
+                self._clearing.store_ended(number)
+        self._clear_again()
 
     def finished(self, request_id: str) -> None:
         self._forget(request_id)
+        self._known.discard(request_id)
         self._tracked.pop(request_id, None)
         self._room.remove(request_id)
+
+    def reset(self) -> bool:
+        """What the server holds for engines like this one is not found any more. False: it did not clear it (yet).
+
+        Waits for the server, as long as the client does: somebody asked for it."""
+        for request_id, tracked in self._tracked.items():
+            self._forget(request_id)
+            tracked.is_old = True
+        for store in self._stores.values():
+            store.dropped = True
+        cleared = self._clearing.ask(number for number, store in self._stores.items() if store.sent)
+        self._run(self._asking, self._clearing.tell_of_others)
+        return cleared
+
+    def _clear_again(self) -> None:
+        if self._clearing.starts_again():
+            self._run(self._asking, self._clearing.again)
 
     @property
     def busy(self) -> bool:
@@ -247,6 +326,10 @@ class SchedulerSide:
             tracked.table, tracked.local_tokens = None, 0
 
     # ------------------------------------------------------------------ background
+
+    def _fetch(self, fetch: Fetch, asked_s: float) -> None:
+        self._half.fetch(fetch)
+        self.figures.add("lookup_seconds", self._clock() - asked_s)
 
     def _reserve(self, offer: StoreOffer, numbered: Sequence[tuple[int, StoreBatch]]) -> None:
         try:
@@ -273,8 +356,10 @@ class SchedulerSide:
         if unused is not None:
             self._run(self._asking, self._half.cancel, *unused)
 
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
-        pool.submit(work, *args).add_done_callback(_log_failure)
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> Future[None]:
+        future = pool.submit(work, *args)
+        future.add_done_callback(_log_failure)
+        return future
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

@@ -6,45 +6,119 @@ The scheduler's side gets the manifest from the workers, so the two cannot disag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from kvdock.api.schemas import Group, Manifest
-from kvdock.connectors.vllm.config import NotSupported
-from kvdock.connectors.vllm.groups import KVGroup, signature
+from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
 from kvdock.connectors.vllm.identity import revision
 
-DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")
+"""What the target model accepts is the target's: their KV can be wrong at no other cost than drafts refused."""
+MOST_RANKS = 128
 
 
-def refuse_what_is_not_supported(vllm_config: Any) -> None:
-    """NotSupported, one sentence each."""
+@dataclass(frozen=True)
+class Place:
+    """Of one worker among those of its engine. `rank` counts the pipeline stages first: where all workers of a stage
+    hold the same bytes (MLA), ranks 0 … writers - 1 are one of each stage, and rank r reads part r mod writers."""
+
+    rank: int
+    ranks: int
+    writers: int
+    heads_split: int
+    """Over how many workers of a stage the bytes of a token are spread."""
+
+
+def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
+    """`parallel`: the worker's own ParallelConfig, whose rank counts the tensor-parallel workers first."""
+    shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stage, shard = divmod(parallel.rank % (shards * stages), shards)
+    split = 1 if all(group.latent for group in groups) else shards
+    return Place(shard * stages + stage, shards * stages, split * stages, split)
+
+
+def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int) -> None:
+    """NotSupported, one sentence each. `kv_groups`: how many KV cache groups there are."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise NotSupported(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
-    for name, meaning in (
-        ("tensor_parallel_size", "tensor parallelism"), ("pipeline_parallel_size", "pipeline parallelism"),
-        ("decode_context_parallel_size", "context parallelism"),
-        ("prefill_context_parallel_size", "context parallelism"),
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         found = getattr(parallel, name, 1)
         if found > 1:
-            raise NotSupported(f"kvdock does not serve {meaning} in vLLM yet: {name} is {found}, and 1 is wanted.")
+            raise NotSupported(f"kvdock does not serve context parallelism: {name} is {found}, and 1 is wanted.")
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if ranks > MOST_RANKS:
+        raise NotSupported(f"kvdock serves up to {MOST_RANKS} workers an engine, found {ranks}.")
     drafts = vllm_config.speculative_config
-    if drafts is not None and drafts.method not in DRAFTS_WITHOUT_KV:
+    if drafts is not None and drafts.method not in DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV:
         raise NotSupported(
-            f"kvdock does not serve draft models with KV of their own: method is {drafts.method!r}, and one of "
-            f"{', '.join(DRAFTS_WITHOUT_KV)} is wanted."
+            f"kvdock does not know what the speculative method {drafts.method!r} keeps in its KV cache: one of "
+            f"{', '.join(DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV)} is wanted."
         )
+    if parallel.pipeline_parallel_size > 1:
+        _refuse_unequal_stages(vllm_config, kv_groups)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise NotSupported("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         raise NotSupported("kvdock does not serve sleep mode yet: enable_sleep_mode is on, and off is wanted.")
 
 
+def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
+    """Parts of a group are of one size, and a stage's part is what it has of a chunk."""
+    if kv_groups > 1:
+        raise NotSupported(
+            f"kvdock serves pipeline parallelism with one KV cache group, found {kv_groups}: use tensor parallelism."
+        )
+    drafts = drafts_with_kv(vllm_config)
+    if drafts is not None:
+        raise NotSupported(
+            f"kvdock does not serve {drafts.method!r} drafts with pipeline parallelism, where the last stage alone "
+            "holds their KV: use tensor parallelism."
+        )
+    parallel, layers = copy(vllm_config.parallel_config), []
+    for stage in range(parallel.pipeline_parallel_size):
+        parallel.rank = stage * parallel.tensor_parallel_size
+        first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
+        layers.append(end - first)
+    if len(set(layers)) > 1:
+        raise NotSupported(
+            f"kvdock needs pipeline stages of equally many layers, found {layers}: choose a pipeline_parallel_size "
+            f"that divides {sum(layers)}, and leave VLLM_PP_LAYER_PARTITION unset."
+        )
+
+
+def drafts_with_kv(vllm_config: Any) -> Any:
+    """vLLM's SpeculativeConfig if what drafts keeps KV; else None."""
+    drafts = vllm_config.speculative_config
+    return drafts if drafts is not None and drafts.method in DRAFTS_WITH_KV else None
+
+
+def loads_by_layer(vllm_config: Any, settings: Settings) -> bool:
+    """Whether vLLM asks for each layer's KV before it reads it, in every step. Drafts' layers it asks for too late."""
+    layerwise = settings.load_by_layer == "piecewise" or (
+        settings.load_by_layer == "eager" and vllm_config.model_config.enforce_eager
+    )
+    on_gpu = vllm_config.device_config.device_type == "cuda"
+    return layerwise and on_gpu and settings.load_async and drafts_with_kv(vllm_config) is None
+
+
+def undoes_steps(vllm_config: Any) -> bool:
+    """Whether this engine computes a step again that read what did not load. One that schedules ahead keeps the next
+    step's token all the same, and so does a pipeline, where a prompt's next chunk is under way by then; and the second
+    model runner does not take its count of computed tokens back."""
+    runs_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
+
+
 def manifest_of(
-    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], *,
+    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str,
 ) -> Manifest:
+    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
     planes = [
@@ -52,18 +126,22 @@ def manifest_of(
     ]
     return Manifest(
         model=model.served_model_name if isinstance(model.served_model_name, str) else str(model.model)[-128:],
-        revision=revision(vllm_config, weights_digest),
+        revision=revision(vllm_config, weights_digest, drafts_with_kv(vllm_config)),
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
-        layers=sum(len(group.page_bytes) for group in groups),
+        layers=sum(len(group.page_bytes) for group in groups) * (place.writers // place.heads_split),
         kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
         token_order=f"vllm {'.'.join(version.split('.')[:2])} {_backends(vllm_config, groups)} "
         f"{signature(groups, tensors, num_blocks)}",
         chunk_tokens=chunk_tokens,
-        block_tokens=groups[0].block_tokens,
+        block_tokens=step_tokens(groups),
+        tensor_parallel=place.heads_split,
+        writers=place.writers,
         groups=tuple(
-            Group(part_bytes=sum(pages.values()) * blocks) if group.window_tokens is None
-            else Group(kind="window", window_tokens=group.window_tokens, part_bytes=sum(pages.values()) * blocks)
+            Group(
+                kind="full" if group.window_tokens is None else "window", window_tokens=group.window_tokens or 0,
+                block_tokens=group.block_tokens, part_bytes=sum(pages.values()) * blocks,
+            )
             for group, pages, blocks in zip(groups, planes, per_chunk, strict=True)
         ),
     )

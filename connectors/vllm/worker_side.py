@@ -1,57 +1,83 @@
-"""In a worker's process: carries out the scheduler's orders, in the background, and reports what ended.
+"""In a worker's process: carries out the scheduler's orders and reports what ended.
+
+Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
+while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
 
 Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
 fence() returned; blocks that a failed load leaves behind are reported no later than its end.
 
-Threads: vLLM's worker thread calls everything; loads and stores run in one background thread each. `_lock` guards
-what they hand over.
+Threads: vLLM's worker thread calls everything; `_lock` guards what stores hand over.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.connectors.vllm.config import Settings
-from kvdock.connectors.vllm.orders import Life, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.worker import WorkerHalf
+from kvdock.connectors.vllm.figures import CopyFigures
+from kvdock.connectors.vllm.layers import Layers
+from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
+from kvdock.connectors.worker import Loading, WorkerHalf
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.vllm")
 
+BESIDE_STEPS = 4
+"""Thread blocks of a load: others are computed beside it, by kernels that want nearly all multiprocessors. A load
+loses less than a hundredth of its speed."""
+TELL_AFTER_S = 0.02
+"""A step of an eager engine is launched in some 10 ms."""
+
 
 class LoadLost(RuntimeError):
-    """A load failed that this vLLM has no way to be told of; the request's blocks hold nothing of use."""
+    """A load failed that this vLLM cannot be told of: better no engine than one that computes from what is missing."""
 
 
 class WorkerSide:
-    """`device`: "cpu" or "cuda:N", where `layouts` are. `stream`: as WorkerHalf has it. `by_request`: this vLLM takes
-    failed loads by request."""
+    """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
+    `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
+    that it read what did not load."""
 
     def __init__(
-        self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout], *,
-        rank: int, device: str, stream: int | None, by_request: bool,
+        self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
+        planes: Sequence[Mapping[str, int]], *,
+        rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where = Device.named(device)
-        self._by_request = by_request
+        self._by_request, self._undoes_steps, self._on_gpu = by_request, undoes_steps, where.cuda is not None
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
+        tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
+        if tuning is not None:
+            tuning = replace(tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS))
         self._half = WorkerHalf(
-            self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads
+            self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
+            tuning=tuning,
         )
-        self._groups = len(layouts)
-        self._loading = ThreadPoolExecutor(1, "kvdock-load")
+        self._groups, self._layers = len(layouts), Layers(planes)
+        self.figures, self._clock = CopyFigures(manifest, rank), clock
+        self._telling = ThreadPoolExecutor(1, "kvdock-tell")
         self._storing = ThreadPoolExecutor(1, "kvdock-store")
         self._stores: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
-        self._report = Report()
+        self._stored: Counter[int] = Counter()
+        self._fell_short: dict[str, int] = {}
+        self._running: list[tuple[LoadOrder, Loading | None]] = []
+        self._told_life: Life | None = None
+        self._ended: deque[Loading] = deque()
+        self._is_idle = False
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -67,40 +93,61 @@ class WorkerSide:
 
     def fence(self, orders: Orders) -> None:
         """Returns when no store in `orders.fences` reads any more."""
-        wait([self._stores[number] for number in orders.fences if number in self._stores])
+        fenced = [self._stores[number] for number in orders.fences if number in self._stores]
+        if fenced:
+            began = self._clock()
+            wait(fenced)
+            self.figures.add("fence_seconds", self._clock() - began)
 
     def begin(self, orders: Orders) -> None:
-        """Submits copies. Those that this step's forward pass reads have ended when it returns."""
+        """Submits copies. Those that this step's forward pass reads have ended when it returns, or are waited for layer
+        by layer."""
+        self._is_idle = orders.is_idle
         for store in orders.stores:
             self._stores[store.number] = self._storing.submit(self._store, store)
-        running = [(order, self._loading.submit(self._load, order)) for order in orders.loads]
-        for order, load in running:
-            if not order.is_async:
-                load.result()
+        self._running += [(order, self._submit(order)) for order in orders.loads]
+        self._take_ended(lambda order: not order.is_async and not (order.by_layer and self._on_gpu))
+        self._layers.watch([loading for order, loading in self._running if order.by_layer and loading is not None])
         self._raise_what_was_lost()
+
+    @property
+    def waits_for_layers(self) -> bool:
+        return self._layers.any_watched
+
+    def wait_for_layer(self, layer: str, stream: int) -> None:
+        """What is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
+        self._layers.order(layer, stream)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """(async loads that ended, those of them to be reported as failed), since the last call."""
+        self._take_ended(lambda order: order.by_layer)
+        if self._is_idle and self._running and self._running[0][1] is not None:
+            self._running[0][1].wait(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        self._take_ended(lambda order: False)
         self._raise_what_was_lost()
-        with self._lock:
-            loaded, self._loaded = self._loaded, set()
-            failed, self._failed_requests = self._failed_requests, set()
-            return loaded, failed
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return loaded, failed
 
     def failed_blocks(self) -> set[int]:
-        with self._lock:
-            failed, self._failed_blocks = self._failed_blocks, set()
-            return failed
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def report(self) -> Report:
         with self._lock:
-            report, self._report = self._report, Report()
-        for number in report.stores:
+            stored, self._stored = self._stored, Counter()
+        for number in stored:
             self._stores.pop(number, None)
+        report, self._fell_short = Report(self._fell_short, stored), {}
+        attachment = self._session.attachment
+        life = Life.of(attachment) if attachment is not None else NOWHERE
+        if life != self._told_life:
+            report.lives[self._half.rank] = self._told_life = life
         return report
 
     def close(self) -> None:
-        for pool in (self._loading, self._storing):
+        self._take_ended(lambda order: True)
+        for pool in (self._telling, self._storing):
             pool.shutdown(wait=True)
         self._half.close()
         self._session.close()
@@ -108,63 +155,99 @@ class WorkerSide:
 
     def _raise_what_was_lost(self) -> None:
         if self._lost is not None:
+            self._tell_of_ended()  # the next engine must not meet the same damage
             raise self._lost
-
-    # ------------------------------------------------------------------ background
 
     def _joined(self, life: Life) -> Attachment | None:
         """Our attachment, if it is to the life that the scheduler's side made its plan in."""
         attachment = self._session.attachment
-        if attachment is None or Life(attachment.pool_id, attachment.session) != life or not attachment.acquire():
+        if attachment is None or Life.of(attachment) != life or not attachment.acquire():
             return None
         return attachment
 
-    def _load(self, order: LoadOrder) -> None:
-        plan, valid = order.plan, order.plan.local_tokens
+    def _submit(self, order: LoadOrder) -> Loading | None:
         attachment = self._joined(order.life)
-        try:
-            if attachment is not None:
-                valid = self._half.load(attachment, plan)
-        finally:
-            self._file(order, valid)
-            if attachment is not None:
-                self._half.settle(attachment)
-                attachment.release()
+        if attachment is None:
+            return None
+        return self._half.submit_load(attachment, order.plan, self._layers.bands if order.by_layer else None)
+
+    def _take_ended(self, awaited: Callable[[LoadOrder], bool]) -> None:
+        """Files the loads that have ended, and waits for those that are `awaited`."""
+        still: list[tuple[LoadOrder, Loading | None]] = []
+        for order, loading in self._running:
+            if loading is None:
+                self._file(order, order.plan.local_tokens)
+            elif awaited(order) or loading.done():
+                valid = self._half.finish_load(loading)
+                if order.by_layer and self._on_gpu and not self._layers.all_ordered:
+                    log.error("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
+                    valid = order.plan.local_tokens
+                self.figures.loaded(order.plan, valid, self._clock() - loading.began_s)
+                self._file(order, valid)
+                self._ended.append(loading)
+                self._telling.submit(self._tell)
+            else:
+                still.append((order, loading))
+        self._running = still
 
     def _file(self, order: LoadOrder, valid: int) -> None:
         plan = order.plan
-        with self._lock:
-            if valid < plan.hit_tokens:
-                log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
-                self._report.valid_tokens[plan.request_id] = valid
-                if self._groups == 1:
-                    self._failed_blocks |= _blocks_behind(plan, valid)
-                elif self._by_request and order.is_async:
-                    self._failed_requests.add(plan.request_id)
-                else:
-                    self._lost = LoadLost(
-                        f"request {plan.request_id}: {plan.hit_tokens - valid} tokens of several KV cache groups "
-                        "could not be loaded, and this vLLM cannot compute them again"
-                    )
-            if order.is_async:
-                self._loaded.add(plan.request_id)
+        if order.is_async:
+            self._loaded.add(plan.request_id)
+        if valid == plan.hit_tokens:
+            return
+        log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
+        self._fell_short[plan.request_id] = valid
+        if self._groups == 1 and (order.is_async or self._undoes_steps):
+            self._failed_blocks |= _blocks_behind(plan, valid)
+        elif self._by_request and order.is_async:
+            self._failed_requests.add(plan.request_id)
+        else:
+            what = "after several KV cache groups" if order.is_async else "in the step that runs the request"
+            self._lost = LoadLost(
+                f"request {plan.request_id}: {plan.hit_tokens - valid} tokens could not be loaded, and {what} this "
+                "vLLM has no way to compute them again"
+            )
+
+    def _tell_of_ended(self) -> None:
+        """Says to the server what became of the loads that were filed."""
+        while self._ended:
+            try:
+                loading = self._ended.popleft()
+            except IndexError:
+                return  # the other thread was quicker
+            try:
+                self._half.end_load(loading)
+                if not self._ended:
+                    self._half.settle(loading.attachment)
+            finally:
+                loading.attachment.release()
+
+    # ------------------------------------------------------------------ background
+
+    def _tell(self) -> None:
+        if self._ended:  # else an earlier call has told of it
+            time.sleep(TELL_AFTER_S)  # the step that runs the request is being launched: leave it the interpreter
+            self._tell_of_ended()
 
     def _store(self, order: StoreOrder) -> None:
         attachment = self._joined(order.life)
         try:
-            if attachment is not None:
-                self._half.store(attachment, order.plan)
+            if attachment is not None and self._half.writes:
+                began = self._clock()
+                ready = self._half.store(attachment, order.plan)
+                self.figures.stored(order.plan, ready, self._clock() - began)
         finally:
             if attachment is not None:
                 attachment.release()
             with self._lock:
-                self._report.stores[order.number] += 1
+                self._stored[order.number] += 1
 
 
 def _blocks_behind(plan: LoadPlan, valid: int) -> set[int]:
     """The blocks that were to be filled with tokens from `valid` on."""
     return {
         block
-        for piece in plan.pieces if piece.chunk * plan.chunk_tokens >= valid
+        for piece in plan.pieces if (piece.chunk + 1) * plan.chunk_tokens > valid  # local tokens may end inside a chunk
         for block in piece.block_ids[piece.skip_blocks :]
     }

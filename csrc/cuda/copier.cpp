@@ -213,8 +213,7 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLay
   for (size_t band = 0; band < bands.size(); ++band) {
     bool fresh = true;
     for (size_t i = 0; i < parts.size(); ++i) {
-      const size_t bytes = parts[i].block_ids.size() * layout.block_bytes();
-      const auto range = find_range(parts[i].slot, bytes);
+      const auto range = find_range(parts[i].slot, parts[i].block_ids.size() * layout.block_bytes());
       const bool direct = small || (range && range->place == Place::device);
       const bool fits =
           !fresh && batches.back()->direct == direct &&

@@ -1,0 +1,250 @@
+"""Engines to measure (bench.vllm_engine), each a process of its own, and the scales at which that is done.
+
+Invariant: only one engine has a job at a time; the others wait for a line on their stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdock.api.client import Client
+
+START_S = 150.0
+END_S = 30.0
+PINNED_S = 60.0
+STILL_S = 2.0
+"""A pool that has not grown for so long grows with demand."""
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Each field is a flag of bench.vllm_serving. Lengths are in tokens."""
+
+    layers: int = 32
+    """Of the engines that are timed."""
+    dtype: str = "bfloat16"
+    backend: str = "FLASH_ATTN"
+    block: int = 16
+    chunk: int = 128
+    """kvdock's chunk_tokens, but in the preemption mode, where it is a block."""
+    batched: int = 8192
+    """max_num_batched_tokens."""
+    gpu_gib: int = 8
+    """KV of each timed engine: less than `feed_prompts` prompts of `feed` tokens have, so that each is loaded anew."""
+    cpu_gib: int = 16
+    """Host KV of vLLM's native offload."""
+    check_dtype: str = "float16"
+    """Of the engines whose outputs are compared: fewer ties than bfloat16."""
+    check_backend: str = "FLASH_ATTN"
+    preempt_layers: int = 2
+    preempt_seeds: int = 10
+    preempt_blocks: int = 10
+    preempt_new: int = 72
+    requests: int = 50
+    request_layers: int = 8
+    request_blocks: int = 1024
+    prefixes: int = 8
+    prefix_least: int = 1024
+    prefix_most: int = 4096
+    tail_least: int = 16
+    tail_most: int = 200
+    new: int = 64
+    lens: tuple[int, ...] = (2048, 8192, 32768)
+    reps: int = 5
+    cold: int = 8192
+    cold_reps: int = 10
+    decoders: int = 16
+    decoded: int = 512
+    decoder_prompt: int = 32
+    feed: int = 8192
+    feed_prompts: int = 12
+    feed_interval_s: float = 0.1
+    saved: int = 1024
+    """Length of the prompts that nobody has, in the decode mode."""
+    saved_interval_s: float = 0.2
+
+
+CPU_SCALE = Scale(
+    dtype="float32", backend="", block=32, chunk=64, batched=256, check_dtype="float32", check_backend="",
+    preempt_seeds=2, preempt_new=150, requests=12, request_blocks=24, prefixes=3, prefix_least=64,
+    prefix_most=256, tail_least=8, tail_most=48, new=40, lens=(128, 512), reps=2, cold=512,
+    cold_reps=3, decoders=4, decoded=100, feed=512, feed_prompts=6, feed_interval_s=0.02, saved=128,
+    saved_interval_s=0.02,
+)
+"""To see it work without a GPU, with a tiny model of a folder. Its figures mean nothing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines of a run have in common."""
+
+    scale: Scale
+    device: str
+    address: str
+    runner: str
+    poll_s: float
+    logs: Path
+    model: Path | None
+    """A model's folder; None: random weights in Llama 3 8B's shape."""
+    namespace: str
+    connector: dict[str, Any]
+    """Further kv_connector_extra_config of kvdock."""
+
+    @property
+    def vocabulary(self) -> int:
+        config = json.loads((self.model / "config.json").read_text()) if self.model else LLAMA_8B
+        return int(config["vocab_size"])
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+
+class Failed(RuntimeError):
+    """A job did not end well, and its engine is gone."""
+
+
+def described(setting: Setting, kind: str, *, layers: int, dtype: str, backend: str, chunk: int,
+              **engine: Any) -> dict[str, Any]:
+    """What bench.vllm_engine is told; `engine` goes to LLM(…)."""
+    scale = setting.scale
+    environment: dict[str, str] = {}
+    common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": scale.batched, "block_size": scale.block}
+    if setting.on_gpu:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setting.runner == "v2" else "0"
+        # KV memory is given by its size; the share is only looked at to see whether so much is free.
+        common |= {"attention_backend": backend, "gpu_memory_utilization": 0.1}
+    connectors = {
+        "off": None,
+        "native": {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": scale.cpu_gib << 30},
+        },
+        "kvdock": {
+            "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "address": setting.address, "weights_digest": setting.namespace, "chunk_tokens": chunk,
+                **setting.connector,
+            },
+        },
+    }
+    return {
+        "kind": kind, "connector": connectors[kind], "environment": environment, "poll_s": setting.poll_s,
+        "model": str(setting.model) if setting.model else LLAMA_8B | {"num_hidden_layers": layers},
+        "engine": common | engine,
+    }
+
+
+class Child:
+    """An engine. `facts` are there once `started` has returned."""
+
+    def __init__(self, setting: Setting, name: str, said: dict[str, Any]) -> None:
+        self.kind: str = said["kind"]
+        self.facts: dict[str, Any] = {}
+        self._began = time.monotonic()
+        self._log_at = setting.logs / f"{name}-{self.kind}.log"
+        self._log = self._log_at.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.vllm_engine", json.dumps(said)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=Path(__file__).parent.parent,
+        )
+
+    def started(self) -> None:
+        self.facts = self._answer(self._began + START_S)
+
+    def do(self, what: str, limit_s: float = 60.0, **more: Any) -> dict[str, Any]:
+        """The job's answer. Failed when there is none within a little more than `limit_s`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": what, "limit_s": limit_s, **more}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Failed(f"{self.kind}: the engine is gone; {self._end_of_log()}") from None
+        return self._answer(time.monotonic() + limit_s + 15.0)
+
+    def _answer(self, until: float) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        ready, _, _ = select.select([stdout], [], [], max(0.0, until - time.monotonic()))
+        line = stdout.readline() if ready else ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended" if ready else "no answer in time"}
+        if "error" in answer:
+            raise Failed(f"{self.kind}: {answer['error']}; {self._end_of_log()}")
+        return answer
+
+    def _end_of_log(self) -> str:
+        lines = self._log_at.read_text(errors="replace").splitlines()
+        return f"its log ends: {' | '.join(lines[-6:])}"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
+        self._process.stdout.close()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def engines(setting: Setting, name: str, said: list[dict[str, Any]]) -> Iterator[dict[str, Child]]:
+    """All of `said`, by kind; they start side by side."""
+    children = {one["kind"]: Child(setting, name, one) for one in said}
+    try:
+        for child in list(children.values()):
+            try:
+                child.started()
+            except Failed as error:
+                if child.kind != "native":
+                    raise
+                print(f"bench.vllm_serving: without native: {error}", file=sys.stderr, flush=True)
+                children.pop("native").close()
+        if "kvdock" in children and setting.on_gpu:
+            wait_until_pinned(setting.address)
+        yield children
+    finally:
+        for child in children.values():
+            child.close()
+
+
+def wait_until_pinned(address: str) -> None:
+    """Until the pool has grown and every worker that copies with a GPU has all of it at hand: what lies elsewhere is a
+    miss."""
+    until = time.monotonic() + PINNED_S
+    grown, since = -1, time.monotonic()
+    with Client(address) as client:
+        while True:
+            pool = client.status().pool
+            segments = max((segment.id + 1 for segment in client.segments().segments), default=0)
+            pinned = [
+                member.pinned_through or 0 for session in client.sessions().sessions for member in session.members
+                if member.state == "live" and member.ranks
+            ]
+            if pool.allocated_bytes != grown:
+                grown, since = pool.allocated_bytes, time.monotonic()
+            done = grown >= pool.limit_bytes or time.monotonic() - since > STILL_S
+            if done and pinned and min(pinned) >= segments:
+                return
+            if time.monotonic() > until:
+                raise Failed(f"kvdock: {pinned} of {segments} segments pinned after {PINNED_S} s")
+            time.sleep(0.1)

@@ -1,0 +1,104 @@
+"""reset_cache: what the server holds for engines like this one is taken out of use, and none of it is found again.
+
+The server clears what is published. Stores that the workers have begun may publish later what was computed before, so
+the namespace is cleared once more when they have ended, and until then, or until a server that did not answer has
+cleared, nothing is looked up.
+
+Threads: the scheduler's thread calls everything but again() and tell_of_others(); `_lock` guards what they share.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+
+from kvdock.api.admin_schemas import ClearCache
+from kvdock.api.errors import ApiError, ServerUnavailable
+from kvdock.connectors.session import EngineSession
+
+log = logging.getLogger("kvdock.vllm")
+
+BACKGROUND_TIMEOUT_S = 10.0
+"""A large table takes the server seconds to walk."""
+
+
+class Clearing:
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._asked = self._cleared = 0  # how often: lookups wait until the second has reached the first
+        self._stores: set[int] = set()
+        self._running = False
+
+    def ask(self, stores: Iterable[int]) -> bool:
+        """Clears now. `stores`: those that workers may still publish. False: the server did not clear."""
+        with self._lock:
+            self._asked += 1
+            self._stores.update(stores)
+        cleared = self._clear(None)
+        if not cleared:
+            log.warning(
+                "reset_cache: the kvdock server has not cleared what it holds; nothing is loaded until it has. "
+                "`kvdock clear` does it by hand"
+            )
+        return cleared
+
+    def store_ended(self, number: int) -> None:
+        self._stores.discard(number)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing old can be found any more."""
+        return self._cleared == self._asked
+
+    def starts_again(self) -> bool:
+        """Whether it is time to call again(), in the background. True once for each time that it ends."""
+        with self._lock:
+            starts = not self.is_over and not self._stores and not self._running
+            self._running |= starts
+            return starts
+
+    def again(self) -> None:
+        """Background."""
+        try:
+            self._clear(BACKGROUND_TIMEOUT_S)
+        finally:
+            self._running = False
+
+    def _clear(self, timeout_s: float | None) -> bool:
+        asked, attachment = self._asked, self._session.attachment
+        if attachment is None:
+            return False
+        is_last = not self._stores
+        namespace = attachment.namespace.hex()
+        try:
+            answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
+        except (ServerUnavailable, ApiError) as error:
+            log.warning("cannot clear namespace %s: %s", namespace[:12], error)
+            self._session.lost(attachment, error)
+            return False
+        log.info("reset_cache: %d chunks of namespace %s are out of use", answer.chunks, namespace[:12])
+        if is_last:
+            with self._lock:
+                self._cleared = max(self._cleared, asked)
+        return True
+
+    def tell_of_others(self) -> None:
+        """Background: warns when other instances share what was cleared, for they go on storing."""
+        attachment = self._session.attachment
+        if attachment is None:
+            return
+        try:
+            known = self._session.client.sessions().sessions
+        except (ServerUnavailable, ApiError) as error:
+            self._session.lost(attachment, error)
+            return
+        namespace = attachment.namespace.hex()
+        others = [one.instance for one in known if one.namespace == namespace and one.session != attachment.session]
+        if others:
+            log.warning(
+                "reset_cache: cleared for %d other instances too, which go on storing in the same namespace: %s. If "
+                "the weights have changed, reset them as well, or give each version a weights_digest of its own",
+                len(others), ", ".join(others[:5]),
+            )

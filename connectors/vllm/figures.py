@@ -1,0 +1,147 @@
+"""What a side of the connector counts for vLLM's statistics: plain numbers by name, which travel and add up.
+
+Counters and durations hold what came since the last take(); a gauge holds its latest value and is told when it
+changes. Workers' figures are summed, so what all ranks do alike (tokens, failed loads) is counted by one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvdock.api.schemas import Manifest
+from kvdock.connectors.plans import LoadPlan, StorePlan
+
+Value = int | float | list[float]
+Data = dict[str, Value]
+
+MB, GB = 1e6, 1e9
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`seconds`: durations, one observation each."""
+
+    kind: Literal["counter", "gauge", "seconds"]
+    help: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "load_tokens": Metric("counter", "Tokens loaded from the kvdock server instead of being computed."),
+    "load_bytes": Metric("counter", "Bytes of KV loaded from the kvdock server, over all ranks."),
+    "load_seconds": Metric("seconds", "Duration of a request's load, each rank's."),
+    "load_failures": Metric("counter", "Loads of which some tokens had to be computed after all."),
+    "store_tokens": Metric("counter", "Tokens published to the kvdock server."),
+    "store_bytes": Metric("counter", "Bytes of KV published to the kvdock server, over all ranks."),
+    "store_seconds": Metric("seconds", "Duration of a store, each rank's."),
+    "stores_dropped": Metric("counter", "Stores given up: vLLM reused their blocks, or was told to reset."),
+    "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
+    "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
+    "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
+}
+"""By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
+
+
+class Figures:
+    """Of one side. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._data: Data = {}
+        self._told: dict[str, float] = {}
+
+    def add(self, name: str, amount: int | float) -> None:
+        """To a counter; an observation of durations."""
+        kind = METRICS[name].kind
+        assert kind != "gauge", name
+        if amount or kind == "seconds":
+            with self._lock:
+                merge(self._data, {name: [amount] if kind == "seconds" else amount})
+
+    def state(self, name: str, value: int) -> None:
+        assert METRICS[name].kind == "gauge", name
+        with self._lock:
+            if self._told.get(name) != value:
+                self._told[name] = self._data[name] = value
+
+    def take(self) -> Data:
+        """What came since the last call; empty when nothing did."""
+        with self._lock:
+            taken, self._data = self._data, {}
+            return taken
+
+
+class CopyFigures(Figures):
+    """Of the worker of `rank`."""
+
+    def __init__(self, manifest: Manifest, rank: int) -> None:
+        super().__init__()
+        self._manifest, self._rank = manifest, rank
+
+    def loaded(self, plan: LoadPlan, valid_tokens: int, seconds: float) -> None:
+        """Of the plan, tokens up to `valid_tokens` are there."""
+        groups = [piece.group for piece in plan.pieces if piece.chunk * plan.chunk_tokens < valid_tokens]
+        self.add("load_tokens", valid_tokens - plan.local_tokens if self._rank == 0 else 0)
+        self.add("load_bytes", sum(self._manifest.groups[group].part_bytes for group in groups))
+        self.add("load_seconds", seconds)
+
+    def stored(self, plan: StorePlan, ready: int, seconds: float) -> None:
+        """`ready`: chunks that this rank's commit, the last of its writers', has published."""
+        manifest = self._manifest
+        of_all = sum(manifest.groups[piece.group].part_bytes for piece in plan.pieces) * manifest.writers
+        self.add("store_tokens", ready * manifest.chunk_tokens)
+        self.add("store_bytes", of_all * ready * manifest.chunk_tokens // plan.tokens)
+        self.add("store_seconds", seconds)
+
+
+def merge(into: Data, other: Mapping[str, Value]) -> None:
+    """Adds `other`, which stays as it is: counters are summed, durations joined, of gauges the later counts."""
+    for name, value in other.items():
+        have = into.get(name)
+        if have is None or METRICS[name].kind == "gauge":
+            into[name] = copy.copy(value)
+        elif isinstance(have, list):
+            assert isinstance(value, list), name
+            have += value
+        else:
+            assert not isinstance(value, list), name
+            into[name] = have + value
+
+
+def summary(data: Mapping[str, Value]) -> dict[str, int | float]:
+    """An interval in a few words, for vLLM's log line. What did not happen is left out."""
+    told: dict[str, int | float] = {}
+    for verb, name in (("Load", "load"), ("Store", "store")):
+        seconds, size = durations(data, f"{name}_seconds"), number(data, f"{name}_bytes")
+        if seconds:
+            told[f"{verb}s"] = len(seconds)
+            told[f"{verb} MB"] = round(size / MB, 3)
+            told[f"Avg {verb.lower()} GB/s"] = round(size / GB / max(sum(seconds), 1e-9), 3)
+    for name, label in (("load_failures", "Failed loads"), ("stores_dropped", "Dropped stores")):
+        if number(data, name):
+            told[label] = number(data, name)
+    if number(data, "fence_seconds"):
+        told["Waited for stores ms"] = round(number(data, "fence_seconds") * 1e3, 1)
+    lookups = durations(data, "lookup_seconds")
+    if lookups:
+        told["Lookups"] = len(lookups)
+        told["Max lookup ms"] = round(max(lookups) * 1e3, 2)
+    if "attached" in data:
+        told["Server attached"] = number(data, "attached")
+    return told
+
+
+def number(data: Mapping[str, Value], name: str) -> int | float:
+    """A counter or gauge; 0 when it is not there."""
+    value = data.get(name, 0)
+    assert not isinstance(value, list), name
+    return value
+
+
+def durations(data: Mapping[str, Value], name: str) -> list[float]:
+    value = data.get(name, [])
+    assert isinstance(value, list), name
+    return value

@@ -1,0 +1,123 @@
+"""vLLM's reset at the server: this namespace goes and no other, and what is published late is not found."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from typing import Any
+
+import pytest
+from adoption_helpers import next_at
+from api_helpers import ServerProcess
+from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, mortal, tokens_of
+
+from kvdock.connectors.session import EngineSession
+from kvdock.connectors.vllm.clearing import Clearing
+
+TOKENS = tokens_of(1, 2)
+HIT = len(TOKENS)
+
+
+def patient(address: str, **options: Any) -> Rig:
+    """A machine with much else to do is no lost server."""
+    return Rig(address, timeout_s=PATIENCE_S, **options)
+
+
+def hit(rig: Rig, request: str) -> int:
+    found = rig.lookup(request, TOKENS)
+    rig.connector.finished(request)
+    return found
+
+
+def store(rig: Rig, request: str) -> None:
+    rig.store(request, TOKENS, range(2 * PER_CHUNK))
+
+
+def over(clearing: Clearing) -> bool:
+    return clearing.is_over
+
+
+def session(rig: Rig) -> EngineSession:
+    return rig.connector.session
+
+
+def test_one_namespace_is_cleared_and_no_other(server: ServerProcess) -> None:
+    with patient(server.unix) as rig, patient(server.unix, salt="other") as other:
+        for one in (rig, other):
+            store(one, "a")
+            assert hit(one, "b") == HIT
+        clearing = Clearing(session(rig))
+        assert over(clearing)
+        assert clearing.ask([]) and over(clearing)
+        assert hit(rig, "c") == 0 and hit(other, "c") == HIT
+
+
+def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: ServerProcess) -> None:
+    with patient(server.unix) as rig:
+        clearing = Clearing(session(rig))
+        assert clearing.ask([7, 8]) and not over(clearing)
+        store(rig, "late")
+        clearing.store_ended(7)
+        assert not clearing.starts_again()
+        clearing.store_ended(8)
+        assert clearing.starts_again() and not clearing.starts_again()
+        assert not over(clearing)
+        clearing.again()
+        assert over(clearing) and not clearing.starts_again()
+        assert hit(rig, "a") == 0
+
+
+def test_a_second_reset_waits_for_its_own_stores(server: ServerProcess) -> None:
+    with patient(server.unix) as rig:
+        clearing = Clearing(session(rig))
+        assert clearing.ask([1])
+        clearing.store_ended(1)
+        assert clearing.starts_again()
+        assert clearing.ask([2])  # while again() is about to run
+        clearing.again()
+        assert not over(clearing)
+        clearing.store_ended(2)
+        assert clearing.starts_again()
+        clearing.again()
+        assert over(clearing)
+
+
+def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    with mortal() as server, patient(server.unix) as rig:
+        store(rig, "a")
+        clearing = Clearing(session(rig))
+        server.stop(signal.SIGKILL)
+        assert not clearing.ask([]) and not over(clearing)
+        assert "kvdock clear" in caplog.text
+        with next_at(server) as restarted:
+            until = time.monotonic() + PATIENCE_S
+            while session(rig).attachment is None:
+                assert time.monotonic() < until, restarted.log_text()
+                rig.poll()
+            assert hit(rig, "b") == HIT, "the pool was not taken over: the test shows nothing"
+            assert clearing.starts_again()
+            clearing.again()
+            assert over(clearing) and hit(rig, "c") == 0
+
+
+def test_a_failed_try_is_followed_by_another() -> None:
+    with mortal() as server, patient(server.unix) as rig:
+        clearing = Clearing(session(rig))
+        server.stop(signal.SIGKILL)
+        assert not clearing.ask([])
+        for _ in range(2):
+            assert clearing.starts_again()
+            clearing.again()
+        assert not over(clearing)
+
+
+def test_others_who_share_it_are_named(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "kvdock.vllm")
+    with patient(server.unix, instance="mine") as rig, patient(server.unix, salt="other", instance="apart"):
+        clearing = Clearing(session(rig))
+        clearing.tell_of_others()
+        assert not caplog.text
+        with patient(server.unix, instance="neighbour"):
+            clearing.tell_of_others()
+    assert "neighbour" in caplog.text and "mine" not in caplog.text and "apart" not in caplog.text

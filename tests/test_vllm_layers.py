@@ -1,0 +1,90 @@
+"""Layer by layer: which bands a forward pass has waited for. The copies themselves: test_cuda_streams.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvdock.connectors.vllm.layers import BANDS, Layers
+
+
+class Copy:
+    """Writes down what was ordered after it."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[int, int]] = []
+
+    def order(self, stream: int, band: int) -> None:
+        self.orders.append((stream, band))
+
+
+def loading(*groups: int) -> tuple[Any, list[Copy]]:
+    copies = [Copy() for _ in groups]
+    return SimpleNamespace(copies=[(group, (), copy) for group, copy in zip(groups, copies, strict=True)]), copies
+
+
+def state(layers: Layers) -> tuple[bool, bool]:
+    """(something is waited for, all of it was asked for)"""
+    return layers.any_watched, layers.all_ordered
+
+
+def test_bands_are_rising_shares_of_the_planes_and_end_with_the_last() -> None:
+    for count in (1, 2, 7, 8, 9, 32, 61):
+        ends = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
+        assert ends == sorted(set(ends)) and ends[-1] == count and len(ends) == min(count, BANDS)
+        sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for() -> None:
+    layers = Layers([{f"layer.{at}": at for at in range(16)}])
+    assert state(layers) == (False, True)
+    layers.order("layer.0", 5)
+    one, (copy,) = loading(0)
+    layers.watch([one])
+    for at in range(0, 16, 2):
+        assert state(layers) == (True, False)
+        layers.order(f"layer.{at}", 5)
+        layers.order(f"layer.{at + 1}", 5)
+    assert state(layers) == (True, True)
+    assert copy.orders == [(5, band) for band in range(BANDS)]
+    layers.order("layer.3", 6)
+    assert copy.orders[-1] == (6, 1), "another stream has not waited"
+    layers.watch([])
+    assert state(layers) == (False, True)
+
+
+def test_a_layer_waits_for_its_own_groups_copies_alone() -> None:
+    layers = Layers([{"full.0": 0, "full.1": 1}, {"window.0": 0}])
+    both, (full, window) = loading(0, 1)
+    layers.watch([both])
+    layers.order("window.0", 1)
+    assert full.orders == [] and window.orders == [(1, 0)]
+    layers.order("full.0", 1)
+    assert full.orders == [(1, 0)] and state(layers) == (True, False)
+    layers.order("full.1", 1)
+    assert full.orders == [(1, 0), (1, 1)] and state(layers) == (True, True)
+
+
+def test_a_layer_that_reads_anothers_kv_waits_for_all_of_it() -> None:
+    layers = Layers([{"a": 0, "b": 1}, {"c": 0}])
+    both, (first, second) = loading(0, 1)
+    layers.watch([both])
+    layers.order("shares.another", 1)
+    assert first.orders == [(1, 1)] and second.orders == [(1, 0)]
+
+
+def test_layers_at_one_address_are_in_one_band() -> None:
+    layers = Layers([{"a": 0, "b": 1, "same as b": 1}])
+    one, (copy,) = loading(0)
+    layers.watch([one])
+    layers.order("same as b", 1)
+    assert copy.orders == [(1, 1)]
+    assert not layers.all_ordered, "a was not asked for"
+
+
+def test_a_load_without_copies_is_not_waited_for() -> None:
+    layers = Layers([{"a": 0}])
+    lost, _ = loading()
+    layers.watch([lost])
+    assert state(layers) == (False, True)

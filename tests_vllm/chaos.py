@@ -1,0 +1,65 @@
+"""Random misfortune: requests aborted, prefixes dropped, stored bytes damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter
+from typing import Any
+
+from sched_engine import SchedEngine
+from vllm.v1.request import RequestStatus
+
+
+class Chaos:
+    """`likely`: of each kind of misfortune, in each step or load. A load that vLLM has no good way back from is left
+    alone: one of several groups before 0.33, and one in the step that runs its request. What damage() does before
+    anybody asks must be a miss there."""
+
+    def __init__(self, engine: SchedEngine, source: random.Random, likely: float) -> None:
+        self._engine, self._source, self._likely = engine, source, likely
+        self.seen: Counter[str] = Counter()
+        self._parts: list[tuple[Any, Any]] = []
+        worker = engine.worker._worker
+        self._has_way_back = len(engine.windows) == 1 or worker._by_request
+        store, submit = worker._half.store, worker._submit
+
+        def noted(attachment: Any, plan: Any) -> int:
+            self._parts += [(attachment, part) for piece in plan.pieces for part in piece.parts]
+            return int(store(attachment, plan))
+
+        def endangered(order: Any) -> Any:
+            if order.is_async and self._has_way_back and self._happens():
+                piece = source.choice(order.plan.pieces)
+                attachment = worker._session.attachment
+                if piece.parts and attachment is not None:
+                    self._flip(attachment, source.choice(piece.parts))
+                    self.seen["damaged_loads"] += 1
+            return submit(order)
+
+        worker._half.store, worker._submit = noted, endangered
+
+    def step(self) -> None:
+        engine = self._engine
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running and self._happens():
+            name = self._source.choice(running)
+            self.seen[f"aborted_{engine.requests[name].status.name.lower()}"] += 1
+            engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if self._happens():
+            self.seen["forgotten"] += engine.scheduler.reset_prefix_cache()
+        engine.step()
+
+    def damage(self, count: int) -> None:
+        """Some of what was stored. Nothing may be asked for at the time."""
+        for attachment, part in self._source.sample(self._parts, min(count, len(self._parts))):
+            self._flip(attachment, part)
+            self.seen["damaged"] += 1
+
+    def _flip(self, attachment: Any, part: Any) -> None:
+        address = attachment.segments.address(part.segment, part.offset, part.length)
+        byte = ctypes.c_uint8.from_address(address + self._source.randrange(part.length))
+        byte.value ^= 1 << self._source.randrange(8)
+
+    def _happens(self) -> bool:
+        return self._source.random() < self._likely

@@ -1,0 +1,236 @@
+"""vLLM's statistics, reset and sleep hooks around a real Scheduler: python hook_scenarios.py ADDRESS [NAME …] runs
+those, or all, and prints what each tells, or the error it ends with, as one line of JSON.
+
+Each has a namespace of its own at the server. Statistics take the way they take in vLLM: out of the step's output,
+packed and unpacked as between its processes, into its own Prometheus and text loggers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import sched_engine
+from sched_engine import SchedEngine
+from sched_scenarios import prompt
+
+
+def own_engine(address: str, **settings: Any) -> SchedEngine:
+    """In a namespace that no other has; a machine with much else to do is no lost server."""
+    return SchedEngine(address, weights_digest=os.urandom(8).hex(), timeout_s=20.0, **settings)
+
+
+def tell(engine: SchedEngine) -> tuple[dict[str, float], list[str]]:
+    """(samples of our Prometheus metrics that are not zero, lines of the text log), as they come: read them later."""
+    from prometheus_client import REGISTRY
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    packer, unpacker = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+    prometheus, text = PrometheusStatLogger(engine.config, [0]), KVConnectorLogging(engine.config.kv_transfer_config)
+    samples: dict[str, float] = {}
+    lines: list[str] = []
+    update = engine.scheduler.update_from_output
+
+    def told(out: Any, result: Any) -> Any:
+        outputs = update(out, result)
+        for made in outputs.values():
+            stats = unpacker.decode(packer.encode(made)).scheduler_stats
+            if stats is not None:
+                prometheus.record(stats, None, engine_idx=0)
+                if stats.kv_connector_stats:
+                    text.observe(stats.kv_connector_stats)
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if sample.name.startswith("vllm:kvdock") and sample.value and "le" not in sample.labels:
+                    if sample.name.endswith("_created"):
+                        continue
+                    assert sample.labels["engine"] == "0" and "model_name" in sample.labels
+                    samples[sample.name.removeprefix("vllm:kvdock_")] = sample.value
+        text.log(lambda form, *words: lines.append(form % words))
+        return outputs
+
+    engine.scheduler.update_from_output = told
+    return samples, lines
+
+
+def statistics(address: str) -> dict[str, Any]:
+    """Cold, and loaded after the engine's own prefix cache was dropped."""
+    engine = own_engine(address)
+    samples, lines = tell(engine)
+    engine.add("cold", prompt(1, 150))
+    engine.run()
+    cold = dict(samples)
+    engine.forget_prefixes()
+    engine.add("warm", prompt(1, 150))
+    engine.run()
+    engine.step()  # figures of what ended last
+    found = {"cold": cold, "warm": dict(samples), "lines": lines}
+    engine.close()
+    return found
+
+
+def two_workers(address: str) -> dict[str, Any]:
+    """vLLM's aggregator over the outputs of two workers, one of which has nothing to say; then over two that have."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from kvdock.connectors.vllm.metrics import KvdockStats
+
+    def output(data: dict[str, Any] | None) -> ModelRunnerOutput:
+        stats = None if data is None else KvdockStats.of(data)
+        return ModelRunnerOutput(
+            req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(kv_connector_stats=stats)
+        )
+
+    sums = []
+    one = {"load_bytes": 5, "load_seconds": [0.5]}
+    two = {"load_bytes": 7, "load_seconds": [0.25], "fence_seconds": 0.125}
+    for workers in ([None, one], [one, two], [None, None]):
+        done = KVOutputAggregator(2).aggregate([output(data) for data in workers])
+        stats = done.kv_connector_output.kv_connector_stats
+        sums.append(None if stats is None else stats.data)
+    return {"sums": sums, "untouched": one}
+
+
+@contextmanager
+def other_weights(engine: SchedEngine) -> Iterator[None]:
+    """What is computed has other fingerprints from now on: what was stored before is wrong when it is read."""
+    real = sched_engine.fingerprints
+    sched_engine.fingerprints = lambda group, tokens, known: real(group + 100, tokens, known)
+    engine._prints.clear()
+    try:
+        yield
+    finally:
+        sched_engine.fingerprints = real
+
+
+def loaded(engine: SchedEngine, name: str) -> int:
+    """Tokens loaded for the prompt that all share."""
+    before = engine.loaded_tokens
+    engine.add(name, prompt(1, 150))
+    engine.run()
+    return engine.loaded_tokens - before
+
+
+def reset(address: str) -> dict[str, Any]:
+    """What was stored is loaded, until vLLM resets the connector; then what was stored after it."""
+    engine = own_engine(address)
+    hits = [loaded(engine, "cold")]
+    engine.forget_prefixes()
+    hits.append(loaded(engine, "before"))
+    with other_weights(engine):
+        answer = engine.scheduler.reset_prefix_cache(reset_connector=True)
+        hits.append(loaded(engine, "after"))
+        engine.forget_prefixes()
+        hits.append(loaded(engine, "again"))
+    engine.close()
+    return {"hits": hits, "answer": answer, "bad_reads": len(engine.bad_reads)}
+
+
+def reset_during_store(address: str) -> dict[str, Any]:
+    """A store that a worker is at work on when vLLM resets publishes later what was computed before: not found."""
+    from kvdock.connectors.worker import WorkerHalf
+
+    engine = own_engine(address)
+    real, begun, go_on = WorkerHalf.store, threading.Event(), threading.Event()
+    published = []
+
+    def held(self: WorkerHalf, attachment: Any, plan: Any) -> int:
+        begun.set()
+        assert go_on.wait(20)
+        published.append(real(self, attachment, plan))
+        return published[-1]
+
+    WorkerHalf.store = held  # type: ignore[method-assign]  # the real store, a moment later
+    try:
+        engine.add("cold", prompt(1, 150), 2)
+        while not begun.is_set():
+            engine.step()
+        while not engine.requests["cold"].is_finished():
+            engine.step()
+        answer = engine.scheduler.reset_prefix_cache(reset_connector=True)
+        go_on.set()
+        engine.run()
+    finally:
+        WorkerHalf.store = real  # type: ignore[method-assign]  # as it was
+    hits = []
+    with other_weights(engine):
+        for name in ("after", "again", "more"):
+            hits.append(loaded(engine, name))
+            engine.forget_prefixes()
+    engine.close()
+    return {"hits": hits, "answer": answer, "published": sum(published), "bad_reads": len(engine.bad_reads)}
+
+
+def reset_running(address: str, *, preempts: bool) -> dict[str, Any]:
+    """A request runs while the connector is reset. Unless it starts anew, nothing that it computes is stored."""
+    engine = own_engine(address, budget=64)
+    request = engine.add("runs", prompt(1, 150), 300)
+    while request.num_computed_tokens < 128 or engine.scheduler.connector.has_pending_push_work():
+        engine.step()
+        time.sleep(0.01)  # stores end in other threads
+    assert not request.is_finished()
+    hits = []
+    if not preempts:  # what it computes is neither old nor new
+        answer = engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.run()
+    with other_weights(engine):
+        if preempts:
+            answer = engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            engine.run()
+        for name in ("after", "again"):
+            engine.forget_prefixes()
+            hits.append(loaded(engine, name))
+    engine.close()
+    return {"hits": hits, "answer": answer, "bad_reads": len(engine.bad_reads)}
+
+
+def sleep(address: str) -> dict[str, Any]:
+    """How sleep mode is refused: by vLLM where it asks connectors, by the connector at start, and when it comes."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+    engine = own_engine(address)
+    engine.config.model_config.enable_sleep_mode = True  # no platform of this machine lets it be asked for
+    said = {}
+    for who, attempt in (
+        ("vllm", getattr(engine.config, "_verify_kv_transfer_compat", lambda: None)),
+        ("kvdock", lambda: KVConnectorFactory.create_connector(
+            config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.worker._kv_cache_config
+        )),
+        ("asleep", engine.worker.unregister_kv_caches),
+    ):
+        try:
+            attempt()
+            said[who] = ""
+        except ValueError as error:
+            said[who] = str(error)
+    engine.close()
+    return said
+
+
+SCENARIOS = {
+    "statistics": statistics, "two_workers": two_workers, "reset": reset, "reset_during_store": reset_during_store,
+    "reset_while_one_runs": partial(reset_running, preempts=False),
+    "reset_preempts_one": partial(reset_running, preempts=True), "sleep": sleep,
+}
+
+if __name__ == "__main__":
+    told: dict[str, Any] = {}
+    for name in sys.argv[2:] or SCENARIOS:
+        try:
+            told[name] = SCENARIOS[name](sys.argv[1])
+        except Exception:  # the others are tests of their own
+            told[name] = {"error": traceback.format_exc()}
+    print(json.dumps(told))

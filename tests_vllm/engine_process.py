@@ -2,7 +2,8 @@
 
     python engine_process.py '{"model": "folder", "address": "unix:/…" or null, …}'
 
-A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, {"do": "reset"},
+A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
+are to be admitted in one step, {"do": "reset"},
 {"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
 """
@@ -13,12 +14,42 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1"
 )
+
+
+def bits_of(out: Any) -> list[list[Any]]:
+    """A request's tokens with their log-probabilities."""
+    made = out.outputs[0]
+    return [[token, at[token].logprob.hex()] for token, at in zip(made.token_ids, made.logprobs, strict=True)]
+
+
+@contextmanager
+def together(connector: Any, count: int) -> Iterator[None]:
+    """No lookup is answered before all `count` are, so that batches do not depend on how fast the server is."""
+    real = connector.get_num_new_matched_tokens
+    first, answered, is_open = "", 0, False
+
+    def lookup(request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        nonlocal first, answered, is_open
+        first = first or request.request_id
+        if request.request_id == first:  # another step
+            is_open, answered = is_open or answered == count, 0
+        found: tuple[int | None, bool] = real(request, local_tokens)
+        answered += found[0] is not None
+        return found if is_open else (None, False)
+
+    connector.get_num_new_matched_tokens = lookup
+    try:
+        yield
+    finally:
+        connector.get_num_new_matched_tokens = real
 
 
 def main() -> None:
@@ -72,14 +103,9 @@ def main() -> None:
             # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
             asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             batches = [asked] if job.get("at_once") else [[one] for one in asked]
-            outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
-            say({
-                "runs": [
-                    [[t, at[t].logprob.hex()] for t, at in
-                     zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)] for out in outs
-                ],
-                "cached": [out.num_cached_tokens for out in outs],
-            })
+            with together(scheduler.connector, len(asked)) if job.get("together") else nullcontext():
+                outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
+            say({"runs": [bits_of(out) for out in outs], "cached": [out.num_cached_tokens for out in outs]})
     llm.llm_engine.engine_core.shutdown()
 
 

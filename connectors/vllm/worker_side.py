@@ -185,7 +185,7 @@ class WorkerSide:
                 self.figures.loaded(order.plan, valid, self._clock() - loading.began_s)
                 self._file(order, valid)
                 self._ended.append(loading)
-                self._telling.submit(self._tell)
+                self._telling.submit(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
             else:
                 still.append((order, loading))
         self._running = still
@@ -225,9 +225,9 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ background
 
-    def _tell(self) -> None:
+    def _tell(self, after_s: float) -> None:
         if self._ended:  # else an earlier call has told of it
-            time.sleep(TELL_AFTER_S)  # the step that runs the request is being launched: leave it the interpreter
+            time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
             self._tell_of_ended()
 
     def _store(self, order: StoreOrder) -> None:

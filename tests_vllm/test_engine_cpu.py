@@ -19,6 +19,8 @@ from api_helpers import ServerProcess
 from connector_helpers import mortal
 from engines import Engine
 
+from kvdock.api.client import Client
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 LENGTHS = (150, 333, 530)
@@ -114,8 +116,11 @@ def test_the_server_is_killed_and_restarted_between_a_store_and_a_load_and_under
             assert eventually(lambda: restarted_hits(engine) == (HITS, local)), restarted.log_text()
 
             assert engine.do("reset")["reset"]
-            engine.tell("generate", prompts=CROWD, at_once=True)
-            time.sleep(0.3)  # it is at work
+            with Client(restarted.unix) as client:
+                before = client.status().counters["lookups"]
+                engine.tell("generate", prompts=CROWD, at_once=True)
+                while client.status().counters["lookups"] == before:
+                    time.sleep(0.001)  # until the first of them is at work
             assert not engine.has_answered()
             restarted.stop(signal.SIGKILL)
             with next_at(server) as third:

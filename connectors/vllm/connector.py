@@ -222,7 +222,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = SchedulerSide(
             half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
-            by_layer=loads_by_layer(self._config, self._settings),
+            # Each rank stores what it saw to be whole; one that stores for others cannot know what they saw.
+            by_layer=loads_by_layer(self._config, self._settings) and len(metadata) == manifest.writers,
+            fails_closed=len(self._groups) > 1 and not BY_REQUEST,
         )
         for request in self._waiting:
             self._scheduler.arrived(request)

@@ -67,15 +67,14 @@ class _Store:
 
 class SchedulerSide:
     """`half` is attached; `ranks`: how many workers report on each store; `by_layer`: whether a request that is alone
-    loads so."""
+    loads so; `fails_closed`: this vLLM has no way back from any load that fails."""
 
     def __init__(
         self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
-        by_layer: bool,
-        clock: Callable[[], float] = time.perf_counter,
+        by_layer: bool, fails_closed: bool, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._half, self._groups, self._room = half, groups, room
-        self._ranks, self._load_async, self._by_layer = ranks, load_async, by_layer
+        self._ranks, self._load_async, self._by_layer, self._fails_closed = ranks, load_async, by_layer, fails_closed
         self.figures, self._clock = Figures(), clock
         self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}
@@ -119,8 +118,8 @@ class SchedulerSide:
         in_step = self._is_attached_everywhere()
         tracked.by_layer = in_step and self._by_layer and self._known <= {request.request_id}
         tracked.is_async = not tracked.by_layer and self._load_async and self._room.fits(request)
-        if not tracked.is_async and not in_step:
-            return 0, False  # a load in the step that runs its request had better not fail
+        if not in_step and (self._fails_closed or not tracked.is_async):
+            return 0, False  # vLLM has no way back from such a load: it had better not fail
         if tracked.check is not None and not tracked.check.done():
             return None, False
         if not tracked.is_async and not tracked.by_layer and not self._half.is_whole(request.request_id):
@@ -274,6 +273,9 @@ class SchedulerSide:
 
     def take(self, report: Report) -> None:
         self._lives.update(report.lives)
+        if report.valid_tokens:  # steps that read what did not come are computed again: what they left is not stored
+            for store in self._stores.values():
+                store.dropped |= not store.sent
         for request_id, valid in report.valid_tokens.items():
             self._half.load_failed(request_id, valid)
             self.figures.add("load_failures", 1)

@@ -102,6 +102,7 @@ class WorkerSide:
     def begin(self, orders: Orders) -> None:
         """Submits copies. Those that this step's forward pass reads have ended when it returns, or are waited for layer
         by layer."""
+        self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
         for store in orders.stores:
             self._stores[store.number] = self._storing.submit(self._store, store)
@@ -233,7 +234,7 @@ class WorkerSide:
     def _store(self, order: StoreOrder) -> None:
         attachment = self._joined(order.life)
         try:
-            if attachment is not None and self._half.writes:
+            if attachment is not None and self._half.writes and self._lost is None:
                 began = self._clock()
                 ready = self._half.store(attachment, order.plan)
                 self.figures.stored(order.plan, ready, self._clock() - began)

@@ -247,4 +247,4 @@ def wait_until_pinned(address: str) -> None:
                 return
             if time.monotonic() > until:
                 raise Failed(f"kvdock: {pinned} of {segments} segments pinned after {PINNED_S} s")
-            time.sleep(0.1)
+            time.sleep(0.1)  # between two looks at how far the pool is pinned

@@ -67,4 +67,32 @@ def damaged(address: str, **settings: Any) -> dict[str, Any]:
     return figures(engine, ended=ended)
 
 
-SCENARIOS = {made.__name__: made for made in (alone_and_together, damaged)}
+def undone(address: str, **settings: Any) -> dict[str, Any]:
+    """A step reads damage and completes chunks from it. It is undone; what it had offered must not be found later."""
+    with by_layer():
+        engine = SchedEngine(address, **settings)
+        engine.add("cold", prompt(6, 70))
+        engine.run()
+        engine.forget_prefixes()
+        chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
+        scheduler, submit = engine.scheduler.connector._scheduler, worker._submit
+
+        def endangered(order: Any) -> Any:
+            chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
+            worker._submit = submit  # once
+            return submit(order)
+
+        worker._submit = endangered
+        engine.add("alone", prompt(6, 150))
+        while not engine.seen["sync_loads"]:
+            engine.step()
+            scheduler._reserving.submit(int).result()  # what the step offered has its slots before the next is built
+        engine.run()
+        engine.forget_prefixes()
+        engine.add("again", prompt(6, 150))
+        engine.run()
+        engine.close()
+    return figures(engine)
+
+
+SCENARIOS = {made.__name__: made for made in (alone_and_together, damaged, undone)}

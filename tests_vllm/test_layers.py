@@ -36,3 +36,12 @@ def test_damage_ends_an_engine_that_cannot_go_back_once_the_server_was_told(
     assert found["wrong_tokens"] == 0
     with Client(server.unix) as client:
         assert client.status().counters["mismatches"] == 1
+
+
+@every_version
+def test_nothing_is_stored_of_a_step_that_was_undone(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "undone", server.unix, module="layer_scenarios")
+    assert found["excused"] > 0, "the step did read what was damaged"
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)

@@ -86,7 +86,9 @@ class CheckedScheduler(SchedulerHalf):
             return False
         finally:
             attachment.release()
-        self._seen_whole[request_id] = lease
+        with self._lock:
+            if request_id in self._requests:  # else it was forgotten while we looked
+                self._seen_whole[request_id] = lease
         return True
 
     def _matches(self, attachment: Attachment, part: Part) -> bool:

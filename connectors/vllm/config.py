@@ -25,7 +25,8 @@ class Settings:
     load_by_layer: str = "never"
     """When a request that is alone in the engine is loaded in the step that runs it, each layer waiting for its own
     KV: "eager": if vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs;
-    "never". With load_async and on GPUs only. Damage is found when the step has run: it ends the engine."""
+    "never". With load_async and on GPUs only. Damage is found when the step has run, and ends an engine that
+    cannot undo the step (setup.undoes_steps)."""
     copy_threads: int = 2
     """Of copies with the CPU."""
     weights_digest: str = ""

@@ -46,8 +46,8 @@ class _Tracked:
     request: Any
     local_tokens: int = 0
     is_async: bool = False
+    """`is_async` and `by_layer` as LoadOrder has them: of the load that it was last promised."""
     by_layer: bool = False
-    """As LoadOrder has them: of the load that it was last promised."""
     check: Future[None] | None = None
     """Of what it was promised, before it is loaded in the step that runs it."""
     is_new: bool = True

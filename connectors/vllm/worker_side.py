@@ -106,7 +106,8 @@ class WorkerSide:
         self._is_idle = orders.is_idle
         for store in orders.stores:
             self._stores[store.number] = self._storing.submit(self._store, store)
-        self._running += [(order, self._submit(order)) for order in orders.loads]
+        for order in orders.loads:  # one by one: should one raise, those before it are known to close()
+            self._running.append((order, self._submit(order)))
         self._take_ended(lambda order: not order.is_async and not (order.by_layer and self._on_gpu))
         self._layers.watch([loading for order, loading in self._running if order.by_layer and loading is not None])
         self._raise_what_was_lost()
@@ -147,12 +148,14 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        self._take_ended(lambda order: True)
-        for pool in (self._telling, self._storing):
-            pool.shutdown(wait=True)
-        self._half.close()
-        self._session.close()
-        self._client.close()
+        try:
+            self._take_ended(lambda order: True)
+        finally:
+            for pool in (self._telling, self._storing):
+                pool.shutdown(wait=True)
+            self._half.close()
+            self._session.close()
+            self._client.close()
 
     def _raise_what_was_lost(self) -> None:
         if self._lost is not None:
@@ -174,22 +177,28 @@ class WorkerSide:
 
     def _take_ended(self, awaited: Callable[[LoadOrder], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""
-        still: list[tuple[LoadOrder, Loading | None]] = []
-        for order, loading in self._running:
-            if loading is None:
-                self._file(order, order.plan.local_tokens)
-            elif awaited(order) or loading.done():
-                valid = self._half.finish_load(loading)
-                if order.by_layer and self._on_gpu and not self._layers.all_ordered:
-                    log.error("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
-                    valid = order.plan.local_tokens
-                self.figures.loaded(order.plan, valid, self._clock() - loading.began_s)
-                self._file(order, valid)
-                self._ended.append(loading)
-                self._telling.submit(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
-            else:
-                still.append((order, loading))
-        self._running = still
+        running, self._running = deque(self._running), []
+        try:
+            while running:
+                order, loading = running.popleft()
+                if loading is None:
+                    self._file(order, order.plan.local_tokens)
+                elif awaited(order) or loading.done():
+                    self._finish(order, loading)
+                else:
+                    self._running.append((order, loading))
+        finally:
+            self._running += running  # none, but when one of them raised
+
+    def _finish(self, order: LoadOrder, loading: Loading) -> None:
+        valid = self._half.finish_load(loading)
+        if order.by_layer and self._on_gpu and not self._layers.all_ordered:
+            log.error("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
+            valid = order.plan.local_tokens
+        self.figures.loaded(order.plan, valid, self._clock() - loading.began_s)
+        self._file(order, valid)
+        self._ended.append(loading)
+        self._telling.submit(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
 
     def _file(self, order: LoadOrder, valid: int) -> None:
         plan = order.plan

@@ -45,6 +45,8 @@ class _Request:
     """(keys, local tokens) of the lookup under way or answered."""
     answer: LookupAnswer | None = None
     epoch: int = 0
+    handed_out: str | None = None
+    """The lease of the last plan, until the server has asked about it."""
     offered: int = 0
     """Chunks [0, offered) are stored, being stored, or were refused."""
     ceiling: int = MAX_KEYS
@@ -152,12 +154,19 @@ class SchedulerHalf:
 
     def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
         with self._lock:
-            request = self._requests.get(fetch.request_id)
-            if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
+            request = self._waiting(fetch)
+            if request is not None:
                 request.answer = answer
                 return
         if answer.lease is not None:  # forgotten while we asked
             self.cancel(fetch.attachment, answer.lease)
+
+    def _waiting(self, fetch: Fetch) -> _Request | None:
+        """Under `_lock`: the request that asked, unless it was forgotten meanwhile."""
+        request = self._requests.get(fetch.request_id)
+        if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
+            return request
+        return None
 
     def begin_load(
         self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
@@ -177,6 +186,7 @@ class SchedulerHalf:
             if not request.attachment.acquire():
                 return None
             request.asked, request.answer, request.epoch = None, None, 0
+            request.handed_out = answer.lease
             request.offered = max(request.offered, hit_tokens // self.chunk_tokens)
             plan = LoadPlan(request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens, pieces)
             return request.attachment, plan
@@ -324,9 +334,16 @@ class SchedulerHalf:
             self.session.lost(attachment, error)
 
     def keeps_lease(self, lease: str) -> bool:
-        """The asker's word on an old lease: keep it while its request still waits to be admitted."""
+        """The asker's word on an old lease: keep it while its request still waits to be admitted, and once more when
+        the plan has left: ranks that have not begun it yet, were they asked, would refuse it from then on."""
         with self._lock:
-            return any(r.answer is not None and r.answer.lease == lease for r in self._requests.values())
+            for request in self._requests.values():
+                if request.answer is not None and request.answer.lease == lease:
+                    return True
+                if request.handed_out == lease:
+                    request.handed_out = None
+                    return True
+        return False
 
     def _keys(self, request: _Request, tokens: Sequence[int]) -> list[bytes]:
         """Of the whole chunks of `tokens` that may be asked for."""

@@ -5,7 +5,8 @@ server (release, commit) follows the copy's observed completion (W1, W2); a chun
 hash to what the lease promised is reported and never counted as loaded (W3).
 
 A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose words
-to the server nobody waits for; load() is all three.
+to the server nobody waits for; load() is all three. On a GPU it is sure before it is done, when all of its bytes have
+been hashed and the last ones are still being moved: what reads them is ordered after it on the reader's stream.
 
 Thread safety: loads may be submitted and finished by one thread while others call store() and end_load(); a copier of
 its own for each group and direction keeps a load from waiting behind stores.
@@ -16,14 +17,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError
@@ -39,6 +40,13 @@ FIRST_PARTS = 16
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)
+
+
+class Bands(NamedTuple):
+    """As CudaCopier.scatter takes them."""
+
+    ends: Sequence[int]
+    sure_after: int
 
 
 class Loading:
@@ -59,6 +67,32 @@ class Loading:
     def wait(self, timeout_s: float | None) -> bool:
         """True once the copies have ended."""
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
+
+    def sure(self, timeout_s: float) -> bool:
+        """True once all that was promised is known to be there for work that is ordered after the load."""
+        if self.lost:
+            return False
+        for _, _, handle in self.copies:
+            try:
+                found = handle.sure(timeout_s) if isinstance(handle, StreamHandle) else None
+            except CopyFailed:
+                return False  # finish_load() says so
+            if found is None or not all(result.ok for result in found):
+                return False
+        return True
+
+    def is_whole(self) -> bool:
+        """Waits for its copies."""
+        try:
+            return not self.lost and all(result.ok for _, _, handle in self.copies for result in handle.result())
+        except CopyFailed:
+            return False
+
+    def order(self, stream: int) -> None:
+        """What is put on `stream` (a CUstream) from now on runs after the load, which is a GPU's."""
+        for _, _, handle in self.copies:
+            assert isinstance(handle, StreamHandle), "streams are a GPU's"
+            handle.order(stream)
 
 
 class LayoutMismatch(Exception):
@@ -141,9 +175,9 @@ class WorkerHalf:
             self.end_load(loading)
 
     def submit_load(
-        self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Sequence[int]] | None = None
+        self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Bands] | None = None
     ) -> Loading:
-        """Enqueues the copies and returns. `bands`: per group, as CudaCopier.scatter takes them (GPUs only)."""
+        """Enqueues the copies and returns. `bands`: per group; GPUs only."""
         loading = Loading(attachment, plan, self._clock())
         loading.holds_lease = attachment.grants.begin(plan.lease)
         if not loading.holds_lease:
@@ -151,13 +185,10 @@ class WorkerHalf:
             return loading
         try:
             for group, pieces in _by_group(plan.pieces).items():
-                if bands is not None:
-                    self._submit(loading, group, pieces, bands[group])
-                    continue
                 # The copy begins with a few parts, and goes on while the rest is described.
                 for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
                     if some:
-                        self._submit(loading, group, some)
+                        self._submit(loading, group, some, bands[group] if bands is not None else None)
         except CopyFailed as error:
             self._load_lost(loading, error)
         except CallFailed as error:
@@ -166,12 +197,14 @@ class WorkerHalf:
         return loading
 
     def _submit(
-        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Sequence[int] | None = None
+        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Bands | None
     ) -> None:
         parts = [self._load_copy(loading.attachment, piece) for piece in pieces]
         loader = self._loaders[group]
         if bands is not None and isinstance(loader, CudaCopier):
-            handle: CopyHandle = loader.scatter(parts, after=self._stream, bands=bands)
+            handle: CopyHandle = loader.scatter(
+                parts, after=self._stream, bands=bands.ends, sure_after=bands.sure_after
+            )
         else:
             handle = loader.scatter(parts, after=self._stream)
         loading.copies.append((group, pieces, handle))

@@ -401,6 +401,10 @@ class CudaCopy:
     def checksums(self) -> list[int]:
         """Waits; one a part. Raises CudaError when the copy failed."""
 
+    def wait_sure(self, timeout_s: float | None = None) -> bool: ...
+    def sure_checksums(self) -> list[int]:
+        """As checksums(), once the copy is sure: of what was moved, and of the rest as it lay in the slots."""
+
 class CudaCopier:
     """Copies by block id between slots and the paged blocks of layouts (device addresses), which share staging,
     streams and order. Copies name a layout by the number that add_layout() gave it.
@@ -423,6 +427,7 @@ class CudaCopier:
         direct_blocks: int,
         direct_load_bytes: int,
         direct_store_bytes: int,
+        hash_threads: int,
     ) -> None: ...
     def add_layout(self, layout: PagedLayout) -> int: ...
     def gather(
@@ -430,9 +435,11 @@ class CudaCopier:
     ) -> CudaCopy: ...
     def scatter(
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *,
-        after: int | None = None, bands: Sequence[int] = (),
+        after: int | None = None, bands: Sequence[int] = (), sure_after: int = 0,
     ) -> CudaCopy:
-        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once."""
+        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once. The copy is sure when
+        `sure_after` bands were moved and the CPU has hashed the rest in the slots; 0: when it has ended."""
+
     def fileno(self) -> int:
         """An eventfd that counts copies that ended."""
 

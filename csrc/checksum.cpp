@@ -95,11 +95,11 @@ void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, St
   path.hash(kZeros, nullptr, kStripeBytes - used, keys.first + used / 4, keys.second + used / 4, kZeros, sums);
 }
 
-uint64_t checksum(const char* data, size_t bytes) {
+uint64_t checksum(const char* data, size_t bytes, size_t first_stripe) {
   const auto keys = checksum_keys(stripes_of(bytes));
   const CpuPath& path = cpu_path();
   PartSum total(*keys);
-  for (size_t start = 0; start < bytes; start += kStripeBytes) {
+  for (size_t start = first_stripe * kStripeBytes; start < bytes; start += kStripeBytes) {
     StripeSums sums{};
     const size_t here = bytes - start < kStripeBytes ? bytes - start : kStripeBytes;
     size_t whole = here - here % 16;

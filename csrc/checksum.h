@@ -82,6 +82,7 @@ inline uint64_t add_mod_p(uint64_t x, uint64_t y) {
 void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, StripeSums* sums);
 
 // Checksum of plain bytes of any length and alignment.
-uint64_t checksum(const char* data, size_t bytes);
+// Of the share that begins at a stripe. `data`, `bytes`: of the whole part.
+uint64_t checksum(const char* data, size_t bytes, size_t first_stripe = 0);
 
 }  // namespace kvdock

@@ -69,6 +69,15 @@ class CopyHandle(Protocol):
         """Waits, then one result a part in order; raises the copy's own error."""
 
 
+@runtime_checkable
+class StreamHandle(CopyHandle, Protocol):
+    """A copy that streams can wait for, and that may be known before it ends: CudaHandle."""
+
+    def order(self, stream: int, band: int | None = None) -> None: ...
+
+    def sure(self, timeout_s: float | None) -> list[PartResult] | None: ...
+
+
 class Copier(Protocol):
     """Moves parts; one for each engine process and layout.
 

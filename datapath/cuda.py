@@ -3,6 +3,7 @@
     copier.scatter(parts, after=stream) ─► handle     only enqueues; `after`'s work so far comes first
     handle.order(stream)                              `stream`'s later work comes after the copy
     handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
+    handle.sure(timeout_s)                            what it will have brought: scatter(…, sure_after=…)
     handle.done() | wait() | copier.fileno()          for the host, which need not ask
 
 The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
@@ -40,6 +41,8 @@ class CopyTuning:
     direct_load_bytes: int = 4 << 20
     """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
     direct_store_bytes: int = 4 << 20
+    hash_threads: int = 2
+    """Of the CPU, for what of a load is to be sure before it was moved."""
 
 
 def require_cuda(device: int) -> _core.CudaDevice:
@@ -72,6 +75,11 @@ class CudaHandle:
         """What is put on `stream` (a CUstream as an integer) from now on runs after the copy, or after its bands up to
         `band`. CopyError for a band that it does not have."""
         self._copy.order(stream, band)
+
+    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
+        """Waits until the copy is sure: as result(), of the bytes that were moved, and of those still to be moved as
+        they were in the slots. None on timeout."""
+        return results_of(self._copy.sure_checksums(), self._parts) if self._copy.wait_sure(timeout_s) else None
 
     def result(self) -> list[PartResult]:
         """Waits, then one result a part in order. CudaError when the copy failed: nothing is known of its bytes."""
@@ -116,13 +124,16 @@ class CudaCopier:
         return CudaHandle(copied, tuple(parts))
 
     def scatter(
-        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = ()
+        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), sure_after: int = 0
     ) -> CudaHandle:
         """Slots → paged blocks. `bands`: cut by planes of the layout, so that a reader of the first layers need not
-        wait for the last (handle.order): where each ends, rising, the last at their number. Else as gather()."""
+        wait for the last (handle.order): where each ends, rising, the last at their number. `sure_after`: once so many
+        bands were moved, and the CPU has hashed what is left in the slots, in host memory, the copy is sure; 0: at its
+        end. Else as gather()."""
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()
-        return CudaHandle(self._core.scatter(self._number, *packed, after=after, bands=bands), tuple(parts))
+        copied = self._core.scatter(self._number, *packed, after=after, bands=bands, sure_after=sure_after)
+        return CudaHandle(copied, tuple(parts))
 
     def fileno(self) -> int:
         """An eventfd, readable when copies have ended since it was last read; it counts them."""

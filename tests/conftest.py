@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
 
 from kvdock.api.client import Client
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # a run under nohup
+    # Servers under test would inherit that it is ignored; a handler ends with exec, and lets this process live on.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -188,6 +189,38 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     eventually(lambda: leases_of(asking, rig) == [])
     assert rig.connector.worker.load(attachment, plan) == 0
     attachment.release()
+
+
+def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig, asking: Client) -> None:
+    """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
+    tokens = tokens_of(6, 2)
+    rig.store("s", tokens, range(8))
+    assert rig.lookup("r", tokens) == 128
+    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    assert begun is not None
+    attachment, plan = begun
+    asked, keeps = threading.Event(), rig.connector.session.keeps_lease
+
+    def noted(lease: str) -> bool:
+        asked.set()
+        return keeps(lease)
+
+    rig.connector.session.keeps_lease = noted
+    assert asked.wait(10)
+    time.sleep(ASK_S / 2)  # several heartbeats: the rank would have been asked by now
+    assert rig.connector.worker.load(attachment, plan) == 128
+    attachment.release()
+
+
+def test_a_plan_that_never_reaches_its_rank_does_not_hold_its_lease_for_ever(rig: Rig, asking: Client) -> None:
+    tokens = tokens_of(7, 2)
+    rig.store("s", tokens, range(8))
+    assert rig.lookup("r", tokens) == 128
+    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
+    assert begun is not None
+    begun[0].release()
+    assert len(leases_of(asking, rig)) == 1
+    eventually(lambda: leases_of(asking, rig) == [])
 
 
 # ---------------------------------------------------------------------- memory of a server life

@@ -14,6 +14,7 @@ from engine_helpers import config
 from kvdock.api.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.session import Identity
+from kvdock.connectors.worker import Bands
 from kvdock.datapath.cuda import CudaHandle
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
@@ -168,7 +169,10 @@ def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_
             begun = reader.connector.scheduler.begin_load(request, [into], 0, len(tokens))
             assert begun is not None
             attachment, plan = begun
-            loading = worker.submit_load(attachment, plan, bands=[[2 * (layer + 1) for layer in range(layers)]])
+            bands = Bands([2 * (layer + 1) for layer in range(layers)], sure_after=1)
+            loading = worker.submit_load(attachment, plan, bands=[bands])
+            assert loading.sure(10.0) is not damaged
+            assert loading.is_whole() is not damaged
             read = []
             (_, _, copied), = loading.copies
             assert isinstance(copied, CudaHandle)

@@ -10,7 +10,7 @@ from cuda_helpers import DIRECT, STAGED, WAYS, cuda_copier, needs_gpu, slots_in
 
 from kvdock import _core
 from kvdock.datapath.checksum import checksum
-from kvdock.datapath.copy import CpuCopier, PartCopy
+from kvdock.datapath.copy import CpuCopier, PartCopy, PartResult
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.errors import CopierClosed, CopyError, CudaError, NoCuda
 from kvdock.datapath.layout import PagedLayout, paged_layout
@@ -243,9 +243,12 @@ class RandomCase:
         self.skips = [int(random.integers(0, len(ids) + 1)) for ids in self.lists]
         ends = [end for end in range(1, len(self.planes)) if random.integers(2)]
         self.bands = [*ends, len(self.planes)] if ends else []
+        self.sure_after = int(random.integers(0, len(self.bands) + 1))
         direct = int(random.choice([0, 1 << 40]))
         load, store, at_once = (int(random.integers(1, 33)) for _ in range(3))
-        self.tuning = CopyTuning(1 << 20, int(random.integers(2, 4)), load, store, at_once, direct, direct)
+        self.tuning = CopyTuning(
+            1 << 20, int(random.integers(2, 4)), load, store, at_once, direct, direct, int(random.integers(1, 4))
+        )
 
     def layout(self, base: int) -> PagedLayout:
         planes = tuple((base + plane[0], *plane[1:]) for plane in self.planes)
@@ -276,7 +279,8 @@ def test_random_layouts_move_as_the_cpu_moves_them(round_: int) -> None:
             for i, ids in enumerate(case.lists):
                 expected = checksum(slots.read(i)[: len(plain[i][1])])
                 part = PartCopy(slots.address(i), ids, case.skips[i], expected)
-                assert copier.scatter([part], bands=case.bands).result()[0].ok, told
+                handle = copier.scatter([part], bands=case.bands, sure_after=case.sure_after)
+                assert handle.sure(None) == handle.result() == [PartResult(expected, True)], told
                 assert cpu.scatter([part]).result()[0].ok, told
                 assert torch.equal(paged.cpu(), host[at : at + case.bytes]), told
             cpu.close()

@@ -101,15 +101,71 @@ def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCapt
             assert over(clearing) and hit(rig, "c") == 0
 
 
-def test_a_failed_try_is_followed_by_another() -> None:
+def test_nothing_is_tried_while_no_server_is_there() -> None:
     with mortal() as server, patient(server.unix) as rig:
         clearing = Clearing(session(rig))
         server.stop(signal.SIGKILL)
         assert not clearing.ask([])
-        for _ in range(2):
+        assert session(rig).attachment is None and not over(clearing) and not clearing.starts_again()
+
+
+def test_what_fails_is_tried_again_after_a_pause_that_doubles_and_is_logged_once(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 100.0
+    with patient(server.unix) as rig:
+        clearing = Clearing(session(rig), clock=lambda: now_s)
+        known = rig.attachment.namespace
+
+        def pauses(count: int) -> list[float]:
+            """After each of so many tries, until the next one; steps of vLLM are a hundredth of a second apart."""
+            nonlocal now_s
+            found = []
+            for _ in range(count):
+                assert clearing.starts_again()
+                clearing.again()
+                ended_s = now_s
+                while not clearing.starts_again():
+                    now_s += 0.01
+                found.append(round(now_s - ended_s, 1))
+                clearing._running = False  # as if that try, which we only waited for, had not begun
+            return found
+
+        rig.attachment.namespace = bytes(32)  # which the server refuses: it has never heard of it
+        assert not clearing.ask([])
+        assert pauses(8) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+        assert caplog.text.count("cannot clear namespace") == 1
+        assert not clearing.ask([]), "somebody asks anew"
+        assert pauses(2) == [0.1, 0.2]
+        assert caplog.text.count("cannot clear namespace") == 2
+
+        rig.attachment.namespace = known
+        assert clearing.starts_again()
+        clearing.again()
+        assert over(clearing) and not clearing.starts_again()
+
+
+def test_a_pause_is_short_again_after_a_try_that_succeeded(server: ServerProcess) -> None:
+    now_s = 0.0
+    with patient(server.unix) as rig:
+        clearing, known = Clearing(session(rig), clock=lambda: now_s), rig.attachment.namespace
+        rig.attachment.namespace = bytes(32)
+        assert not clearing.ask([])
+        for _ in range(3):
+            now_s += 5.0
             assert clearing.starts_again()
             clearing.again()
-        assert not over(clearing)
+        rig.attachment.namespace = known
+        now_s += 5.0
+        assert clearing.starts_again()
+        clearing._stores.add(1)  # a store went to the workers: the next try clears, but it is not over
+        clearing.again()
+        clearing.store_ended(1)
+        rig.attachment.namespace = bytes(32)
+        assert not over(clearing) and clearing.starts_again()
+        clearing.again()
+        now_s += 0.2
+        assert clearing.starts_again()
 
 
 def test_others_who_share_it_are_named(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from kvdock.connectors.vllm.layers import BANDS, Layers
+from kvdock.connectors.vllm.layers import FIRST_SHARE, LATER_BANDS, Layers
+from kvdock.datapath.copy import PartResult
 
 
 class Copy:
     """Writes down what was ordered after it."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[int, int]] = []
+        self.orders: list[tuple[int, int | None]] = []
 
-    def order(self, stream: int, band: int) -> None:
+    def order(self, stream: int, band: int | None = None) -> None:
         self.orders.append((stream, band))
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return True
+
+    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
+        return []
+
+    def result(self) -> list[PartResult]:
+        return []
 
 
 def loading(*groups: int) -> tuple[Any, list[Copy]]:
@@ -28,12 +42,14 @@ def state(layers: Layers) -> tuple[bool, bool]:
     return layers.any_watched, layers.all_ordered
 
 
-def test_bands_are_rising_shares_of_the_planes_and_end_with_the_last() -> None:
+def test_the_first_band_has_its_share_of_the_planes_and_the_others_share_the_rest() -> None:
     for count in (1, 2, 7, 8, 9, 32, 61):
-        ends = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
-        assert ends == sorted(set(ends)) and ends[-1] == count and len(ends) == min(count, BANDS)
-        sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        assert max(sizes) - min(sizes) <= 1
+        ends, sure_after = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
+        first, later = ends[0], count - ends[0]
+        assert sure_after == 1 and FIRST_SHARE * count <= first < FIRST_SHARE * count + 1
+        assert list(ends) == sorted(set(ends)) and ends[-1] == count and len(ends) == 1 + min(later, LATER_BANDS)
+        sizes = [end - begin for begin, end in pairwise(ends)]
+        assert not sizes or max(sizes) - min(sizes) <= 1
 
 
 def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for() -> None:
@@ -47,27 +63,27 @@ def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for
         layers.order(f"layer.{at}", 5)
         layers.order(f"layer.{at + 1}", 5)
     assert state(layers) == (True, True)
-    assert copy.orders == [(5, band) for band in range(BANDS)]
-    layers.order("layer.3", 6)
+    assert copy.orders == [(5, band) for band in range(1 + LATER_BANDS)]
+    layers.order("layer.10", 6)
     assert copy.orders[-1] == (6, 1), "another stream has not waited"
     layers.watch([])
     assert state(layers) == (False, True)
 
 
 def test_a_layer_waits_for_its_own_groups_copies_alone() -> None:
-    layers = Layers([{"full.0": 0, "full.1": 1}, {"window.0": 0}])
+    layers = Layers([{f"full.{at}": at for at in range(4)}, {"window.0": 0}])
     both, (full, window) = loading(0, 1)
     layers.watch([both])
     layers.order("window.0", 1)
     assert full.orders == [] and window.orders == [(1, 0)]
-    layers.order("full.0", 1)
+    layers.order("full.2", 1)
     assert full.orders == [(1, 0)] and state(layers) == (True, False)
-    layers.order("full.1", 1)
+    layers.order("full.3", 1)
     assert full.orders == [(1, 0), (1, 1)] and state(layers) == (True, True)
 
 
 def test_a_layer_that_reads_anothers_kv_waits_for_all_of_it() -> None:
-    layers = Layers([{"a": 0, "b": 1}, {"c": 0}])
+    layers = Layers([{f"a.{at}": at for at in range(4)}, {"c": 0}])
     both, (first, second) = loading(0, 1)
     layers.watch([both])
     layers.order("shares.another", 1)
@@ -75,12 +91,12 @@ def test_a_layer_that_reads_anothers_kv_waits_for_all_of_it() -> None:
 
 
 def test_layers_at_one_address_are_in_one_band() -> None:
-    layers = Layers([{"a": 0, "b": 1, "same as b": 1}])
+    layers = Layers([{f"a.{at}": at for at in range(4)} | {"same as a.3": 3}])
     one, (copy,) = loading(0)
     layers.watch([one])
-    layers.order("same as b", 1)
+    layers.order("same as a.3", 1)
     assert copy.orders == [(1, 1)]
-    assert not layers.all_ordered, "a was not asked for"
+    assert not layers.all_ordered, "the first three were not asked for"
 
 
 def test_a_load_without_copies_is_not_waited_for() -> None:

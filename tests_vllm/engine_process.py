@@ -5,7 +5,8 @@
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, {"do": "reset"},
 {"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
-of. Log-probabilities travel as hexadecimal floats: what is compared is every bit.
+of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
+to check, request by request.
 """
 
 from __future__ import annotations
@@ -52,6 +53,20 @@ def together(connector: Any, count: int) -> Iterator[None]:
         connector.get_num_new_matched_tokens = real
 
 
+def drafts_of(scheduler: Any) -> list[list[int]]:
+    """What it is given to check from now on. On the CPU no step is scheduled ahead, so all drafts come through here."""
+    real = scheduler.update_draft_token_ids
+    drafts: list[list[int]] = []
+
+    def update_draft_token_ids(drafted: Any) -> None:
+        real(drafted)
+        given = [scheduler.requests[name].spec_token_ids for name in drafted.req_ids if name in scheduler.requests]
+        drafts.extend(list(tokens) for tokens in given if tokens)  # none before the prompt is computed
+
+    scheduler.update_draft_token_ids = update_draft_token_ids
+    return drafts
+
+
 def main() -> None:
     said = json.loads(sys.argv[1])
     os.environ.update(said.get("environ", {}))
@@ -84,6 +99,7 @@ def main() -> None:
             llm.llm_engine.step()
             time.sleep(0.001)  # stores end in other threads
 
+    drafts = drafts_of(scheduler)
     say({"groups": len(groups)})
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
     for line in sys.stdin:
@@ -103,9 +119,11 @@ def main() -> None:
             # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
             asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
             batches = [asked] if job.get("at_once") else [[one] for one in asked]
+            drafts.clear()
             with together(scheduler.connector, len(asked)) if job.get("together") else nullcontext():
                 outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
-            say({"runs": [bits_of(out) for out in outs], "cached": [out.num_cached_tokens for out in outs]})
+            cached = [out.num_cached_tokens for out in outs]
+            say({"runs": [bits_of(out) for out in outs], "cached": cached, "drafts": drafts})
     llm.llm_engine.engine_core.shutdown()
 
 

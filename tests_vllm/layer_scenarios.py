@@ -1,105 +1,139 @@
-"""Loads by layer around a real Scheduler, whose side of them is the same without a GPU. Without one the worker waits
-for such a load before the step."""
+"""Loads that are reported before they have ended, and loads in the step that runs their request, which fail too late
+to be taken back. Around a real Scheduler, stepped by hand: a load that is sure has copied nothing (lockstep.py)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 from chaos import Chaos
+from lockstep import into_lockstep
 from sched_engine import SchedEngine
-from sched_scenarios import figures, prompt
+from sched_scenarios import count_sure, figures, prompt
 
-from kvdock.connectors.vllm import connector
 from kvdock.connectors.vllm.worker_side import LoadLost
 
 
-@contextmanager
-def by_layer() -> Iterator[None]:
-    real = connector.loads_by_layer
-    connector.loads_by_layer = lambda config, settings: True  # type: ignore[assignment]  # as on an eager GPU engine
+def sure(address: str, by_layer: bool, asks: bool = True, orders: bool = True, **settings: Any) -> dict[str, Any]:
+    """Cold, then loaded: the request runs before its load has copied anything. `asks`: vLLM asks for each layer.
+    `orders`: the step is ordered after the load. `ended`: the engine did, with these words."""
+    engine = SchedEngine(address, **settings)
+    engine.add("cold", prompt(4, 150))
+    engine.run()
+    engine.forget_prefixes()
+    into_lockstep(engine, random.Random(0), 0, sure=True)
+    count_sure(engine)
+    worker, engine.asks_for_layers = engine.worker._worker, asks
+    worker._by_layer = by_layer
+    if not orders:
+        worker._order_reported = lambda alone, stream: None
+    ended = ""
     try:
-        yield
-    finally:
-        connector.loads_by_layer = real
-
-
-def alone_and_together(address: str, **settings: Any) -> dict[str, Any]:
-    """A request that is alone in the engine loads in the step that runs it; two at a time load in the background."""
-    with by_layer():
-        engine = SchedEngine(address, **settings)
-        for name in ("cold", "alone"):
-            engine.add(name, prompt(4, 150))
-            engine.run()
-            engine.forget_prefixes()
-        alone = dict(engine.seen)
-        for name in ("one", "two"):
-            engine.add(name, prompt(4, 150))
+        engine.add("warm", prompt(4, 150))
         engine.run()
-        engine.close()
-    return figures(engine, alone=alone)
+    except LoadLost as error:
+        ended = str(error)
+    engine.close()
+    return figures(engine, ended=ended)
+
+
+def changed(address: str, **settings: Any) -> dict[str, Any]:
+    """A byte is flipped between a load's report and its copy, and what is computed from it is stored as soon as the
+    connector lets it be. Then another engine asks, twice. `ended`: the first one did, with these words."""
+    engine = SchedEngine(address, **settings)
+    engine.add("cold", prompt(5, 70))
+    engine.run()
+    engine.forget_prefixes()
+    chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
+    into_lockstep(engine, random.Random(0), 0, sure=True)
+    report, submit = worker._report_sure, worker._half.submit_load
+
+    def late(*arguments: Any) -> Any:
+        loading = submit(*arguments)
+        loading.steps_left = 16  # until what was computed from it could have been stored
+        return loading
+
+    def endangered() -> None:
+        report()
+        for load in worker._running:
+            if load.reported and not engine.seen["flipped"]:
+                chaos._flip(worker._session.attachment, load.order.plan.pieces[1].parts[0])
+                engine.seen["flipped"] += 1
+
+    worker._report_sure, worker._half.submit_load = endangered, late
+    ended = ""
+    try:
+        engine.add("alone", prompt(5, 150), 20)
+        engine.run()
+    except LoadLost as error:
+        ended = str(error)
+    engine.close()
+    other = SchedEngine(address, **settings)
+    for name in ("other", "third"):  # what lies behind the damaged chunk is found once it is back
+        other.add(name, prompt(5, 150))
+        other.run()
+        other.forget_prefixes()
+    other.close()
+    return {**figures(other), **engine.seen, "ended": ended, "read": len(engine.bad_reads)}
 
 
 def damaged(address: str, **settings: Any) -> dict[str, Any]:
-    """A byte is flipped as such a load begins. `ended`: the engine did, with these words."""
-    with by_layer():
-        engine = SchedEngine(address, **settings)
-        engine.add("cold", prompt(5, 150))
+    """A byte is flipped as a load begins in the step that runs its request. `ended`: the engine did, in these words."""
+    engine = SchedEngine(address, load_async=False, **settings)
+    engine.add("cold", prompt(5, 150))
+    engine.run()
+    engine.forget_prefixes()
+    flip_as_it_begins(engine)
+    ended = ""
+    try:
+        engine.add("alone", prompt(5, 150))
         engine.run()
-        engine.forget_prefixes()
-        chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
-        submit = worker._submit
-
-        def endangered(order: Any) -> Any:
-            chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
-            return submit(order)
-
-        worker._submit = endangered
-        ended = ""
-        try:
-            engine.add("alone", prompt(5, 150))
-            engine.run()
-        except LoadLost as error:
-            ended = str(error)
-        engine.close()
+    except LoadLost as error:
+        ended = str(error)
+    engine.close()
     return figures(engine, ended=ended)
 
 
 def undone(address: str, **settings: Any) -> dict[str, Any]:
     """A step reads damage and completes chunks from it. It is undone; what it had offered must not be found later."""
-    with by_layer():
-        engine = SchedEngine(address, **settings)
-        engine.add("cold", prompt(6, 70))
-        engine.run()
-        engine.forget_prefixes()
-        chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
-        scheduler, submit = engine.scheduler.connector._scheduler, worker._submit
+    engine = SchedEngine(address, load_async=False, **settings)
+    engine.add("cold", prompt(6, 70))
+    engine.run()
+    engine.forget_prefixes()
+    flip_as_it_begins(engine)
 
-        def endangered(order: Any) -> Any:
-            chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
-            worker._submit = submit  # once
-            return submit(order)
+    def at_once(work: Any, *arguments: Any) -> Future[Any]:
+        """A store reads its blocks before the step that computes them again, as a GPU's streams have it."""
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments))
+        return future
 
-        def at_once(work: Any, *arguments: Any) -> Future[Any]:
-            """A store reads its blocks before the step that computes them again, as a GPU's streams have it."""
-            future: Future[Any] = Future()
-            future.set_result(work(*arguments))
-            return future
-
-        worker._submit, worker._storing.submit = endangered, at_once
-        engine.add("alone", prompt(6, 150))
-        while not engine.seen["sync_loads"]:
-            engine.step()
-            scheduler._reserving.submit(int).result()  # what the step offered has its slots before the next is built
-        engine.run()
-        engine.forget_prefixes()
-        engine.add("again", prompt(6, 150))
-        engine.run()
-        engine.close()
+    engine.worker._worker._storing.submit = at_once
+    engine.add("alone", prompt(6, 150))
+    while not engine.seen["sync_loads"]:
+        engine.step()
+        # What the step offered has its slots before the next one is built.
+        engine.scheduler.connector._scheduler._reserving.submit(int).result()
+    engine.run()
+    engine.forget_prefixes()
+    engine.add("again", prompt(6, 150))
+    engine.run()
+    engine.close()
     return figures(engine)
 
 
-SCENARIOS = {made.__name__: made for made in (alone_and_together, damaged, undone)}
+def flip_as_it_begins(engine: SchedEngine) -> None:
+    """Of the next load, once."""
+    chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
+    submit = worker._submit
+
+    def endangered(order: Any) -> Any:
+        chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
+        worker._submit = submit
+        return submit(order)
+
+    worker._submit = endangered
+
+
+SCENARIOS = {made.__name__: made for made in (sure, changed, damaged, undone)}

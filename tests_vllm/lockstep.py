@@ -7,6 +7,7 @@ rarely show.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,6 +19,11 @@ from sched_engine import SchedEngine
 
 from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.worker import Loading
+from kvdock.datapath.checksum import checksum
+from kvdock.datapath.copy import CopyHandle, PartResult
+
+LEAST_QUESTIONS = 8
+"""So often a load that may be sure is asked whether it has ended: up to three times a step."""
 
 
 class Job(Future[Any]):
@@ -68,11 +74,16 @@ class Queue:
 
 
 class LateLoading(Loading):
-    """Copies in the step in which it ends, or when somebody waits for its end."""
+    """Copies in the step in which it ends, or when somebody waits for its end, or orders work after it. It is sure
+    when its bytes are seen to be whole, `unsure` questions after it was submitted."""
 
-    def __init__(self, submit: Callable[..., Loading], steps: int, attachment: Any, plan: Any, *rest: Any) -> None:
+    def __init__(
+        self, submit: Callable[..., Loading], steps: int, unsure: int, attachment: Any, plan: Any, bands: Any = None
+    ) -> None:
         super().__init__(attachment, plan, 0.0)
-        self._submit, self._rest, self.steps_left, self._copied = submit, rest, steps, False
+        self._submit, self.steps_left, self._unsure, self._copied = submit, steps, unsure, False
+        groups = sorted({piece.group for piece in plan.pieces})
+        self.copies = [(group, (), LateCopy(self)) for group in groups]
 
     def done(self) -> bool:
         self.steps_left -= 1
@@ -81,14 +92,52 @@ class LateLoading(Loading):
     def wait(self, timeout_s: float | None) -> bool:
         if timeout_s is None and not self._copied:
             self._copied = True
-            made = self._submit(self.attachment, self.plan, *self._rest)
+            made = self._submit(self.attachment, self.plan)
             made.wait(None)
-            self.__dict__.update(made.__dict__)
+            self.holds_lease, self.lost = made.holds_lease, made.lost
+            self.copies = [(group, pieces, LateCopy(self, handle)) for group, pieces, handle in made.copies]
         return self._copied
 
+    def sure(self, timeout_s: float) -> bool:
+        self._unsure -= 1
+        return self._unsure < 0 and all(
+            checksum(self._bytes(part)) == part.checksum_value for piece in self.plan.pieces for part in piece.parts
+        )
 
-def into_lockstep(engine: SchedEngine, source: random.Random, most_steps: int) -> list[Exception]:
-    """From now on the engine is stepped by hand. Returns the list that failures of background work go to."""
+    def _bytes(self, part: Any) -> memoryview:
+        address = self.attachment.segments.address(part.segment, part.offset, part.length)
+        return memoryview((ctypes.c_char * part.length).from_address(address)).cast("B")
+
+
+class LateCopy:
+    """A StreamHandle of a LateLoading."""
+
+    def __init__(self, loading: LateLoading, real: CopyHandle | None = None) -> None:
+        self._loading, self._real = loading, real
+
+    def order(self, stream: int, band: int | None = None) -> None:
+        self._loading.wait(None)
+
+    def done(self) -> bool:
+        return self._real is not None
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self.done()
+
+    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
+        return self.result() if self.done() else None
+
+    def result(self) -> list[PartResult]:
+        self._loading.wait(None)
+        copied = self if self._real is not None else next(copy for _, _, copy in self._loading.copies)
+        return copied._real.result() if copied._real is not None else []
+
+
+def into_lockstep(
+    engine: SchedEngine, source: random.Random, most_steps: int, *, sure: bool = False
+) -> list[Exception]:
+    """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `sure`: loads
+    are reported before they have copied anything, as a GPU's are before all was copied."""
     failures: list[Exception] = []
     queues = []
 
@@ -101,9 +150,16 @@ def into_lockstep(engine: SchedEngine, source: random.Random, most_steps: int) -
                 value.shutdown()
                 queues.append(Queue(delay, failures))
                 setattr(side, name, queues[-1])
-    half = engine.worker._worker._half
-    submit = half.submit_load
-    half.submit_load = lambda *arguments: LateLoading(submit, delay(), *arguments)
+    worker = engine.worker._worker
+    submit = worker._half.submit_load
+    least = LEAST_QUESTIONS if sure else 0
+    worker._half.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
+    worker._reports_sure = sure
+    if sure:
+        into_haste(worker)
+    fence, wait_for_layer = worker.fence, worker.wait_for_layer
+    worker.fence = lambda orders, stream: fence(orders, 0)  # nothing that runs here has streams
+    worker.wait_for_layer = lambda layer, stream: wait_for_layer(layer, 0)
 
     def tick() -> None:
         for queue in queues:
@@ -116,3 +172,14 @@ def into_lockstep(engine: SchedEngine, source: random.Random, most_steps: int) -
     worker_side.wait, worker_side.TELL_AFTER_S = wait, 0.0
     engine.before_step = tick
     return failures
+
+
+def into_haste(worker: Any) -> None:
+    """Loads are reported in every step, not in those alone that compute nothing."""
+    begin = worker.begin
+
+    def begun(orders: Any) -> None:
+        begin(orders)
+        worker._is_idle = True
+
+    worker.begin = begun

@@ -7,16 +7,21 @@ With a tokenizer that makes a token of each byte.
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+LLAMA_LAYERS = {"llama": 3, "deep": 4, "eagle": 1, "eagle3": 1}
 
 
 def write(kind: str, folder: Path) -> None:
     """`kind`: llama (one group), gemma (full attention beside windows, three groups), gemma4 (the same with blocks of
-    two sizes), mla (latent), eagle (drafts for llama)."""
+    two sizes), mla (latent), deep (a llama of four layers), mimo (drafts for itself, mtp), eagle and eagle3 (drafts for
+    llama)."""
     import torch
     import transformers as t
-    from safetensors.torch import save_file
 
     torch.manual_seed(0)
     common = {
@@ -24,9 +29,12 @@ def write(kind: str, folder: Path) -> None:
         "max_position_embeddings": 2048, "initializer_range": 0.25, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
-    if kind in ("llama", "eagle"):
-        layers = 3 if kind == "llama" else 1
-        config = t.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, head_dim=32, **common)
+    if kind in LLAMA_LAYERS:
+        config = t.LlamaConfig(
+            num_hidden_layers=LLAMA_LAYERS[kind], num_key_value_heads=2, head_dim=32, **common
+        )
+    elif kind == "mimo":
+        config = t.Qwen2Config(num_hidden_layers=3, num_key_value_heads=2, num_nextn_predict_layers=1, **common)
     elif kind == "gemma":
         config = t.Gemma3TextConfig(
             num_hidden_layers=6, num_key_value_heads=2, head_dim=32, sliding_window=64, query_pre_attn_scalar=32,
@@ -46,17 +54,52 @@ def write(kind: str, folder: Path) -> None:
             moe_intermediate_size=64, **common,
         )
     model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if kind != "eagle":
-        model.save_pretrained(folder)
-        write_tokenizer(folder)
+    if kind in ("eagle", "eagle3"):
+        write_drafter(kind, config, model.state_dict(), folder)
         return
-    weights = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
-    kept = {name: weight for name, weight in weights.items() if name not in ("norm.weight", "lm_head.weight")}
-    del kept["layers.0.input_layernorm.weight"]
-    kept["fc.weight"] = torch.randn(128, 256) * 0.25
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    if kind == "mimo":
+        add_mtp(model.state_dict(), folder)
+
+
+def write_drafter(kind: str, config: Any, weights: Mapping[str, Any], folder: Path) -> None:
+    """A layer of a llama's, which sees the hidden states of llama's last layer (eagle) or of all three (eagle3)."""
+    import torch
+    from safetensors.torch import save_file
+
+    kept = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    if kind == "eagle":
+        for name in ("norm", "lm_head", "layers.0.input_layernorm"):
+            del kept[f"{name}.weight"]
+        kept["fc.weight"] = torch.randn(128, 2 * 128) * 0.25
+    else:  # its attention reads the tokens' embeddings beside the hidden states
+        for name in (f"layers.0.self_attn.{letter}_proj.weight" for letter in "qkv"):
+            kept[name] = torch.randn(len(kept[name]), 2 * 128) * 0.25
+        kept["layers.0.hidden_norm.weight"] = torch.ones(128)
+        kept["fc.weight"] = torch.randn(128, 3 * 128) * 0.25
     save_file(kept, folder / "model.safetensors")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
+
+
+def add_mtp(weights: Mapping[str, Any], folder: Path) -> None:
+    """To a Qwen2 in `folder`, the layer that makes it a MiMo."""
+    import torch
+    from safetensors.torch import save_file
+
+    first, layer = "model.layers.0.", "model.mtp_layers.0."
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    save_file({
+        **{
+            layer + name.removeprefix(first): torch.randn_like(weight) * 0.25 if weight.ndim > 1 else weight.clone()
+            for name, weight in weights.items() if name.startswith(first)
+        },
+        **{f"{layer}{name}.weight": torch.ones(128) for name in norms},
+        f"{layer}input_proj.weight": torch.randn(128, 2 * 128) * 0.25,
+    }, folder / "mtp.safetensors")
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["MiMoForCausalLM"]}))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -113,6 +113,7 @@ class SchedEngine:
         self._runner, self._overlap = runner, overlap
         self._under_way: deque[tuple[Any, Any]] = deque()
         self._idle = 0
+        self.asks_for_layers = True
         self.before_step: Callable[[], None] | None = None
         """Set: steps are made by hand, and what runs in the background moves here alone."""
         with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +121,7 @@ class SchedEngine:
             self.config = VllmConfig(
                 model_config=ModelConfig(
                     model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float16", seed=0,
-                    max_model_len=LONGEST,
+                    max_model_len=LONGEST, served_model_name="fingerprints",
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST,
@@ -260,7 +261,9 @@ class SchedEngine:
                 raise Standstill(f"after {self.steps} steps: {states}")
 
     def forget_prefixes(self) -> None:
+        """When run() has ended. What is there afterwards was loaded or computed anew."""
         assert self.scheduler.reset_prefix_cache()
+        self.memory.fill_(-1)
 
     @property
     def held_blocks(self) -> int:
@@ -286,6 +289,9 @@ class SchedEngine:
         ids, sampled = [], []
         for request_id, count in out.num_scheduled_tokens.items():
             tokens, start = self._tokens[request_id], starts[request_id]
+            for layer in range(len(self.windows)):
+                if self.asks_for_layers:
+                    self.worker.wait_for_layer_load(f"layer.{layer}")
             # Every layer reads before the next one writes, but all of them are wrong once one has read wrongly.
             reads = [self._reads(request_id, group, start) for group in range(len(self.windows))]
             for group in range(len(self.windows)):

@@ -17,7 +17,7 @@ import pytest
 from adoption_helpers import next_at
 from api_helpers import ServerProcess
 from connector_helpers import mortal
-from engines import Engine
+from engines import Engine, tokens_of
 
 from kvdock.api.client import Client
 
@@ -34,10 +34,6 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 PROMPTS, OTHERS = prompts_of(0), prompts_of(100)
 CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
-
-
-def tokens_of(runs: list[list[tuple[int, str]]]) -> list[list[int]]:
-    return [[token for token, _ in run] for run in runs]
 
 
 @contextmanager

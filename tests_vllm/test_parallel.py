@@ -1,18 +1,19 @@
 """Engines of several workers, and engines that draft: every worker gets its own bytes back, or none count.
 
-Whole engines on the CPU (vLLM 0.32) run two tensor-parallel workers or three pipeline stages; the Schedulers of 0.24
-and 0.33 run any of these around fingerprinted KV (sched_ranks.py).
+Whole engines on the CPU (vLLM 0.32) run two tensor-parallel workers, three pipeline stages, or two stages of two; the
+Schedulers of 0.24 and 0.33 run any of these around fingerprinted KV (sched_ranks.py).
 """
 
 from __future__ import annotations
 
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HERE, Engine
+from engines import ENGINE_PYTHON, HERE, Engine, tokens_of
 from schedulers import VERSIONS, Schedulers
 
 pytestmark = pytest.mark.vllm
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.vllm
 ENGINES_START_SLOWLY = pytest.mark.timeout(600)
 HITS = [128, 320]
 """Whole chunks of the prompts below: 64 tokens a chunk."""
-PROMPTS = [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333))]
+PROMPTS, OTHERS = (
+    [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333), first)]
+    for first in (0, 50)
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tp2": {"shards": 2},
@@ -38,10 +42,12 @@ def of(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in wanted}
 
 
-def several(kind: str, workers: int, connector: str = "Several", **environ: str) -> dict[str, Any]:
+def several(shards: int, stages: int, connector: str = "Several", **environ: str) -> dict[str, Any]:
     """What Engine is told for an engine of several workers."""
     return {
-        "engine": {f"{kind}_parallel_size": workers, "distributed_executor_backend": "mp"},
+        "engine": {
+            "tensor_parallel_size": shards, "pipeline_parallel_size": stages, "distributed_executor_backend": "mp",
+        },
         "connector": [connector, "odd_connectors"],
         "environ": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **environ},
     }
@@ -50,14 +56,23 @@ def several(kind: str, workers: int, connector: str = "Several", **environ: str)
 # ------------------------------------------------------------------ whole engines
 
 
+@pytest.fixture(scope="module")
+def more_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """With those that these tests alone use."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("deep", "eagle3", "mimo")}
+    words = [str(word) for pair in folders.items() for word in pair]
+    subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
+    return models | folders
+
+
 @ENGINES_START_SLOWLY
 @pytest.mark.parametrize(
-    ("model", "kind", "workers"), [("llama", "tensor", 2), ("mla", "tensor", 2), ("llama", "pipeline", 3)]
+    ("model", "shards", "stages"), [("llama", 2, 1), ("mla", 2, 1), ("llama", 1, 3), ("deep", 2, 2)]
 )
 def test_all_workers_load_the_bits_of_local_hits(
-    model: str, kind: str, workers: int, models: dict[str, Path], server: ServerProcess
+    model: str, shards: int, stages: int, more_models: dict[str, Path], server: ServerProcess
 ) -> None:
-    with Engine(models[model], server.unix, **several(kind, workers)) as first:
+    with Engine(more_models[model], server.unix, **several(shards, stages)) as first:
         assert first.generate(PROMPTS)[1] == [0, 0]
         local, at_hand = first.generate(PROMPTS)
         assert at_hand == HITS
@@ -66,10 +81,10 @@ def test_all_workers_load_the_bits_of_local_hits(
         assert loaded == HITS and again == local
         assert first.close() == 0
     if model == "mla":  # an engine with one worker reads the same part
-        with Engine(models[model], server.unix) as alone:
+        with Engine(more_models[model], server.unix) as alone:
             assert alone.generate(PROMPTS)[1] == HITS
-    elif kind == "tensor":
-        with Engine(models[model], server.unix, extra={"load_async": False}, **several(kind, workers)) as second:
+    elif stages == 1:
+        with Engine(more_models[model], server.unix, extra={"load_async": False}, **several(shards, stages)) as second:
             other, loaded = second.generate(PROMPTS)
             assert loaded == HITS and other == local
 
@@ -78,37 +93,62 @@ def test_all_workers_load_the_bits_of_local_hits(
 def test_what_one_of_two_workers_cannot_load_is_computed_by_both(
     models: dict[str, Path], server: ServerProcess
 ) -> None:
-    damaged = several("tensor", 2, "OneDamaged", KVDOCK_DAMAGED_RANK="1")
+    damaged = several(2, 1, "OneDamaged", KVDOCK_DAMAGED_RANK="1")
     with Engine(models["llama"], server.unix, **damaged) as engine:
         cold, _ = engine.generate(PROMPTS)
         assert engine.do("reset")["reset"]
         again, _ = engine.generate(PROMPTS)
-        assert [[token for token, _ in run] for run in again] == [[token for token, _ in run] for run in cold]
+        assert tokens_of(again) == tokens_of(cold)
         assert engine.log_text().count("checksum mismatch") == len(PROMPTS), "each load falls short in one worker alone"
 
 
 @ENGINES_START_SLOWLY
-@pytest.mark.parametrize(("method", "model"), [("draft_model", "llama"), ("eagle", "eagle")])
-def test_engines_that_draft_generate_the_same_from_what_they_load(
-    method: str, model: str, models: dict[str, Path], server: ServerProcess
+@pytest.mark.parametrize(("method", "model", "drafter"), [
+    ("draft_model", "llama", "llama"), ("eagle", "llama", "eagle"), ("eagle3", "llama", "eagle3"),
+    ("mtp", "mimo", None),
+])
+def test_engines_that_draft_load_what_their_drafts_were_made_from(
+    method: str, model: str, drafter: str | None, more_models: dict[str, Path], server: ServerProcess
 ) -> None:
-    drafts = {"method": method, "model": str(models[model]), "num_speculative_tokens": 3}
-    how = {"speculative_config": drafts, "disable_log_stats": False}
-    with Engine(models["llama"], server.unix, engine=how) as engine:
-        cold, _ = engine.generate(PROMPTS)
-        before = accepted(engine)
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if drafter is not None:
+        drafts["model"] = str(more_models[drafter])
+    with Engine(more_models[model], server.unix, engine={"speculative_config": drafts}) as engine:
+        cold = engine.do("generate", prompts=PROMPTS)
         assert engine.do("reset")["reset"]
-        again, loaded = engine.generate(PROMPTS)
-        assert loaded == HITS
-        assert [[token for token, _ in run] for run in again] == [[token for token, _ in run] for run in cold]
-        if method == "draft_model":  # the model drafts for itself: with its KV it is right as often as before
-            assert accepted(engine) - before == before > 0
+        again = engine.do("generate", prompts=PROMPTS)
+        assert (cold["cached"], again["cached"]) == ([0, 0], HITS)
+        assert tokens_of(again["runs"]) == tokens_of(cold["runs"])
+        assert again["drafts"] == cold["drafts"] != []  # tokens alone would be right from any draft
+        are_accepted = len(cold["drafts"]) < 12  # of 24 tokens, each step makes one and those that were accepted
+        assert are_accepted == (method == "draft_model"), "it drafts for itself; the others have random weights"
+        assert engine.close() == 0
 
 
-def accepted(engine: Engine) -> float:
-    """How many drafted tokens were accepted so far."""
-    name = "vllm:spec_decode_num_accepted_tokens_total"
-    return sum(float(line.split()[-1]) for line in engine.do("metrics")["text"].splitlines() if line.startswith(name))
+@ENGINES_START_SLOWLY
+def test_an_engine_that_drafts_from_the_prompt_shares_with_one_that_does_not_draft(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    lookup = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with (
+        Engine(models["llama"], server.unix) as plain,
+        Engine(models["llama"], server.unix, engine={"speculative_config": lookup}) as drafting,
+    ):
+        computed, at_hand = plain.generate(PROMPTS)
+        assert at_hand == [0, 0]
+        plain.do("drain")
+        loaded = drafting.do("generate", prompts=PROMPTS)
+        assert loaded["cached"] == HITS and loaded["drafts"]
+        assert tokens_of(loaded["runs"]) == tokens_of(computed)
+        assert drafting.do("generate", prompts=PROMPTS) == loaded  # from its own cache
+
+        computed, at_hand = drafting.generate(OTHERS)
+        assert at_hand == [0, 0]
+        drafting.do("drain")
+        found, at_hand = plain.generate(OTHERS)
+        assert at_hand == HITS and tokens_of(found) == tokens_of(computed)
+        assert plain.generate(OTHERS) == (found, HITS)
+        assert (plain.close(), drafting.close()) == (0, 0)
 
 
 # ------------------------------------------------------------------ schedulers

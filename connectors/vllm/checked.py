@@ -4,7 +4,7 @@ With several KV groups a load that fails leaves some vLLM versions nothing to go
 the step that runs its request is computed again, but vLLM may have scheduled the next step already, whose token it
 keeps, and leaves the failed blocks in its prefix cache. So before either is promised, its parts are hashed in the
 background, in the scheduler's process, while the lease holds them: what does not match is a miss, and the server takes
-the chunk out of use.
+the chunk out of use. So is what cannot be hashed, whatever the reason, but that it stays in use.
 """
 
 from __future__ import annotations
@@ -46,14 +46,20 @@ class CheckedScheduler(SchedulerHalf):
             answer = request.answer if request is not None else None
         if request is None or answer is None or answer.lease is None:
             return
-        whole = self._sees_whole(request_id, request.attachment, answer, answer.lease)
-        with self._lock:
-            if self._requests.get(request_id) is not request or request.answer is not answer:
-                return  # forgotten while we looked, and its lease with it
+        whole = False
+        try:
+            whole = self._sees_whole(request_id, request.attachment, answer, answer.lease)
+        finally:  # also when it raised: a request without an answer would be asked for at every step
             if not whole:
-                request.answer, request.epoch = MISS, 0  # a cancelled lease ends its epoch
-        if not whole:
-            self.cancel(request.attachment, answer.lease)
+                self._give_up(request_id, answer, answer.lease)
+
+    def _give_up(self, request_id: str, answer: LookupAnswer, lease: str) -> None:
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is not answer:
+                return  # forgotten while we looked, and its lease with it
+            request.answer, request.epoch = MISS, 0  # a cancelled lease ends its epoch
+        self.cancel(request.attachment, lease)
 
     def finished(self, request_id: str) -> tuple[Attachment, str] | None:
         self._seen_whole.pop(request_id, None)
@@ -62,12 +68,21 @@ class CheckedScheduler(SchedulerHalf):
     def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
         """Background, as in SchedulerHalf."""
         lease = answer.lease
-        if self._always and lease is not None and not self._sees_whole(
-            fetch.request_id, fetch.attachment, answer, lease
-        ):
-            self.cancel(fetch.attachment, lease)
-            answer = MISS
-        super()._file(fetch, answer)
+        if not self._always or lease is None:
+            super()._file(fetch, answer)
+            return
+        whole = False
+        try:
+            whole = self._sees_whole(fetch.request_id, fetch.attachment, answer, lease)
+        finally:
+            if whole:
+                super()._file(fetch, answer)
+            else:
+                with self._lock:
+                    request = self._waiting(fetch)
+                    if request is not None:
+                        request.answer, request.epoch = MISS, 0
+                self.cancel(fetch.attachment, lease)
 
     def _sees_whole(self, request_id: str, attachment: Attachment, answer: LookupAnswer, lease: str) -> bool:
         if not attachment.acquire():

@@ -2,7 +2,7 @@
 
 The server clears what is published. Stores that the workers have begun may publish later what was computed before, so
 the namespace is cleared once more when they have ended, and until then, or until a server that did not answer has
-cleared, nothing is looked up.
+cleared, nothing is looked up. It is asked again after a pause that doubles; a lost one when it is back.
 
 Threads: the scheduler's thread calls everything but again() and tell_of_others(); `_lock` guards what they share.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from kvdock.api.admin_schemas import ClearCache
 from kvdock.api.errors import ApiError, ServerUnavailable
@@ -22,20 +23,28 @@ log = logging.getLogger("kvdock.vllm")
 BACKGROUND_TIMEOUT_S = 10.0
 """A large table takes the server seconds to walk."""
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+"""From one try in the background that failed to the next."""
+
 
 class Clearing:
-    def __init__(self, session: EngineSession) -> None:
-        self._session = session
+    """`clock`: seconds that never go back."""
+
+    def __init__(self, session: EngineSession, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session, self._clock = session, clock
         self._lock = threading.Lock()
         self._asked = self._cleared = 0  # how often: lookups wait until the second has reached the first
         self._stores: set[int] = set()
         self._running = False
+        self._pause_s, self._next_try_s = FIRST_PAUSE_S, 0.0  # the latter by `clock`; 0: at once
+        self._is_failing = False  # and has been logged
 
     def ask(self, stores: Iterable[int]) -> bool:
         """Clears now. `stores`: those that workers may still publish. False: the server did not clear."""
         with self._lock:
             self._asked += 1
             self._stores.update(stores)
+            self._pause_s, self._next_try_s, self._is_failing = FIRST_PAUSE_S, 0.0, False
         cleared = self._clear(None)
         if not cleared:
             log.warning(
@@ -55,16 +64,26 @@ class Clearing:
     def starts_again(self) -> bool:
         """Whether it is time to call again(), in the background. True once for each time that it ends."""
         with self._lock:
-            starts = not self.is_over and not self._stores and not self._running
+            starts = (
+                not self.is_over and not self._stores and not self._running
+                and self._session.attachment is not None and self._clock() >= self._next_try_s
+            )
             self._running |= starts
             return starts
 
     def again(self) -> None:
         """Background."""
+        cleared = False
         try:
-            self._clear(BACKGROUND_TIMEOUT_S)
+            cleared = self._clear(BACKGROUND_TIMEOUT_S)
         finally:
-            self._running = False
+            with self._lock:
+                self._running = False
+                if cleared:
+                    self._pause_s = FIRST_PAUSE_S
+                else:
+                    self._next_try_s = self._clock() + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _clear(self, timeout_s: float | None) -> bool:
         asked, attachment = self._asked, self._session.attachment
@@ -75,9 +94,12 @@ class Clearing:
         try:
             answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
         except (ServerUnavailable, ApiError) as error:
-            log.warning("cannot clear namespace %s: %s", namespace[:12], error)
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            log.log(level, "cannot clear namespace %s: %s", namespace[:12], error)
+            self._is_failing = True
             self._session.lost(attachment, error)
             return False
+        self._is_failing = False
         log.info("reset_cache: %d chunks of namespace %s are out of use", answer.chunks, namespace[:12])
         if is_last:
             with self._lock:

@@ -147,12 +147,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             weights_digest=self._settings.weights_digest,
         )
         device = next(iter(kv_caches.values())).device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
         self._worker = WorkerSide(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
-            rank=place.rank, device=str(device), stream=stream, by_request=BY_REQUEST,
-            undoes_steps=undoes_steps(self._config),
+            rank=place.rank, device=str(device), stream=_stream_of(str(device)), by_request=BY_REQUEST,
+            undoes_steps=undoes_steps(self._config), by_layer=loads_by_layer(self._config, self._settings),
+            all_store=place.ranks == place.writers,
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 
@@ -162,7 +162,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Metadata)
         if self._worker is not None:
-            self._worker.fence(kv_connector_metadata.orders)
+            self._worker.fence(kv_connector_metadata.orders, _stream_of(self._worker.device))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -172,7 +172,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None and self._worker.waits_for_layers:
-            self._worker.wait_for_layer(layer_name, torch.cuda.current_stream().cuda_stream)
+            self._worker.wait_for_layer(layer_name, _stream_of(self._worker.device))
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored in later steps."""
@@ -222,8 +222,6 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = SchedulerSide(
             half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
-            # Each rank stores what it saw to be whole; one that stores for others cannot know what they saw.
-            by_layer=loads_by_layer(self._config, self._settings) and len(metadata) == manifest.writers,
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
         )
         for request in self._waiting:
@@ -282,3 +280,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             instance=self._instance, member=f"{who}-{uuid.uuid4().hex[:12]}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__}",
         )
+
+
+def _stream_of(device: str) -> int | None:
+    """The stream that this thread puts its work on: a CUstream."""
+    return torch.cuda.current_stream(device).cuda_stream if device != "cpu" else None

@@ -30,12 +30,11 @@ NOWHERE = Life("", "")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """`is_async`: the request does not run in this step. `by_layer`: it does, and each layer waits for its own KV."""
+    """`is_async`: the request does not run in this step."""
 
     life: Life
     plan: LoadPlan
     is_async: bool
-    by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,13 @@ class StoreOrder:
 @dataclass(frozen=True)
 class Orders:
     """Of one step. `fences`: stores that must have ended before this step writes anything. `is_idle`: the step
-    computes nothing."""
+    computes nothing. `alone`: the one request that it computes."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     fences: tuple[int, ...] = ()
     is_idle: bool = False
+    alone: str | None = None
 
 
 @dataclass

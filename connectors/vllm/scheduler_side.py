@@ -46,8 +46,7 @@ class _Tracked:
     request: Any
     local_tokens: int = 0
     is_async: bool = False
-    """`is_async` and `by_layer` as LoadOrder has them: of the load that it was last promised."""
-    by_layer: bool = False
+    """As LoadOrder has it: of the load that it was last promised."""
     check: Future[None] | None = None
     """Of what it was promised, before it is loaded in the step that runs it."""
     is_new: bool = True
@@ -66,15 +65,15 @@ class _Store:
 
 
 class SchedulerSide:
-    """`half` is attached; `ranks`: how many workers report on each store; `by_layer`: whether a request that is alone
-    loads so; `fails_closed`: this vLLM has no way back from any load that fails."""
+    """`half` is attached; `ranks`: how many workers report on each store; `fails_closed`: this vLLM has no way back
+    from any load that fails."""
 
     def __init__(
         self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
-        by_layer: bool, fails_closed: bool, clock: Callable[[], float] = time.perf_counter,
+        fails_closed: bool, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._half, self._groups, self._room = half, groups, room
-        self._ranks, self._load_async, self._by_layer, self._fails_closed = ranks, load_async, by_layer, fails_closed
+        self._ranks, self._load_async, self._fails_closed = ranks, load_async, fails_closed
         self.figures, self._clock = Figures(), clock
         self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}
@@ -84,7 +83,6 @@ class SchedulerSide:
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._asking = ThreadPoolExecutor(1, "kvdock-ask")
         self._question: Future[None] | None = None
-        self._known: set[str] = set()
         self._lives: dict[int, Life] = {}  # of the workers
         self._reserving = ThreadPoolExecutor(1, "kvdock-reserve")
         self._lock = threading.Lock()
@@ -114,15 +112,12 @@ class SchedulerSide:
         if found == local_tokens:
             self._cancel(self._half.give_up_lease(request.request_id, local_tokens))
             return 0, False
-        # Alone, a request may as well be loaded while it runs: nobody else waits for its step.
-        in_step = self._is_attached_everywhere()
-        tracked.by_layer = in_step and self._by_layer and self._known <= {request.request_id}
-        tracked.is_async = not tracked.by_layer and self._load_async and self._room.fits(request)
-        if not in_step and (self._fails_closed or not tracked.is_async):
+        tracked.is_async = self._load_async and self._room.fits(request)
+        if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             return 0, False  # vLLM has no way back from such a load: it had better not fail
         if tracked.check is not None and not tracked.check.done():
             return None, False
-        if not tracked.is_async and not tracked.by_layer and not self._half.is_whole(request.request_id):
+        if not tracked.is_async and not self._half.is_whole(request.request_id):
             self._question = tracked.check = self._run(self._asking, self._half.check, request.request_id)
             return None, False
         return found - local_tokens, tracked.is_async
@@ -136,7 +131,6 @@ class SchedulerSide:
         )
 
     def arrived(self, request: Any) -> None:
-        self._known.add(request.request_id)
         self._room.add(request)
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
@@ -155,11 +149,10 @@ class SchedulerSide:
         begun = self._half.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
             plan = self._hopeless(request.request_id, columns, tracked.local_tokens, hit)
-            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async, tracked.by_layer))
+            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
-        life = Life.of(attachment)
-        self._loads.append(LoadOrder(life, plan, tracked.is_async, tracked.by_layer))
+        self._loads.append(LoadOrder(Life.of(attachment), plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
     def _hopeless(self, request_id: str, columns: Table, local_tokens: int, hit_tokens: int) -> LoadPlan:
@@ -187,10 +180,11 @@ class SchedulerSide:
             self._offer(request_id, count)
         loads, self._loads = tuple(self._loads), []
         self._fresh.clear()
-        is_idle = not output.num_scheduled_tokens
+        scheduled = list(output.num_scheduled_tokens)
+        is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         if is_idle and self._question is not None:
             wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
-        return Orders(loads, tuple(stores), tuple(fences), is_idle)
+        return Orders(loads, tuple(stores), tuple(fences), is_idle, alone)
 
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
@@ -289,7 +283,6 @@ class SchedulerSide:
 
     def finished(self, request_id: str) -> None:
         self._forget(request_id)
-        self._known.discard(request_id)
         self._tracked.pop(request_id, None)
         self._room.remove(request_id)
 

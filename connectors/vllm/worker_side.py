@@ -3,8 +3,12 @@
 Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
 while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
 
+A load in the background is reported once it is sure (connectors/worker.py), in a step that computes nothing: on a GPU
+while its last layers are on their way. The next step's work is ordered after them.
+
 Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
-fence() returned; blocks that a failed load leaves behind are reported no later than its end.
+fence() returned; blocks that a failed load leaves behind are reported no later than its end; nothing that was computed
+from a load is published before its copies have ended and hashed to what was promised.
 
 Threads: vLLM's worker thread calls everything; `_lock` guards what stores hand over.
 """
@@ -17,7 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
@@ -36,6 +40,8 @@ log = logging.getLogger("kvdock.vllm")
 BESIDE_STEPS = 4
 """Thread blocks of a load: others are computed beside it, by kernels that want nearly all multiprocessors. A load
 loses less than a hundredth of its speed."""
+HASH_THREADS = 4
+"""Of the CPU, in each worker while a load goes on."""
 TELL_AFTER_S = 0.02
 """A step of an eager engine is launched in some 10 ms."""
 
@@ -44,24 +50,40 @@ class LoadLost(RuntimeError):
     """A load failed that this vLLM cannot be told of: better no engine than one that computes from what is missing."""
 
 
+@dataclass
+class _Load:
+    """`loading`: None when it could not begin. `reported`: while its copies go on, being sure. `ordered`: all work of
+    the engine from now on comes after it, or layer by layer."""
+
+    order: LoadOrder
+    loading: Loading | None
+    reported: bool = False
+    ordered: bool = False
+
+
 class WorkerSide:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
     `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
-    that it read what did not load."""
+    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `all_store`: so does
+    every worker of the engine, its own part."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], *,
-        rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool,
-        clock: Callable[[], float] = time.perf_counter,
+        rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool, by_layer: bool,
+        all_store: bool, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        where = Device.named(device)
-        self._by_request, self._undoes_steps, self._on_gpu = by_request, undoes_steps, where.cuda is not None
+        where, self.device = Device.named(device), device
+        self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
+        # Each rank publishes what it saw to be whole; one that stores for others cannot know what they saw.
+        self._reports_sure = where.cuda is not None and all_store
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         if tuning is not None:
-            tuning = replace(tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS))
+            tuning = replace(
+                tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS), hash_threads=HASH_THREADS
+            )
         self._half = WorkerHalf(
             self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
             tuning=tuning,
@@ -74,7 +96,7 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._stored: Counter[int] = Counter()
         self._fell_short: dict[str, int] = {}
-        self._running: list[tuple[LoadOrder, Loading | None]] = []
+        self._running: list[_Load] = []
         self._told_life: Life | None = None
         self._ended: deque[Loading] = deque()
         self._is_idle = False
@@ -91,45 +113,74 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ the worker's thread
 
-    def fence(self, orders: Orders) -> None:
-        """Returns when no store in `orders.fences` reads any more."""
+    def fence(self, orders: Orders, stream: int | None) -> None:
+        """Before anything of the step is put on `stream`. Returns when no store in `orders.fences` reads any more."""
         fenced = [self._stores[number] for number in orders.fences if number in self._stores]
         if fenced:
             began = self._clock()
             wait(fenced)
             self.figures.add("fence_seconds", self._clock() - began)
+        if not orders.is_idle:
+            self._order_reported(orders.alone, stream)
 
     def begin(self, orders: Orders) -> None:
-        """Submits copies. Those that this step's forward pass reads have ended when it returns, or are waited for layer
-        by layer."""
+        """Submits copies, before the step's forward pass or, if it reads none of them, after its launch. Those that it
+        reads have ended when it returns."""
         self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
+        unended = [load.loading for load in self._running if load.reported and load.loading is not None]
         for store in orders.stores:
-            self._stores[store.number] = self._storing.submit(self._store, store)
+            self._stores[store.number] = self._storing.submit(self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
-            self._running.append((order, self._submit(order)))
-        self._take_ended(lambda order: not order.is_async and not (order.by_layer and self._on_gpu))
-        self._layers.watch([loading for order, loading in self._running if order.by_layer and loading is not None])
+            self._running.append(_Load(order, self._submit(order)))
+        self._take_ended(lambda order: not order.is_async)
         self._raise_what_was_lost()
+
+    def _order_reported(self, alone: str | None, stream: int | None) -> None:
+        """The step may read what was reported, or write to its blocks if its request is gone."""
+        loads = [load for load in self._running if load.reported and not load.ordered]
+        by_layer = self._by_layer and [load.order.plan.request_id for load in loads] == [alone]
+        for load in loads:
+            assert load.loading is not None and stream is not None, "loads are sure on a GPU only"
+            if not by_layer:
+                load.loading.order(stream)
+            load.ordered = True
+        self._layers.watch([load.loading for load in loads if load.loading is not None] if by_layer else [])
 
     @property
     def waits_for_layers(self) -> bool:
         return self._layers.any_watched
 
-    def wait_for_layer(self, layer: str, stream: int) -> None:
+    def wait_for_layer(self, layer: str, stream: int | None) -> None:
         """What is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
+        assert stream is not None, "loads are sure on a GPU only"
         self._layers.order(layer, stream)
 
     def ended(self) -> tuple[set[str], set[str]]:
         """(async loads that ended, those of them to be reported as failed), since the last call."""
-        self._take_ended(lambda order: order.by_layer)
-        if self._is_idle and self._running and self._running[0][1] is not None:
-            self._running[0][1].wait(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        if not self._layers.all_ordered:
+            self._lost = LoadLost("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
+        self._layers.watch([])
         self._take_ended(lambda order: False)
+        if self._is_idle:
+            self._report_sure()
         self._raise_what_was_lost()
         loaded, self._loaded = self._loaded, set()
         failed, self._failed_requests = self._failed_requests, set()
         return loaded, failed
+
+    def _report_sure(self) -> None:
+        """Nothing is computed, and nobody else waits for the step that a sure load holds up."""
+        waits_s = IDLE_WAIT_S  # for the first: the loop had better wait than spin
+        for load in self._running:
+            if load.loading is not None and not load.reported:
+                if self._reports_sure:
+                    load.reported = load.loading.sure(waits_s)
+                    self._loaded |= {load.order.plan.request_id} if load.reported else set()
+                else:
+                    load.loading.wait(waits_s)
+                waits_s = 0.0
+        self._take_ended(lambda order: False)
 
     def failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -173,30 +224,32 @@ class WorkerSide:
         attachment = self._joined(order.life)
         if attachment is None:
             return None
-        return self._half.submit_load(attachment, order.plan, self._layers.bands if order.by_layer else None)
+        return self._half.submit_load(
+            attachment, order.plan, self._layers.bands if order.is_async and self._reports_sure else None
+        )
 
     def _take_ended(self, awaited: Callable[[LoadOrder], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""
         running, self._running = deque(self._running), []
         try:
             while running:
-                order, loading = running.popleft()
-                if loading is None:
-                    self._file(order, order.plan.local_tokens)
-                elif awaited(order) or loading.done():
-                    self._finish(order, loading)
+                load = running.popleft()
+                if load.loading is None:
+                    self._file(load.order, load.order.plan.local_tokens)
+                elif awaited(load.order) or load.loading.done():
+                    self._finish(load, load.loading)
                 else:
-                    self._running.append((order, loading))
+                    self._running.append(load)
         finally:
             self._running += running  # none, but when one of them raised
 
-    def _finish(self, order: LoadOrder, loading: Loading) -> None:
-        valid = self._half.finish_load(loading)
-        if order.by_layer and self._on_gpu and not self._layers.all_ordered:
-            log.error("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
-            valid = order.plan.local_tokens
-        self.figures.loaded(order.plan, valid, self._clock() - loading.began_s)
-        self._file(order, valid)
+    def _finish(self, load: _Load, loading: Loading) -> None:
+        valid, plan = self._half.finish_load(loading), load.order.plan
+        self.figures.loaded(plan, valid, self._clock() - loading.began_s)
+        if not load.reported:
+            self._file(load.order, valid)
+        elif valid < plan.hit_tokens:
+            self._lost = LoadLost(f"request {plan.request_id}: the server's memory changed while it was being copied")
         self._ended.append(loading)
         self._telling.submit(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
 
@@ -240,10 +293,12 @@ class WorkerSide:
             time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
             self._tell_of_ended()
 
-    def _store(self, order: StoreOrder) -> None:
+    def _store(self, order: StoreOrder, unended: Sequence[Loading]) -> None:
+        """`unended`: loads that what is stored may have been computed from."""
         attachment = self._joined(order.life)
         try:
-            if attachment is not None and self._half.writes and self._lost is None:
+            is_sound = self._lost is None and all(loading.is_whole() for loading in unended)
+            if attachment is not None and self._half.writes and is_sound:
                 began = self._clock()
                 ready = self._half.store(attachment, order.plan)
                 self.figures.stored(order.plan, ready, self._clock() - began)

@@ -18,18 +18,22 @@ namespace {
 using cuda::Device;
 using cuda::Place;
 
+using Timeout = std::optional<double>;
+double or_for_ever(Timeout timeout_s) { return timeout_s ? std::max(*timeout_s, 0.0) : -1.0; }
+
 Place place_of(bool host) { return host ? Place::host : Place::device; }
 
 std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, size_t layout, const py::buffer& slots,
                                     const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
-                                    std::optional<uintptr_t> after, const std::vector<size_t>& bands) {
+                                    std::optional<uintptr_t> after, const std::vector<size_t>& bands,
+                                    size_t sure_after) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
   require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
           std::to_string(slot.view().size()));
   const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
   const py::gil_scoped_release released;
-  return self.scatter(layout, parts, after ? &*after : nullptr, bands);
+  return self.scatter(layout, parts, after ? &*after : nullptr, {bands, sure_after});
 }
 
 std::shared_ptr<cuda::Copy> gather(cuda::Copier& self, size_t layout, const py::buffer& slots,
@@ -73,28 +77,30 @@ void bind_copier(py::module_& m) {
   py::class_<cuda::Copy, std::shared_ptr<cuda::Copy>>(m, "CudaCopy")
       .def("done", &cuda::Copy::done)
       .def(
-          "wait",
-          [](const cuda::Copy& self, std::optional<double> timeout_s) {
-            return self.wait(timeout_s ? std::max(*timeout_s, 0.0) : -1.0);
-          },
+          "wait", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait(or_for_ever(timeout_s)); },
+          py::arg("timeout_s") = py::none(), Nogil())
+      .def(
+          "wait_sure", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait_sure(or_for_ever(timeout_s)); },
           py::arg("timeout_s") = py::none(), Nogil())
       .def("order", &cuda::Copy::order, py::arg("stream"), py::arg("band") = py::none(), Nogil())
-      .def("checksums", &cuda::Copy::checksums, Nogil());
+      .def("checksums", &cuda::Copy::checksums, Nogil())
+      .def("sure_checksums", &cuda::Copy::sure_checksums, Nogil());
   py::class_<cuda::Copier>(m, "CudaCopier")
       .def(py::init([](int device, size_t piece_bytes, int buffers, int load_blocks, int store_blocks,
-                       int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes) {
+                       int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads) {
              return std::make_unique<cuda::Copier>(
                  device, cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks, direct_blocks, direct_load_bytes,
-                                      direct_store_bytes});
+                                      direct_store_bytes, hash_threads});
            }),
            py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"), py::arg("load_blocks"),
            py::arg("store_blocks"), py::arg("direct_blocks"), py::arg("direct_load_bytes"),
-           py::arg("direct_store_bytes"), Nogil())
+           py::arg("direct_store_bytes"), py::arg("hash_threads"), Nogil())
       .def("add_layout", &cuda::Copier::add_layout, py::arg("layout"), Nogil())
       .def("gather", &gather, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
            py::kw_only(), py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
-           py::arg("skips"), py::kw_only(), py::arg("after") = py::none(), py::arg("bands") = std::vector<size_t>())
+           py::arg("skips"), py::kw_only(), py::arg("after") = py::none(), py::arg("bands") = std::vector<size_t>(),
+           py::arg("sure_after") = size_t(0))
       .def("fileno", &cuda::Copier::ended_fd)
       .def_property_readonly("closed", &cuda::Copier::closed)
       .def_property_readonly("staging_bytes", &cuda::Copier::staging_bytes)

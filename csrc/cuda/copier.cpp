@@ -39,6 +39,8 @@ Tuning checked(const Tuning& tuning) {
                  tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
   for (const int blocks : {tuning.load_blocks, tuning.store_blocks, tuning.direct_blocks})
     require_tuning(blocks >= 1 && blocks <= 1024, "thread blocks", size_t(blocks), "1..1024");
+  require_tuning(tuning.hash_threads >= 1 && tuning.hash_threads <= 64, "hash threads", size_t(tuning.hash_threads),
+                 "1..64");
   return tuning;
 }
 
@@ -75,28 +77,34 @@ std::vector<PlaneArgs> describe_planes(const PagedLayout& layout) {
   return all;
 }
 
-void check_call(const PagedLayout& layout, std::span<const Part> parts) {
+// `hashed`: by the CPU too.
+void check_call(const PagedLayout& layout, std::span<const Part> parts, bool hashed) {
   check_parts(layout, parts);
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = "part " + std::to_string(i) + ": ";
     const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout.block_bytes();
     if (bytes / kUnitBytes >= kMostUnits || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
       refuse(name + "blocks", (long long)(blocks), "less than 32 GiB and at most 500000");
-    if (bytes != 0 && !find_range(parts[i].slot, bytes))
+    const auto range = find_range(parts[i].slot, bytes);
+    if (bytes != 0 && !range)
       refuse(name + "slot address", (long long)(parts[i].slot), "memory pinned for copies, in one piece");
+    if (bytes != 0 && hashed && range->place == Place::device)
+      refuse(name + "slot address", (long long)(parts[i].slot), "host memory, where the CPU hashes the rest of a load");
   }
 }
 
-void check_bands(const PagedLayout& layout, std::span<const size_t> bands) {
+void check_bands(const PagedLayout& layout, const Bands& bands) {
   size_t before = 0;
-  for (const size_t end : bands) {
+  for (const size_t end : bands.ends) {
     if (end <= before || end > layout.planes().size())
       refuse("end of a band (planes)", (long long)(end),
              std::to_string(before + 1) + ".." + std::to_string(layout.planes().size()));
     before = end;
   }
-  if (!bands.empty() && before != layout.planes().size())
+  if (!bands.ends.empty() && before != layout.planes().size())
     refuse("end of the last band (planes)", (long long)(before), std::to_string(layout.planes().size()));
+  if (bands.sure_after > bands.ends.size())
+    refuse("sure_after (bands)", (long long)(bands.sure_after), "at most " + std::to_string(bands.ends.size()));
 }
 
 // The share of a part that reaches to plane `end` and begins where the share before it ended, at stripe `begin`.
@@ -174,6 +182,8 @@ void Copier::close() {
   }
   if (submitter_.joinable()) submitter_.join();
   if (finisher_.joinable()) finisher_.join();
+  for (std::thread& hasher : hashers_) hasher.join();
+  hashers_.clear();
 }
 
 // ------------------------------------------------------------------ a call
@@ -197,7 +207,7 @@ std::shared_ptr<Copy> Copier::gather(size_t layout, std::span<const Part> parts,
 }
 
 std::shared_ptr<Copy> Copier::scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after,
-                                      std::span<const size_t> bands) {
+                                      const Bands& bands) {
   return enqueue(layout, parts, false, after, bands);
 }
 
@@ -244,18 +254,18 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLay
 }
 
 std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, bool store, const uintptr_t* after,
-                                      std::span<const size_t> bands) {
+                                      const Bands& bands) {
   const DeviceLayout& layout = layout_at(number);
-  check_call(layout.layout, parts);
+  check_call(layout.layout, parts, bands.sure_after > 0);
   check_bands(layout.layout, bands);
   const size_t all[] = {layout.layout.planes().size()};
-  if (bands.empty()) bands = all;
-  auto batches = make_batches(layout, parts, store, bands);
+  const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
+  auto batches = make_batches(layout, parts, store, ends);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
   if (batches.empty()) return copy;
-  copy->bands_.resize(bands.size());
+  copy->bands_.resize(ends.size());
   uint32_t most_stripes = 0;
   for (const auto& batch : batches)
     for (const PartArgs& part : batch->parts) most_stripes = std::max(most_stripes, part.begin + part.stripes);
@@ -271,8 +281,10 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();
+  if (bands.sure_after > 0) hash_the_rest(copy, layout.layout, parts, bands);
   for (auto& batch : batches) {
     batch->copy = copy;
+    copy->first_batches_left_ += batch->band < bands.sure_after;
     backlog_.push_back(std::move(batch));
   }
   // Behind other batches, or beside a thread that submits, there is no hurry.
@@ -330,6 +342,7 @@ void Copier::run_submitter() {
   }
   drained_ = true;
   to_finish_.notify_one();
+  to_hash_.notify_all();
 }
 
 void Copier::run_finisher() {
@@ -348,6 +361,7 @@ void Copier::run_finisher() {
     lock.lock();
     const auto ended = std::move(in_flight_.front());
     in_flight_.pop_front();
+    if (ended->copy->batches_left_ == 1) let_go_of_slots(lock, *ended->copy);
     finish(*ended);
     to_submit_.notify_one();  // the ring has room
     shared_->changed.notify_all();
@@ -383,8 +397,12 @@ void Copier::finish(Batch& batch) {
     const auto* sums = reinterpret_cast<const uint64_t*>(ring_host_.host() + batch.ring_begin);
     for (size_t i = 0; i < batch.parts.size(); ++i) {
       const unsigned __int128 total = sums[2 * i] + ((unsigned __int128)(sums[2 * i + 1]) << 32);
+      const auto moved = uint64_t(total % kPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];
-      sum = add_mod_p(sum, uint64_t(total % kPrime));
+      sum = add_mod_p(sum, moved);
+      if (batch.band >= copy.sure_after_) continue;
+      uint64_t& sure = copy.sure_sums_[batch.first_result + i];
+      sure = add_mod_p(sure, moved);
     }
   } else if (copy.error_.empty()) {
     copy.error_ = batch.error;
@@ -393,6 +411,7 @@ void Copier::finish(Batch& batch) {
   if (batch.uploaded != nullptr) idle_events_.push_back(batch.uploaded);
   if (batch.done != nullptr) idle_events_.push_back(batch.done);
   if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // it is over, and its event may serve another copy
+  if (batch.band < copy.sure_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.after_ != nullptr) idle_events_.push_back(copy.after_);
   copy.after_ = nullptr;
@@ -408,43 +427,6 @@ Event Copier::take_event() {
   const Event event = idle_events_.back();
   idle_events_.pop_back();
   return event;
-}
-
-// ------------------------------------------------------------------ what the caller holds
-
-bool Copy::done() const {
-  const std::lock_guard<std::mutex> guard(shared_->mutex);
-  return batches_left_ == 0;
-}
-
-bool Copy::wait(double timeout_s) const {
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  const auto ended = [&] { return batches_left_ == 0; };
-  if (timeout_s < 0) {
-    shared_->changed.wait(lock, ended);
-    return true;
-  }
-  return shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), ended);
-}
-
-void Copy::order(uintptr_t stream, std::optional<size_t> which) {
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  if (bands_.empty()) return;  // a copy of nothing
-  const size_t band = which.value_or(bands_.size() - 1);
-  if (band >= bands_.size()) refuse("band", (long long)(band), "less than " + std::to_string(bands_.size()));
-  while (bands_submitted_ <= band) {
-    if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
-    else shared_->changed.wait(lock);
-  }
-  if (bands_[band] == nullptr) return;  // over
-  const ContextGuard current(shared_->device);
-  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
-}
-
-std::vector<uint64_t> Copy::checksums() const {
-  wait(-1);
-  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
-  return sums_;
 }
 
 }  // namespace kvdock::cuda

@@ -7,11 +7,13 @@
 // A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer.
 // Pieces shrink towards the end of a load (and grow from the start of a store): the last kernel, which
 // nothing hides, is then short. A load may go band by band: neighbouring planes (layers) of all parts, then the
-// next ones, so that a reader of the first layers need not wait for the last.
+// next ones, so that a reader of the first layers need not wait for the last. What of it is still to come can be hashed
+// by the CPU where it lies: then all of the load is known to be whole while its last bands are on their way.
 //
 // Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the
 //   submitter thread submits the rest, the finisher thread waits for the GPU, reads the sums and wakes
-//   waiters. No call ever waits for the GPU, but for close() and Copy::wait().
+//   waiters; hashers hash in slots, from the first such load on. No call ever waits for the GPU, but for close() and
+//   Copy::wait().
 // Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and
 //   slots belong to the copy until it is done.
 // Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order
@@ -41,6 +43,14 @@ struct Tuning {
   int buffers;                                   // staging buffers of piece_bytes each
   int load_blocks, store_blocks, direct_blocks;  // thread blocks of a kernel
   size_t direct_load_bytes, direct_store_bytes;  // a call of up to so many bytes goes direct
+  int hash_threads;                              // of the CPU
+};
+
+// How a load goes. `ends`: of each band, as a number of planes, rising; empty: all planes at once. It is sure once
+// its first `sure_after` bands were moved, and the CPU has hashed the rest in the slots; 0: when it has ended.
+struct Bands {
+  std::span<const size_t> ends;
+  size_t sure_after = 0;
 };
 
 class DescriptorRing;
@@ -63,14 +73,23 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
+  // As wait() and checksums(), of a copy that is sure: of the bytes that were moved, and of those that will be as they
+  // were in the slots.
+  bool wait_sure(double timeout_s) const;
+  std::vector<uint64_t> sure_checksums() const;
 
  private:
   friend class Copier;
   struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
+  bool is_sure() const;
+  template <typename Condition>
+  bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;
   Copier* copier_ = nullptr;  // there as long as something is to be submitted
   std::vector<uint64_t> sums_;
   size_t batches_left_ = 0, bands_submitted_ = 0;
+  std::vector<uint64_t> sure_sums_;
+  size_t sure_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first_batches: those of the first bands
   Event after_ = nullptr;     // the copier's, as those of bands_; null when not needed any more
   std::vector<Event> bands_;  // the end of each
   std::string error_;
@@ -97,9 +116,7 @@ class Copier {
 
   // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
   std::shared_ptr<Copy> gather(size_t layout, std::span<const Part> parts, const uintptr_t* after);
-  // `bands`: where each ends, as a number of planes, rising; empty: all planes at once.
-  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after,
-                                std::span<const size_t> bands = {});
+  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after, const Bands& bands);
 
   void close();  // waits for what was submitted; later calls throw Refused{copy}
   bool closed() const;
@@ -110,9 +127,14 @@ class Copier {
   friend class Copy;
   struct Batch;
   struct Staging;
+  struct Hash {  // what of a part is to be hashed
+    std::shared_ptr<Copy> copy;
+    size_t part, bytes, first_stripe;
+    uintptr_t slot;
+  };
 
   std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, bool store, const uintptr_t* after,
-                                std::span<const size_t> bands);
+                                const Bands& bands);
   const DeviceLayout& layout_at(size_t number);
   std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts, bool store,
                                                    std::span<const size_t> bands) const;
@@ -131,9 +153,13 @@ class Copier {
   void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
   void finish(Batch& batch);
   Event take_event();
+  void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
+                     const Bands& bands);
+  void let_go_of_slots(std::unique_lock<std::mutex>& lock, Copy& copy);
 
   void run_submitter();
   void run_finisher();
+  void run_hasher();
   void wait_for_end(const Batch& batch);
 
   Device& device_;
@@ -152,8 +178,10 @@ class Copier {
   std::vector<Event> idle_events_;  // of those, the ones not in use
   bool submitting_ = false;         // some thread puts the front of the backlog on the streams: nobody else may
   bool closed_ = false, drained_ = false;
-  std::condition_variable to_submit_, to_finish_;
+  std::deque<Hash> hashes_;
+  std::condition_variable to_submit_, to_finish_, to_hash_;
   std::thread submitter_, finisher_;
+  std::vector<std::thread> hashers_;
 };
 
 }  // namespace kvdock::cuda

@@ -1,0 +1,67 @@
+// What the caller of a Copier holds.
+#include <chrono>
+
+#include "../errors.h"
+#include "batch.h"
+
+namespace kvdock::cuda {
+
+bool Copy::done() const {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return batches_left_ == 0;
+}
+
+template <typename Condition>
+bool Copy::wait_until(double timeout_s, Condition holds) const {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (timeout_s < 0) {
+    shared_->changed.wait(lock, holds);
+    return true;
+  }
+  return shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s), holds);
+}
+
+bool Copy::wait(double timeout_s) const {
+  return wait_until(timeout_s, [&] { return batches_left_ == 0; });
+}
+
+bool Copy::is_sure() const {
+  return batches_left_ == 0 || (sure_after_ > 0 && first_batches_left_ == 0 && hashes_left_ == 0);
+}
+
+bool Copy::wait_sure(double timeout_s) const {
+  return wait_until(timeout_s, [&] { return is_sure(); });
+}
+
+std::vector<uint64_t> Copy::sure_checksums() const {
+  wait_sure(-1);
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
+  return batches_left_ == 0 ? sums_ : sure_sums_;
+}
+
+void Copy::order(uintptr_t stream, std::optional<size_t> which) {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (bands_.empty()) return;  // a copy of nothing
+  const size_t band = which.value_or(bands_.size() - 1);
+  if (band >= bands_.size()) {
+    const std::string wanted = "less than " + std::to_string(bands_.size());
+    throw Refused(Refusal::copy, "band: found " + std::to_string(band) + ", wanted " + wanted, (long long)(band),
+                  wanted);
+  }
+  while (bands_submitted_ <= band) {
+    if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
+    else shared_->changed.wait(lock);
+  }
+  if (bands_[band] == nullptr) return;  // over
+  const ContextGuard current(shared_->device);
+  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
+}
+
+std::vector<uint64_t> Copy::checksums() const {
+  wait(-1);
+  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
+  return sums_;
+}
+
+}  // namespace kvdock::cuda

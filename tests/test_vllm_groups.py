@@ -120,8 +120,39 @@ def test_room_counts_the_blocks_of_each_group() -> None:
     groups = [KVGroup(None, 16, {"a": 128}, False), KVGroup(40, 32, {"b": 256}, False)]
     request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
     need = (10 + 1) + (-(-(40 + 64 + 32) // 32) + 1)  # all of 160 tokens, and what a window and a step may hold
-    for blocks, fits in ((2 * need - 1, False), (2 * need, True)):
+    for blocks, fits in ((need - 1, False), (need, True)):
         room = Room(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        room.add(request)
+        assert room.fits(request) == fits
+
+
+def test_room_is_left_for_the_largest_request_that_does_not_load() -> None:
+    small, large, third = (
+        SimpleNamespace(request_id=name, num_prompt_tokens=16 * blocks, max_tokens=0)
+        for name, blocks in (("small", 9), ("large", 29), ("third", 19))
+    )  # 10, 30 and 20 blocks, as there is one more for the token to come
+    groups = [KVGroup(None, 16, {"a": 128}, False)]
+    for blocks, fits in ((39, False), (40, True)):
+        room = Room(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        room.add(small)
+        room.add(large)
+        assert room.fits(small) == fits and room.fits(large) == fits
+    room.take(small)
+    assert room.fits(small) and room.fits(large), "each counts once"
+    room.add(third)
+    assert room.fits(small) and not room.fits(large), "the third could not be given its blocks beside both"
+    room.give_back("small")
+    assert room.fits(small) and not room.fits(third)
+    room.remove("large")
+    assert room.fits(third)
+
+
+def test_where_requests_have_priorities_room_is_left_for_the_longest_that_may_come() -> None:
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
+    for blocks, fits in ((11 + 65 - 1, False), (11 + 65, True)):
+        room = Room(
+            [KVGroup(None, 16, {"a": 128}, False)], blocks=blocks, longest_tokens=1024, step_tokens=64, in_order=False
+        )
         room.add(request)
         assert room.fits(request) == fits
 

@@ -13,8 +13,8 @@ from vllm.v1.request import RequestStatus
 
 class Chaos:
     """`likely`: of each kind of misfortune, in each step or load. A load that vLLM has no good way back from is left
-    alone: one of several groups before 0.33, and one in the step that runs its request. What damage() does before
-    anybody asks must be a miss there."""
+    alone, and what it shares with others: one of several groups before 0.33, and one in the step that runs its
+    request. What damage() does before anybody asks must be a miss there."""
 
     def __init__(self, engine: SchedEngine, source: random.Random, likely: float) -> None:
         self._engine, self._source, self._likely = engine, source, likely
@@ -22,7 +22,13 @@ class Chaos:
         self._parts: list[tuple[Any, Any]] = []
         worker = engine.worker._worker
         self._has_way_back = len(engine.windows) == 1 or worker._by_request
-        store, submit = worker._half.store, worker._submit
+        store, submit, begin = worker._half.store, worker._submit, worker.begin
+        self._in_step: list[Any] = []
+
+        def begun(orders: Any) -> None:
+            plans = [order.plan for order in orders.loads if not order.is_async]
+            self._in_step = [part for plan in plans for piece in plan.pieces for part in piece.parts]
+            begin(orders)
 
         def noted(attachment: Any, plan: Any) -> int:
             self._parts += [(attachment, part) for piece in plan.pieces for part in piece.parts]
@@ -32,12 +38,13 @@ class Chaos:
             if order.is_async and self._has_way_back and self._happens():
                 piece = source.choice(order.plan.pieces)
                 attachment = worker._session.attachment
-                if piece.parts and attachment is not None:
-                    self._flip(attachment, source.choice(piece.parts))
+                part = source.choice(piece.parts) if piece.parts else None
+                if part is not None and attachment is not None and part not in self._seen_whole():
+                    self._flip(attachment, part)
                     self.seen["damaged_loads"] += 1
             return submit(order)
 
-        worker._half.store, worker._submit = noted, endangered
+        worker._half.store, worker._submit, worker.begin = noted, endangered, begun
 
     def step(self) -> None:
         engine = self._engine
@@ -49,6 +56,13 @@ class Chaos:
         if self._happens():
             self.seen["forgotten"] += engine.scheduler.reset_prefix_cache()
         engine.step()
+
+    def _seen_whole(self) -> list[Any]:
+        """Parts of loads that were promised because they were seen to be whole, or may be."""
+        half = self._engine.scheduler.connector._scheduler._half
+        answers = [half._requests[name].answer for name in list(half._seen_whole) if name in half._requests]
+        promised = [part for answer in answers if answer is not None for parts in answer.chunks for part in parts]
+        return promised + self._in_step
 
     def damage(self, count: int) -> None:
         """Some of what was stored. Nothing may be asked for at the time."""

@@ -9,7 +9,11 @@
     orders.py          what the sides tell each other
     figures.py         what the sides count
     metrics.py         the figures as vLLM's statistics and Prometheus metrics
+    layers.py          bands of layers, and which of them a step has asked for
+    checked.py         promises only what was seen to be whole
+    room.py            how much may load in the background
     clearing.py        vLLM's reset, as far as the server
+    background.py      threads of our own
 
 Only connector.py and metrics.py import vLLM, and nothing here does before KvdockConnector is asked for.
 """

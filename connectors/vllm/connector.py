@@ -218,7 +218,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         limits = self._config.scheduler_config
         room = Room(
             self._groups, blocks=self._cache.num_blocks - 1, longest_tokens=self._config.model_config.max_model_len,
-            step_tokens=limits.max_num_batched_tokens,
+            step_tokens=limits.max_num_batched_tokens, in_order=limits.policy == "fcfs",
         )
         self._scheduler = SchedulerSide(
             half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,

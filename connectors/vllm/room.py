@@ -4,9 +4,10 @@ A request that loads in the background holds its blocks while it waits, and vLLM
 requests held so much that the request at the head of the queue could not be given its blocks, and nothing ran, nobody
 would ever move again.
 
-Invariant: blocks of background loads (in full length) + blocks of the largest request known <= blocks of the
-pool. So when all that runs has ended, whoever is at the head fits. What does not fit is loaded in the step that
-runs it, which ties up nothing.
+Invariant: blocks of background loads (in full length) + blocks of the largest other request <= blocks of the
+pool. So when all that runs has ended, whoever is at the head fits: one that has loaded has its share, and any other
+fits beside them. Who comes later stays behind them. Not so where requests have priorities: there the largest other
+request is the longest that may come. What does not fit is loaded in the step that runs it, which ties up nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from kvdock.connectors.vllm.groups import KVGroup
 
 
 class Room:
-    """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step."""
+    """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step. `in_order`: requests are
+    scheduled as they came."""
 
-    def __init__(self, groups: Sequence[KVGroup], *, blocks: int, longest_tokens: int, step_tokens: int) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[KVGroup], *, blocks: int, longest_tokens: int, step_tokens: int, in_order: bool = True
+    ) -> None:
+        self._groups, self._in_order = groups, in_order
         self._blocks, self._longest, self._step = blocks, longest_tokens, step_tokens
         self._needs: dict[str, int] = {}  # of every request known
         self._taken: dict[str, int] = {}  # of those that load in the background, until they run
@@ -32,11 +36,14 @@ class Room:
         self._needs[request.request_id] = self._blocks_for(min(self._longest, most))
 
     def fits(self, request: Any) -> bool:
-        others = sum(blocks for other, blocks in self._taken.items() if other != request.request_id)
         mine = self._needs.get(request.request_id)
         if mine is None:
             return False
-        return others + mine + max(self._needs.values()) <= self._blocks
+        loading = {**self._taken, request.request_id: mine}
+        largest = max((blocks for other, blocks in self._needs.items() if other not in loading), default=0)
+        if not self._in_order:
+            largest = self._blocks_for(self._longest)
+        return sum(loading.values()) + largest <= self._blocks
 
     def take(self, request: Any) -> None:
         self._taken[request.request_id] = self._needs[request.request_id]

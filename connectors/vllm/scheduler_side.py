@@ -26,6 +26,7 @@ from kvdock.api.schemas import Abort
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
 from kvdock.connectors.scheduler import Fetch, StoreBatch, StoreOffer
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.vllm.background import run
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
@@ -105,7 +106,7 @@ class SchedulerSide:
             return 0, False
         found = self._half.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if isinstance(found, Fetch):
-            self._question = self._run(self._asking, self._fetch, found, self._clock())
+            self._question = run(self._asking, self._fetch, found, self._clock())
             return None, False
         if found is None:
             return None, False
@@ -118,7 +119,7 @@ class SchedulerSide:
         if tracked.check is not None and not tracked.check.done():
             return None, False
         if not tracked.is_async and not self._half.is_whole(request.request_id):
-            self._question = tracked.check = self._run(self._asking, self._half.check, request.request_id)
+            self._question = tracked.check = run(self._asking, self._half.check, request.request_id)
             return None, False
         return found - local_tokens, tracked.is_async
 
@@ -225,7 +226,7 @@ class SchedulerSide:
                 del self._stores[number]
                 self.figures.add("stores_dropped", int(store.dropped))
                 if plan is not None:
-                    self._run(self._asking, self._abort, attachment, plan)
+                    run(self._asking, self._abort, attachment, plan)
             else:
                 store.sent = True
                 orders.append(StoreOrder(number, Life.of(attachment), plan))
@@ -257,7 +258,7 @@ class SchedulerSide:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
             self._stores[self._last_store] = _Store(blocks, ranks_left=self._ranks)
             numbered.append((self._last_store, batch))
-        self._run(self._reserving, self._reserve, offer, numbered)
+        run(self._reserving, self._reserve, offer, numbered)
 
     def _whole_blocks(self, table: Table, tokens: int) -> Table:
         """What of `table` holds nothing but the first `tokens` tokens."""
@@ -296,12 +297,12 @@ class SchedulerSide:
         for store in self._stores.values():
             store.dropped = True
         cleared = self._clearing.ask(number for number, store in self._stores.items() if store.sent)
-        self._run(self._asking, self._clearing.tell_of_others)
+        run(self._asking, self._clearing.tell_of_others)
         return cleared
 
     def _clear_again(self) -> None:
         if self._clearing.starts_again():
-            self._run(self._asking, self._clearing.again)
+            run(self._asking, self._clearing.again)
 
     @property
     def busy(self) -> bool:
@@ -349,20 +350,9 @@ class SchedulerSide:
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
         if unused is not None:
-            self._run(self._asking, self._half.cancel, *unused)
-
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> Future[None]:
-        future = pool.submit(work, *args)
-        future.add_done_callback(_log_failure)
-        return future
+            run(self._asking, self._half.cancel, *unused)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:
     """vLLM writes 0 for the null block."""
     return [block or None for block in blocks]
-
-
-def _log_failure(future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None:
-        log.error("kvdock: background call failed", exc_info=error)

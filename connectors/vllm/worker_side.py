@@ -27,6 +27,7 @@ from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment, EngineSession, Identity
+from kvdock.connectors.vllm.background import run
 from kvdock.connectors.vllm.config import Settings
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
@@ -130,7 +131,7 @@ class WorkerSide:
         self._is_idle = orders.is_idle
         unended = [load.loading for load in self._running if load.reported and load.loading is not None]
         for store in orders.stores:
-            self._stores[store.number] = self._storing.submit(self._store, store, unended)
+            self._stores[store.number] = run(self._storing, self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             self._running.append(_Load(order, self._submit(order)))
         self._take_ended(lambda order: not order.is_async)
@@ -251,7 +252,7 @@ class WorkerSide:
         elif valid < plan.hit_tokens:
             self._lost = LoadLost(f"request {plan.request_id}: the server's memory changed while it was being copied")
         self._ended.append(loading)
-        self._telling.submit(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
+        run(self._telling, self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
 
     def _file(self, order: LoadOrder, valid: int) -> None:
         plan = order.plan

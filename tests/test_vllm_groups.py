@@ -176,7 +176,7 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
     assert side.lookup(request, 32) == (0, False)
     side.allocated(request, [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [None, 21, 22, 23, 24]], 96)
     [order] = side.build(SimpleNamespace(
-        preempted_req_ids=None, scheduled_new_reqs=[], num_scheduled_tokens={},
+        preempted_req_ids=None, scheduled_new_reqs=[], num_scheduled_tokens={}, finished_req_ids=set(),
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
     )).loads
     assert [(piece.chunk, piece.group, piece.block_ids) for piece in order.plan.pieces] == [

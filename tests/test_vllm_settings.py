@@ -18,6 +18,7 @@ from kvdock.connectors.vllm.setup import (
     loads_by_layer,
     place_of,
     refuse_what_is_not_supported,
+    reports_sure,
     undoes_steps,
 )
 
@@ -55,6 +56,10 @@ class Model:
         return json.dumps(self.config)
 
 
+class Attention:
+    """Named as vLLM's."""
+
+
 def config(*, layers: list[int] | None = None, drafts: object = None, **parallel: int) -> SimpleNamespace:
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, **parallel}
     return SimpleNamespace(
@@ -62,6 +67,7 @@ def config(*, layers: list[int] | None = None, drafts: object = None, **parallel
         speculative_config=drafts, cache_config=SimpleNamespace(), model_config=Model(layers or [4]),
         load_config=SimpleNamespace(load_format="auto"), device_config=SimpleNamespace(device_type="cuda"),
         scheduler_config=SimpleNamespace(async_scheduling=False), use_v2_model_runner=False,
+        compilation_config=SimpleNamespace(static_forward_context={"layer.0": Attention()}),
     )
 
 
@@ -144,9 +150,35 @@ def test_a_draft_model_is_part_of_what_kv_depends_on() -> None:
 
 def test_the_layers_of_drafts_are_asked_for_too_late_to_be_loaded_one_by_one() -> None:
     settings = Settings(address="unix:/s", load_by_layer="eager")
-    assert loads_by_layer(config(), settings)
-    assert loads_by_layer(config(drafts=drafting("ngram")), settings)
-    assert not loads_by_layer(config(drafts=drafting("eagle")), settings)
+    groups = [KVGroup(None, 16, {"layer.0": 128}, False)]
+    assert loads_by_layer(config(), settings, groups)
+    assert loads_by_layer(config(drafts=drafting("ngram")), settings, groups)
+    assert not loads_by_layer(config(drafts=drafting("eagle")), settings, groups)
+
+
+def test_layers_that_are_no_attention_are_not_asked_for_and_so_not_loaded_one_by_one() -> None:
+    settings, set_up = Settings(address="unix:/s", load_by_layer="eager"), config()
+    groups = [KVGroup(None, 16, {"layer.0": 128, "layer.0.indexer": 128}, True)]
+    assert not loads_by_layer(set_up, settings, groups)
+    set_up.compilation_config.static_forward_context["layer.0.indexer"] = object()
+    assert not loads_by_layer(set_up, settings, groups)
+
+
+@pytest.mark.parametrize(("parallel", "zeroes", "latent", "reports"), [
+    ({"tensor_parallel_size": 2}, False, False, True),
+    ({}, False, True, True),
+    ({"tensor_parallel_size": 2}, False, True, False),
+    ({"pipeline_parallel_size": 2}, False, False, False),
+    ({}, True, False, False),
+])
+def test_loads_are_reported_early_only_where_nobody_else_depends_on_their_end(
+    parallel: dict[str, int], zeroes: bool, latent: bool, reports: bool
+) -> None:
+    set_up = config()
+    vars(set_up.parallel_config).update(parallel)
+    place = place_of(set_up.parallel_config, [KVGroup(None, 16, {"layer.0": 128}, latent)])
+    assert reports_sure(set_up, SimpleNamespace(needs_kv_cache_zeroing=zeroes), place) == reports
+    assert reports_sure(set_up, SimpleNamespace(), place) == (reports or zeroes)
 
 
 def test_steps_are_undone_only_where_none_run_ahead() -> None:

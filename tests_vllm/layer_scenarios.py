@@ -11,6 +11,7 @@ from chaos import Chaos
 from lockstep import into_lockstep
 from sched_engine import SchedEngine
 from sched_scenarios import count_sure, figures, prompt
+from vllm.v1.request import RequestStatus
 
 from kvdock.connectors.vllm.worker_side import LoadLost
 
@@ -36,6 +37,46 @@ def sure(address: str, by_layer: bool, asks: bool = True, orders: bool = True, *
         ended = str(error)
     engine.close()
     return figures(engine, ended=ended)
+
+
+def beside(address: str, **settings: Any) -> dict[str, Any]:
+    """A request loads while another one is computed, and then the same alone. `beside`: what was reported before it had
+    ended while the other one ran."""
+    engine = SchedEngine(address, **settings)
+    engine.add("cold", prompt(7, 150))
+    engine.run()
+    engine.forget_prefixes()
+    into_lockstep(engine, random.Random(0), 0, sure=True, hasty=False)
+    count_sure(engine)
+    engine.add("other", prompt(8, 40), 40)
+    for _ in range(4):
+        engine.step()
+    engine.add("warm", prompt(7, 150), 2)
+    engine.run()
+    beside = engine.seen["reported_sure"]
+    engine.forget_prefixes()
+    engine.add("alone", prompt(7, 150), 2)
+    engine.run()
+    engine.close()
+    return figures(engine, beside=beside)
+
+
+def aborted(address: str, **settings: Any) -> dict[str, Any]:
+    """A request is aborted when its load was reported, and nobody else comes. `running`: loads that have not ended."""
+    engine = SchedEngine(address, **settings)
+    engine.add("cold", prompt(9, 150))
+    engine.run()
+    engine.forget_prefixes()
+    into_lockstep(engine, random.Random(0), 0, sure=True)
+    count_sure(engine)
+    engine.add("warm", prompt(9, 150))
+    while not engine.seen["reported_sure"]:
+        engine.step()
+    engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    running = len(engine.worker._worker._running)
+    engine.close()
+    return figures(engine, running=running)
 
 
 def changed(address: str, **settings: Any) -> dict[str, Any]:
@@ -136,4 +177,4 @@ def flip_as_it_begins(engine: SchedEngine) -> None:
     worker._submit = endangered
 
 
-SCENARIOS = {made.__name__: made for made in (sure, changed, damaged, undone)}
+SCENARIOS = {made.__name__: made for made in (sure, beside, aborted, changed, damaged, undone)}

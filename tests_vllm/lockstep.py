@@ -134,10 +134,10 @@ class LateCopy:
 
 
 def into_lockstep(
-    engine: SchedEngine, source: random.Random, most_steps: int, *, sure: bool = False
+    engine: SchedEngine, source: random.Random, most_steps: int, *, sure: bool = False, hasty: bool = True
 ) -> list[Exception]:
     """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `sure`: loads
-    are reported before they have copied anything, as a GPU's are before all was copied."""
+    are reported before they have copied anything, as a GPU's are before all was copied; `hasty`: in every step."""
     failures: list[Exception] = []
     queues = []
 
@@ -155,7 +155,7 @@ def into_lockstep(
     least = LEAST_QUESTIONS if sure else 0
     worker._half.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
     worker._reports_sure = sure
-    if sure:
+    if sure and hasty:
         into_haste(worker)
     fence, wait_for_layer = worker.fence, worker.wait_for_layer
     worker.fence = lambda orders, stream: fence(orders, 0)  # nothing that runs here has streams

@@ -41,6 +41,23 @@ def test_a_step_that_is_not_ordered_after_its_load_is_seen(
 
 
 @every_version
+def test_a_load_beside_a_request_that_runs_is_reported_when_it_has_ended(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "beside", server.unix, module="layer_scenarios")
+    assert (found["loaded"], found["beside"], found["reported_sure"]) == (256, 0, 1)
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
+
+
+@every_version
+def test_a_reported_load_whose_request_is_gone_is_seen_to_its_end(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "aborted", server.unix, module="layer_scenarios")
+    assert (found["reported_sure"], found["running"], found["held"]) == (1, 0, 0)
+
+
+@every_version
 def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:

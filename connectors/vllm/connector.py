@@ -41,6 +41,7 @@ from kvdock.connectors.vllm.setup import (
     manifest_of,
     place_of,
     refuse_what_is_not_supported,
+    reports_sure,
     undoes_steps,
 )
 from kvdock.connectors.vllm.worker_side import WorkerSide
@@ -151,8 +152,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
             rank=place.rank, device=str(device), stream=_stream_of(str(device)), by_request=BY_REQUEST,
-            undoes_steps=undoes_steps(self._config), by_layer=loads_by_layer(self._config, self._settings),
-            all_store=place.ranks == place.writers,
+            undoes_steps=undoes_steps(self._config),
+            by_layer=loads_by_layer(self._config, self._settings, self._groups),
+            reports_sure=reports_sure(self._config, self._cache, place),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 

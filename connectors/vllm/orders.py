@@ -47,13 +47,14 @@ class StoreOrder:
 @dataclass(frozen=True)
 class Orders:
     """Of one step. `fences`: stores that must have ended before this step writes anything. `is_idle`: the step
-    computes nothing. `alone`: the one request that it computes."""
+    computes nothing. `alone`: the one request that it computes. `gone`: requests that have ended since the last."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     fences: tuple[int, ...] = ()
     is_idle: bool = False
     alone: str | None = None
+    gone: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -6,7 +6,7 @@ to the workers with a later step. vLLM frees blocks when it likes, so a store wh
 when it has not gone to the workers yet, and fenced when it has: the workers end it before that step writes.
 
 Invariants: `_stores` has every store that may still read its blocks; a plan leaves with the step that is being
-built or never; loads that vLLM cannot preempt leave room for the largest request (room.py).
+built or never; loads that vLLM cannot preempt leave room for the largest other request (room.py).
 
 Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
 """
@@ -185,7 +185,7 @@ class SchedulerSide:
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         if is_idle and self._question is not None:
             wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
-        return Orders(loads, tuple(stores), tuple(fences), is_idle, alone)
+        return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
 
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:

@@ -97,13 +97,29 @@ def drafts_with_kv(vllm_config: Any) -> Any:
     return drafts if drafts is not None and drafts.method in DRAFTS_WITH_KV else None
 
 
-def loads_by_layer(vllm_config: Any, settings: Settings) -> bool:
-    """Whether vLLM asks for each layer's KV before it reads it, in every step. Drafts' layers it asks for too late."""
+def loads_by_layer(vllm_config: Any, settings: Settings, groups: Sequence[KVGroup]) -> bool:
+    """Whether vLLM asks for each layer's KV before it reads it, in every step. It does of attention layers alone: an
+    indexer reads its own before anybody asks; and drafts' layers it asks for too late."""
     layerwise = settings.load_by_layer == "piecewise" or (
         settings.load_by_layer == "eager" and vllm_config.model_config.enforce_eager
     )
     on_gpu = vllm_config.device_config.device_type == "cuda"
-    return layerwise and on_gpu and settings.load_async and drafts_with_kv(vllm_config) is None
+    if not (layerwise and on_gpu and settings.load_async and drafts_with_kv(vllm_config) is None):
+        return False
+    layers = vllm_config.compilation_config.static_forward_context
+    return all(_asks(layers.get(name)) for group in groups for name in group.page_bytes)
+
+
+def _asks(layer: object) -> bool:
+    return any(kind.__name__ in ("Attention", "MLAAttention") for kind in type(layer).__mro__)
+
+
+def reports_sure(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
+    """Whether a load may be reported before it has ended. Not by a rank that others store for: each publishes what it
+    saw to be whole, and nobody what others did. Not in a pipeline, where a step that computes nothing is no sign that
+    nobody waits. Not where vLLM zeroes blocks that it gives out, before anything was ordered after a load."""
+    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+    return place.ranks == place.writers and vllm_config.parallel_config.pipeline_parallel_size == 1 and not zeroes
 
 
 def undoes_steps(vllm_config: Any) -> bool:

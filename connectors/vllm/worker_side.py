@@ -65,19 +65,18 @@ class _Load:
 class WorkerSide:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
     `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
-    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `all_store`: so does
-    every worker of the engine, its own part."""
+    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `reports_sure`: loads
+    may be reported before they have ended, on a GPU."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], *,
         rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool, by_layer: bool,
-        all_store: bool, clock: Callable[[], float] = time.perf_counter,
+        reports_sure: bool, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
         self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
-        # Each rank publishes what it saw to be whole; one that stores for others cannot know what they saw.
-        self._reports_sure = where.cuda is not None and all_store
+        self._reports_sure = where.cuda is not None and reports_sure
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
@@ -134,7 +133,10 @@ class WorkerSide:
             self._stores[store.number] = run(self._storing, self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             self._running.append(_Load(order, self._submit(order)))
-        self._take_ended(lambda order: not order.is_async)
+        # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
+        self._take_ended(
+            lambda load: not load.order.is_async or (load.reported and load.order.plan.request_id in orders.gone)
+        )
         self._raise_what_was_lost()
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
@@ -162,7 +164,7 @@ class WorkerSide:
         if not self._layers.all_ordered:
             self._lost = LoadLost("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
         self._layers.watch([])
-        self._take_ended(lambda order: False)
+        self._take_ended(lambda load: False)
         if self._is_idle:
             self._report_sure()
         self._raise_what_was_lost()
@@ -181,7 +183,7 @@ class WorkerSide:
                 else:
                     load.loading.wait(waits_s)
                 waits_s = 0.0
-        self._take_ended(lambda order: False)
+        self._take_ended(lambda load: False)
 
     def failed_blocks(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -201,7 +203,7 @@ class WorkerSide:
 
     def close(self) -> None:
         try:
-            self._take_ended(lambda order: True)
+            self._take_ended(lambda load: True)
         finally:
             for pool in (self._telling, self._storing):
                 pool.shutdown(wait=True)
@@ -229,7 +231,7 @@ class WorkerSide:
             attachment, order.plan, self._layers.bands if order.is_async and self._reports_sure else None
         )
 
-    def _take_ended(self, awaited: Callable[[LoadOrder], bool]) -> None:
+    def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""
         running, self._running = deque(self._running), []
         try:
@@ -237,7 +239,7 @@ class WorkerSide:
                 load = running.popleft()
                 if load.loading is None:
                     self._file(load.order, load.order.plan.local_tokens)
-                elif awaited(load.order) or load.loading.done():
+                elif awaited(load) or load.loading.done():
                     self._finish(load, load.loading)
                 else:
                     self._running.append(load)

@@ -274,6 +274,7 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_)
     throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
+  if (bands.sure_after > 0) start_hashers();
   if (after != nullptr) {
     const ContextGuard current(device_);
     copy->after_ = take_event();

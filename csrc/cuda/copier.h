@@ -153,6 +153,7 @@ class Copier {
   void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
   void finish(Batch& batch);
   Event take_event();
+  void start_hashers();
   void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
                      const Bands& bands);
   void let_go_of_slots(std::unique_lock<std::mutex>& lock, Copy& copy);

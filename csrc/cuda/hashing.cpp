@@ -1,12 +1,21 @@
 // The CPU's share of a load that is to be sure before it has ended: what is still to be moved, hashed in the slots.
 #include <deque>
+#include <system_error>
 
 #include "../checksum.h"
+#include "../errors.h"
 #include "batch.h"
 
 namespace kvdock::cuda {
 
-// With the mutex held, as let_go_of_slots().
+// With the mutex held, as what follows but run_hasher().
+void Copier::start_hashers() try {
+  while (hashers_.size() < size_t(tuning_.hash_threads)) hashers_.emplace_back([this] { run_hasher(); });
+} catch (const std::system_error& error) {
+  throw Refused(Refusal::cuda, std::string("threads that hash: ") + error.what(), (long long)(hashers_.size()),
+                (long long)(tuning_.hash_threads));
+}
+
 void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
                            const Bands& bands) {
   copy->sure_after_ = bands.sure_after;
@@ -18,7 +27,6 @@ void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout&
     if (first_stripe < stripes_of(bytes)) hashes_.push_back({copy, i, bytes, first_stripe, parts[i].slot});
     copy->hashes_left_ += first_stripe < stripes_of(bytes);
   }
-  while (hashers_.size() < size_t(tuning_.hash_threads)) hashers_.emplace_back([this] { run_hasher(); });
   to_hash_.notify_all();
 }
 

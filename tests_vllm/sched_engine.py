@@ -172,6 +172,7 @@ class SchedEngine:
             self.worker = KVConnectorFactory.create_connector(
                 config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=kv_config
             )
+        self.workers = [self.worker]
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         tensors = {f"layer.{n}": self.memory[:, :size] for n, size in enumerate(self.sizes)}
         if self._runner == 2:
@@ -263,6 +264,9 @@ class SchedEngine:
     def forget_prefixes(self) -> None:
         """When run() has ended. What is there afterwards was loaded or computed anew."""
         assert self.scheduler.reset_prefix_cache()
+        self.poison()
+
+    def poison(self) -> None:
         self.memory.fill_(-1)
 
     @property
@@ -289,9 +293,10 @@ class SchedEngine:
         ids, sampled = [], []
         for request_id, count in out.num_scheduled_tokens.items():
             tokens, start = self._tokens[request_id], starts[request_id]
-            for layer in range(len(self.windows)):
-                if self.asks_for_layers:
-                    self.worker.wait_for_layer_load(f"layer.{layer}")
+            if self.asks_for_layers:
+                for worker in self.workers:
+                    for layer in range(len(self.windows)):
+                        worker.wait_for_layer_load(f"layer.{layer}")
             # Every layer reads before the next one writes, but all of them are wrong once one has read wrongly.
             reads = [self._reads(request_id, group, start) for group in range(len(self.windows))]
             for group in range(len(self.windows)):

@@ -47,7 +47,6 @@ class RanksEngine(SchedEngine):
         parallel = self.config.parallel_config
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size = self.shards, self.stages
         parallel.world_size = self.shards * self.stages
-        self.config.model_config.served_model_name = "one"  # its folder is another one for each engine
         super()._start(blocks)
 
     def connect(self, kv_config: Any) -> None:
@@ -120,6 +119,10 @@ class RanksEngine(SchedEngine):
             self._cells = cells ^ mark
             super()._writes(request_id, group, start, count, is_right)
             cells[:] = self._cells ^ mark
+
+    def poison(self) -> None:
+        for cells in self.cells:
+            cells.fill(-1)
 
     def close(self) -> None:
         for worker in (*self.workers, self.scheduler.connector):

@@ -23,10 +23,9 @@ class Settings:
     load_async: bool = True
     """False: a request that loads does so in the step that runs it, and holds that step up."""
     load_by_layer: str = "never"
-    """When a request that is alone in the engine is loaded in the step that runs it, each layer waiting for its own
-    KV: "eager": if vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs;
-    "never". With load_async and on GPUs only. Damage is found when the step has run, and ends an engine that
-    cannot undo the step (setup.undoes_steps)."""
+    """When each layer of a step waits for its own KV of a load that has not ended, instead of all of it: "eager": if
+    vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs; "never". Where
+    vLLM asks for each layer (setup.loads_by_layer)."""
     copy_threads: int = 2
     """Of copies with the CPU."""
     weights_digest: str = ""

@@ -16,7 +16,7 @@ from kvdock.connectors.worker import Bands, Loading
 from kvdock.datapath.copy import StreamHandle
 
 FIRST_SHARE = 0.625
-"""Of the layers, in the first band. Four CPU threads hash the other bytes in less time than PCIe carries these."""
+"""Of the layers, in the first band: the CPU hashes the others meanwhile (CopyTuning.hash_threads)."""
 LATER_BANDS = 4
 """Each costs a descriptor upload and an event."""
 

@@ -41,8 +41,6 @@ log = logging.getLogger("kvdock.vllm")
 BESIDE_STEPS = 4
 """Thread blocks of a load: others are computed beside it, by kernels that want nearly all multiprocessors. A load
 loses less than a hundredth of its speed."""
-HASH_THREADS = 4
-"""Of the CPU, in each worker while a load goes on."""
 TELL_AFTER_S = 0.02
 """A step of an eager engine is launched in some 10 ms."""
 
@@ -81,9 +79,7 @@ class WorkerSide:
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         if tuning is not None:
-            tuning = replace(
-                tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS), hash_threads=HASH_THREADS
-            )
+            tuning = replace(tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS))
         self._half = WorkerHalf(
             self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
             tuning=tuning,

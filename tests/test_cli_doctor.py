@@ -129,16 +129,21 @@ def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -
 
 def test_a_pool_whose_server_was_killed_is_noted_until_the_next_server_has_it(tmp_path: Path) -> None:
     with ServerProcess() as dead:
+        machine = Machine(shm_dir=tmp_path / "shm")  # links to this pool: killed runs may have left others
+        machine.shm_dir.mkdir()
+        for name in dead.shared_memory():
+            (machine.shm_dir / name).symlink_to(Machine().shm_dir / name)
         dead.stop(signal.SIGKILL)
-        found = examined(Machine(), tmp_path)["pools"]
-        assert found.level == "note" and "left by servers that are gone" in found.found
+        found = examined(machine, tmp_path)["pools"]
+        assert found.level == "note" and found.found.startswith("0 in use, 1 left by servers that are gone: ")
         assert "kvdock serve" in found.advice
         with ServerProcess(socket_path=dead.settings["socket_path"]):
-            found = examined(Machine(), tmp_path)["pools"]
-            assert found.level == "ok" and "in use" in found.found, "so the advice is right"
+            found = examined(machine, tmp_path)["pools"]
+            assert (found.level, found.found) == ("ok", "1 in use, none left behind"), "so the advice is right"
         assert dead.shared_memory() == []
-    (tmp_path / "shm").mkdir()
-    assert examined(Machine(shm_dir=tmp_path / "shm"), tmp_path)["pools"].found == "0 in use, none left behind"
+    for link in machine.shm_dir.iterdir():
+        link.unlink()
+    assert examined(machine, tmp_path)["pools"].found == "0 in use, none left behind"
 
 
 # --------------------------------------------------------------------------- other machines

@@ -191,14 +191,19 @@ def test_a_load_under_way_is_not_answered_for(rig: Rig, asking: Client) -> None:
     attachment.release()
 
 
-def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig, asking: Client) -> None:
-    """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
-    tokens = tokens_of(6, 2)
+def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
+    """A plan that has left, and that no rank has begun."""
+    tokens = tokens_of(seed, 2)
     rig.store("s", tokens, range(8))
     assert rig.lookup("r", tokens) == 128
     begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
     assert begun is not None
-    attachment, plan = begun
+    return begun
+
+
+def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig, asking: Client) -> None:
+    """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
+    attachment, plan = handed_out(rig, 6)
     asked, keeps = threading.Event(), rig.connector.session.keeps_lease
 
     def noted(lease: str) -> bool:
@@ -213,12 +218,7 @@ def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_ab
 
 
 def test_a_plan_that_never_reaches_its_rank_does_not_hold_its_lease_for_ever(rig: Rig, asking: Client) -> None:
-    tokens = tokens_of(7, 2)
-    rig.store("s", tokens, range(8))
-    assert rig.lookup("r", tokens) == 128
-    begun = rig.connector.scheduler.begin_load("r", [range(8, 16)], 0, 128)
-    assert begun is not None
-    begun[0].release()
+    handed_out(rig, 7)[0].release()
     assert len(leases_of(asking, rig)) == 1
     eventually(lambda: leases_of(asking, rig) == [])
 

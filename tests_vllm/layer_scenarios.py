@@ -16,36 +16,45 @@ from vllm.v1.request import RequestStatus
 from kvdock.connectors.vllm.worker_side import LoadLost
 
 
+def stored(address: str, tokens: list[int], **settings: Any) -> SchedEngine:
+    """An engine that has stored `tokens`, and has none of them at hand."""
+    engine = SchedEngine(address, **settings)
+    engine.add("cold", tokens)
+    engine.run()
+    engine.forget_prefixes()
+    return engine
+
+
+def lost(engine: SchedEngine, *request: Any) -> str:
+    """Runs a request and closes the engine. The words with which the engine ended; "": it did not."""
+    try:
+        engine.add(*request)
+        engine.run()
+    except LoadLost as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
 def sure(address: str, by_layer: bool, asks: bool = True, orders: bool = True, **settings: Any) -> dict[str, Any]:
     """Cold, then loaded: the request runs before its load has copied anything. `asks`: vLLM asks for each layer.
     `orders`: the step is ordered after the load. `ended`: the engine did, with these words."""
-    engine = SchedEngine(address, **settings)
-    engine.add("cold", prompt(4, 150))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(4, 150), **settings)
     into_lockstep(engine, random.Random(0), 0, sure=True)
     count_sure(engine)
     worker, engine.asks_for_layers = engine.worker._worker, asks
     worker._by_layer = by_layer
     if not orders:
         worker._order_reported = lambda alone, stream: None
-    ended = ""
-    try:
-        engine.add("warm", prompt(4, 150))
-        engine.run()
-    except LoadLost as error:
-        ended = str(error)
-    engine.close()
+    ended = lost(engine, "warm", prompt(4, 150))
     return figures(engine, ended=ended)
 
 
 def beside(address: str, **settings: Any) -> dict[str, Any]:
     """A request loads while another one is computed, and then the same alone. `beside`: what was reported before it had
     ended while the other one ran."""
-    engine = SchedEngine(address, **settings)
-    engine.add("cold", prompt(7, 150))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(7, 150), **settings)
     into_lockstep(engine, random.Random(0), 0, sure=True, hasty=False)
     count_sure(engine)
     engine.add("other", prompt(8, 40), 40)
@@ -63,10 +72,7 @@ def beside(address: str, **settings: Any) -> dict[str, Any]:
 
 def aborted(address: str, **settings: Any) -> dict[str, Any]:
     """A request is aborted when its load was reported, and nobody else comes. `running`: loads that have not ended."""
-    engine = SchedEngine(address, **settings)
-    engine.add("cold", prompt(9, 150))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(9, 150), **settings)
     into_lockstep(engine, random.Random(0), 0, sure=True)
     count_sure(engine)
     engine.add("warm", prompt(9, 150))
@@ -82,10 +88,7 @@ def aborted(address: str, **settings: Any) -> dict[str, Any]:
 def changed(address: str, **settings: Any) -> dict[str, Any]:
     """A byte is flipped between a load's report and its copy, and what is computed from it is stored as soon as the
     connector lets it be. Then another engine asks, twice. `ended`: the first one did, with these words."""
-    engine = SchedEngine(address, **settings)
-    engine.add("cold", prompt(5, 70))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(5, 70), **settings)
     chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
     into_lockstep(engine, random.Random(0), 0, sure=True)
     report, submit = worker._report_sure, worker._half.submit_load
@@ -103,13 +106,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
                 engine.seen["flipped"] += 1
 
     worker._report_sure, worker._half.submit_load = endangered, late
-    ended = ""
-    try:
-        engine.add("alone", prompt(5, 150), 20)
-        engine.run()
-    except LoadLost as error:
-        ended = str(error)
-    engine.close()
+    ended = lost(engine, "alone", prompt(5, 150), 20)
     other = SchedEngine(address, **settings)
     for name in ("other", "third"):  # what lies behind the damaged chunk is found once it is back
         other.add(name, prompt(5, 150))
@@ -121,27 +118,15 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
 
 def damaged(address: str, **settings: Any) -> dict[str, Any]:
     """A byte is flipped as a load begins in the step that runs its request. `ended`: the engine did, in these words."""
-    engine = SchedEngine(address, load_async=False, **settings)
-    engine.add("cold", prompt(5, 150))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(5, 150), load_async=False, **settings)
     flip_as_it_begins(engine)
-    ended = ""
-    try:
-        engine.add("alone", prompt(5, 150))
-        engine.run()
-    except LoadLost as error:
-        ended = str(error)
-    engine.close()
+    ended = lost(engine, "alone", prompt(5, 150))
     return figures(engine, ended=ended)
 
 
 def undone(address: str, **settings: Any) -> dict[str, Any]:
     """A step reads damage and completes chunks from it. It is undone; what it had offered must not be found later."""
-    engine = SchedEngine(address, load_async=False, **settings)
-    engine.add("cold", prompt(6, 70))
-    engine.run()
-    engine.forget_prefixes()
+    engine = stored(address, prompt(6, 70), load_async=False, **settings)
     flip_as_it_begins(engine)
 
     def at_once(work: Any, *arguments: Any) -> Future[Any]:

@@ -16,8 +16,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import schemas as s
+from kvdock.api import admin_schemas as a, schemas as s
 from kvdock.api.errors import ApiError
 
 A = TypeVar("A")

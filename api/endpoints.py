@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from kvdock.api import calls, views
-from kvdock.api import schemas as s
+from kvdock.api import calls, schemas as s, views
 from kvdock.api.calls import Call
 from kvdock.api.errors import ApiError
 from kvdock.api.forms import Codec, Form

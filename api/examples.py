@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import schemas as s
+from kvdock.api import admin_schemas as a, schemas as s
 from kvdock.api.limits import Limits
 
 SESSION = "0a1b2c-1"
@@ -44,7 +43,7 @@ BODIES: dict[type[s.Body], dict[str, Any]] = {
         "instance": INSTANCE, "manifest": _MANIFEST,
         "member": {"id": MEMBER, "ranks": [0], "scheduler": True, "lock_offset": LOCK_OFFSET},
     },
-    s.Heartbeat: {"member": MEMBER, "pinned_through": 1},
+    s.Heartbeat: {"member": MEMBER, "pinned_through": 1, "changes_since": 0},
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
@@ -99,7 +98,10 @@ def answers() -> dict[type[s.Answer], s.Answer]:
             session=SESSION, member=MEMBER, namespace=NAMESPACE, pool_id=POOL_ID, incarnation=662316,
             segments=[_SEGMENT], part_bytes=[16384], chunk_tokens=16, heartbeat_s=2.0,
         ),
-        s.HeartbeatAnswer(heartbeat_s=2.0, questions=[], segments=1),
+        s.HeartbeatAnswer(
+            heartbeat_s=2.0, questions=[], segments=1,
+            changes=s.Changes(changes=[s.Change(KEYS[0], True)], next=662316 << 32, complete=True),
+        ),
         s.Sessions(sessions=[_SESSION]),
         a.SessionDetail(**detail, grants=[_LEASE]),
         s.LookupAnswer(hit_tokens=32, lease=LEASE, first_chunk=0, chunks=[[part], [part]]),

@@ -18,9 +18,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import msgspec
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import calls as c
-from kvdock.api import schemas as s
+from kvdock.api import admin_schemas as a, calls as c, schemas as s
 from kvdock.api.calls import Call, ReleaseQueue, SyncCalls, page
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.forms import JSON

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api import admin
-from kvdock.api import admin_schemas as a
+from kvdock.api import admin, admin_schemas as a
 from kvdock.api.openapi import doc
 from kvdock.api.paging import DEFAULT_LIMIT, Cursor, Limit
 from kvdock.api.routes_engine import service_of

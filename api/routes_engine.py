@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api import endpoints
-from kvdock.api import schemas as s
+from kvdock.api import endpoints, schemas as s
 from kvdock.api.endpoints import Endpoint
 from kvdock.api.forms import Codec, form_of_answer, form_of_body, invalid_body
 from kvdock.api.openapi import doc

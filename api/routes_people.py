@@ -13,8 +13,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
-from kvdock.api import probes, views
-from kvdock.api import schemas as s
+from kvdock.api import probes, schemas as s, views
 from kvdock.api.admin_schemas import SessionDetail
 from kvdock.api.docs_page import docs_page, docs_style
 from kvdock.api.errors import CODES

@@ -15,98 +15,38 @@ import msgspec
 
 from kvdock.api.reports import (
     ChunkCounts as ChunkCounts,
-)
-from kvdock.api.reports import (
     Health as Health,
-)
-from kvdock.api.reports import (
     Leases as Leases,
-)
-from kvdock.api.reports import (
     LeaseView as LeaseView,
-)
-from kvdock.api.reports import (
     PoolView as PoolView,
-)
-from kvdock.api.reports import (
     Problem as Problem,
-)
-from kvdock.api.reports import (
     Requests as Requests,
-)
-from kvdock.api.reports import (
     RequestView as RequestView,
-)
-from kvdock.api.reports import (
     Series as Series,
-)
-from kvdock.api.reports import (
     Stats as Stats,
-)
-from kvdock.api.reports import (
     Status as Status,
 )
 from kvdock.api.wire_types import (
     KEY_BYTES as KEY_BYTES,
-)
-from kvdock.api.wire_types import (
     MAX_GROUPS as MAX_GROUPS,
-)
-from kvdock.api.wire_types import (
     MAX_KEYS as MAX_KEYS,
-)
-from kvdock.api.wire_types import (
     MAX_RELEASES as MAX_RELEASES,
-)
-from kvdock.api.wire_types import (
     Answer as Answer,
-)
-from kvdock.api.wire_types import (
     Body as Body,
-)
-from kvdock.api.wire_types import (
     Carried as Carried,
-)
-from kvdock.api.wire_types import (
     Carrier as Carrier,
-)
-from kvdock.api.wire_types import (
     Checksum as Checksum,
-)
-from kvdock.api.wire_types import (
     ChunkIndex as ChunkIndex,
-)
-from kvdock.api.wire_types import (
     Hex64 as Hex64,
-)
-from kvdock.api.wire_types import (
     Identity as Identity,
-)
-from kvdock.api.wire_types import (
     Key as Key,
-)
-from kvdock.api.wire_types import (
     Keys as Keys,
-)
-from kvdock.api.wire_types import (
     Name as Name,
-)
-from kvdock.api.wire_types import (
     Rank as Rank,
-)
-from kvdock.api.wire_types import (
     Readers as Readers,
-)
-from kvdock.api.wire_types import (
     Released as Released,
-)
-from kvdock.api.wire_types import (
     ReleaseRefused as ReleaseRefused,
-)
-from kvdock.api.wire_types import (
     Tokens as Tokens,
-)
-from kvdock.api.wire_types import (
     checksum_value as checksum_value,
 )
 
@@ -231,6 +171,25 @@ class Heartbeat(Carrier, kw_only=True):
     keep: list[Hex64] = msgspec.field(default_factory=list)
     pinned_through: PinnedThrough | None = None
     """As the member's, by now; None: as last said."""
+    changes_since: Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)] | None = None
+    """Asks what has changed since the answer whose `changes.next` this is; 0 at first, None: do not tell."""
+
+
+class Change(Answer, array_like=True, gc=False):
+    """`[key, is_there]`: lookups find the chunk from now on, or do not any more."""
+
+    key: Key
+    is_there: bool
+
+
+class Changes(Answer, kw_only=True):
+    """Of the session's namespace, by any session, oldest first, MAX_KEYS of them at most."""
+
+    changes: list[Change]
+    next: int
+    """The next heartbeat's `changes_since`."""
+    complete: bool
+    """False: some came and went before `changes_since` or are forgotten. Whoever followed starts again with nothing."""
 
 
 class HeartbeatAnswer(Carried, kw_only=True):
@@ -240,6 +199,8 @@ class HeartbeatAnswer(Carried, kw_only=True):
     """How many segments the pool has: a member that knows fewer asks GET /v1/segments."""
     retired: list[int] = msgspec.field(default_factory=list)
     """Segments removed since the member attached: nobody holds any of them, so unmap them. Ids are not reused."""
+    changes: Changes | None = None
+    """None unless asked for."""
 
 
 MemberState = Literal["live", "suspect", "dead", "gone"]

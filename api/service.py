@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvdock._core import Reservation as Granted
-from kvdock._core import TableError
+from kvdock._core import Reservation as Granted, TableError
 from kvdock.api import schemas as s
 from kvdock.api.attach import attach
 from kvdock.api.clock import ServerClock
@@ -126,6 +125,7 @@ class CacheService:
             questions=[s.GrantRanks(grant=grant_text(grant), ranks=ranks) for grant, ranks in questions],
             segments=self.pool.segment_count,
             retired=self.pool.retired[member.retired_before :],
+            changes=None if body.changes_since is None else self._changes(session, body.changes_since),
         )
 
     def leave(self, session_id: str, member_id: str | None) -> None:
@@ -250,6 +250,12 @@ class CacheService:
         )
 
     # ---------------------------------------------------------------- helpers
+
+    def _changes(self, session: SessionRecord, since: int) -> s.Changes:
+        told, following, complete = self.table.changes(session.namespace.table_id, since, s.MAX_KEYS)
+        return s.Changes(
+            changes=[s.Change(key.hex(), is_there) for key, is_there in told], next=following, complete=complete
+        )
 
     async def _peek(self, body: s.Lookup) -> s.LookupAnswer:
         """Without a session: a length, and nothing is held."""

@@ -9,8 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from kvdock._core import Lookup as Found
-from kvdock._core import Reservation as Granted
+from kvdock._core import Lookup as Found, Reservation as Granted
 from kvdock.api.history import Counters, RecentRequests
 from kvdock.api.registry import SessionRecord
 from kvdock.api.schemas import KEY_BYTES, Lookup, RequestView, Reserve

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
-from kvdock.api import probes
-from kvdock.api import schemas as s
+from kvdock.api import probes, schemas as s
 from kvdock.api.admin_schemas import MemberDetail, SessionDetail
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.errors import ApiError

@@ -17,8 +17,7 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from kvdock.api import schemas as s
-from kvdock.api import server
+from kvdock.api import schemas as s, server
 from kvdock.api.client import Client
 from kvdock.api.forms import PACKED
 from kvdock.api.listen import bind_unix

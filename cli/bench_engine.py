@@ -22,8 +22,7 @@ from kvdock.cli.operator import delete
 from kvdock.cli.outcome import FAILED, Refused
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.interface import Progress
-from kvdock.connectors.session import Attachment, Identity
-from kvdock.connectors.session import Refused as NotAdmitted
+from kvdock.connectors.session import Attachment, Identity, Refused as NotAdmitted
 from kvdock.datapath.identity import chunk_keys
 from kvdock.datapath.layout import PagedLayout, paged_layout
 

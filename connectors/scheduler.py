@@ -20,7 +20,7 @@ threads; `_lock` guards what both see.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -96,6 +96,8 @@ class SchedulerHalf:
         self._block_sizes = session.manifest.block_sizes
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
         session.keeps_lease = self.keeps_lease
+        self.on_present: Callable[[Attachment, Sequence[bytes]], None] | None = None
+        """Is told, in the thread that reserves, the keys of offered chunks that the server has already."""
 
     @property
     def client(self) -> Client:
@@ -209,6 +211,12 @@ class SchedulerHalf:
                     of_group = tuple(part for part in parts if part.group == group)
                     yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
 
+    def keys_of(self, request_id: str, tokens: int) -> Sequence[bytes]:
+        """Of the request's whole chunks within `tokens`, as far as it is known."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.chain.keys[: tokens // self.chunk_tokens] if request is not None else ()
+
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         """What failed is not asked for again, and is offered once it is recomputed."""
         with self._lock:
@@ -291,6 +299,8 @@ class SchedulerHalf:
                 request = self._requests.get(offer.request_id)
                 if request is not None and request.attachment is offer.attachment:
                     request.cut_short = True
+        if self.on_present is not None:
+            self.on_present(offer.attachment, [batch.keys[index] for index in answer.present])
         if answer.reservation is None:
             return None
         pieces = tuple(

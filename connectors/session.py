@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import AttachSession, GrantRanks, Heartbeat, Manifest, Member, Segment, SessionAttached
+from kvdock.api.schemas import (
+    AttachSession,
+    Changes,
+    GrantRanks,
+    Heartbeat,
+    Manifest,
+    Member,
+    Segment,
+    SessionAttached,
+)
 from kvdock.connectors.grants import GrantBook
 from kvdock.datapath.errors import AttachError, SegmentNotPinned
 from kvdock.datapath.liveness import MemberLiveness, pool_exists
@@ -63,6 +72,7 @@ class Attachment:
     heartbeat_s: float
     pinner: SegmentPinner | None = None
     grants: GrantBook = field(default_factory=GrantBook)
+    changes_since: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 
@@ -98,6 +108,8 @@ class EngineSession:
         self.client, self.manifest, self.identity = client, manifest, identity
         self.keeps_lease: Callable[[str], bool] = lambda _lease: False
         """The scheduler half's word on an old lease it asked for: True means keep."""
+        self.on_changes: Callable[[Attachment, Changes], None] | None = None
+        """Is told with each heartbeat, in its thread, which chunks lookups began and ceased to find."""
         self._pin = pin
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
@@ -289,8 +301,14 @@ class EngineSession:
         try:
             while True:
                 through = _pinned_through(attachment.pinner)
-                beat = Heartbeat(member=attachment.member, done=done, keep=keep, pinned_through=through)
+                since = attachment.changes_since if self.on_changes is not None else None
+                beat = Heartbeat(
+                    member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
+                )
                 answer = self.client.heartbeat(attachment.session, beat)
+                if self.on_changes is not None and answer.changes is not None:
+                    attachment.changes_since = answer.changes.next
+                    self.on_changes(attachment, answer.changes)
                 for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
                     _unmap(attachment, segment)
                 if answer.segments > len(attachment.segments.segments):

@@ -190,6 +190,9 @@ class Table:
     ) -> Lookup: ...
     def peek(self, namespace: int, keys: bytes) -> int:
         """Hit length in tokens; locks nothing, stamps nothing."""
+    def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
+        """([(key, found from now on? else no more)], the next call's `since`, complete), oldest first. The latest
+        65,536 of a server's life are kept; complete is False, and the list empty, when others were meant."""
     def release(self, session: int, grant: int, ranks: Sequence[int], now_ms: int) -> list[int]:
         """Returns the ranks that remain. Repeating is harmless; foreign_grant for another session's."""
     def cancel(self, session: int, member: int, grant: int, now_ms: int) -> None:

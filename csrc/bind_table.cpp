@@ -43,6 +43,7 @@ Id16 id_of(const py::bytes& raw) {
 }
 
 py::bytes raw(const Id16& id) { return py::bytes(reinterpret_cast<const char*>(id.bytes), 16); }
+py::bytes raw(const Key& key) { return py::bytes(reinterpret_cast<const char*>(key.bytes), 32); }
 
 py::object value(const Value& v) {
   if (auto* i = std::get_if<int64_t>(&v)) return py::int_(*i);
@@ -327,6 +328,16 @@ void bind_grants(py::class_<BoundTable>& c) {
             return unlocked([&] { return t.table->peek(space, keys); });
           },
           py::arg("namespace"), py::arg("keys"))
+      .def(
+          "changes",
+          [](BoundTable& t, uint32_t space, uint64_t since, size_t at_most) {
+            Changes found = unlocked([&] { return t.table->changes(space, since, at_most); });
+            py::list out(found.changes.size());
+            for (size_t i = 0; i < found.changes.size(); ++i)
+              out[i] = py::make_tuple(raw(found.changes[i].key), found.changes[i].is_there);
+            return py::make_tuple(out, found.next, found.complete);
+          },
+          py::arg("namespace"), py::arg("since"), py::arg("at_most"))
       .def(
           "release",
           [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {

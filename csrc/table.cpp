@@ -243,6 +243,8 @@ void Table::uncount_child(uint32_t space, const Key& parent) {
 }
 
 void Table::quarantine(uint32_t id) {
+  const Record& r = record(id);
+  if (r.state() == RecordState::kReady) changes_.note(r.space, r.key, false);
   unlink(id);
   KVDOCK_PAUSE("evict.unlinked");
   set_state(id, RecordState::kQuarantined);
@@ -262,6 +264,7 @@ void Table::publish_record(uint32_t id) {
   info_[id].children = e.children;
   ++counters_.stored_chunks;
   counters_.stored_bytes += record_bytes(id);
+  changes_.note(r.space, r.key, true);
   if (old == kNone) return;
   // The old record is no longer found by key; its child's place under the parent is the new one's.
   if (info_[old].kept) {

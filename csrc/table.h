@@ -21,6 +21,7 @@
 #include <variant>
 #include <vector>
 
+#include "change_log.h"
 #include "eviction.h"
 #include "key_index.h"
 #include "slots.h"
@@ -160,6 +161,8 @@ class Table {
 
   LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
+  // As ChangeLog's; numbers of a later life of the pool are higher, so that one of an earlier life misses something.
+  Changes changes(uint32_t space, uint64_t since, size_t at_most);
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
   void cancel(uint64_t session, uint64_t member, uint64_t grant, uint64_t now);
   ReserveResult reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now);
@@ -371,6 +374,7 @@ class Table {
   uint64_t kept_bytes_ = 0;  // of chunks that an administrator keeps
   double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes
   std::array<uint64_t, 4> bytes_in_{}, records_in_{};     // by state
+  ChangeLog changes_;
   Counters counters_;
 };
 

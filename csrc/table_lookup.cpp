@@ -210,4 +210,13 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
   return uint64_t{best_hit(spaces_[space], s, static_cast<uint32_t>(s.found.size()))} * spaces_[space].chunk_tokens;
 }
 
+Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
+  std::lock_guard lock(mutex_);
+  if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
+  uint64_t life = incarnation() << 32;
+  Changes out = changes_.since(space, since >= life ? since - life : UINT64_MAX, at_most);
+  out.next += life;
+  return out;
+}
+
 }  // namespace kvdock

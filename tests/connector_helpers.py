@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
-from api_helpers import Engine as Member
-from api_helpers import ServerProcess, attach, unique
+from api_helpers import Engine as Member, ServerProcess, attach, unique
 from engine_helpers import config, poison, prompt
 
 from kvdock.api import schemas as s

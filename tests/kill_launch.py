@@ -14,8 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Client as Link
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client as Link, Connection
 from pathlib import Path
 from typing import Any, NoReturn
 

@@ -19,8 +19,7 @@ import requests
 import schemathesis
 from admin_helpers import ok
 from api_helpers import Engine, ServerProcess, attach, keys
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 from admin_helpers import call, refused
 from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvdock.api import admin
 from kvdock.api.admin_schemas import ClearCache

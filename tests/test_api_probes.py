@@ -19,8 +19,7 @@ from admin_helpers import call, ok, refused
 from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import examples, notes
+from kvdock.api import admin_schemas as a, examples, notes
 from kvdock.api.client import Client
 from kvdock.api.errors import CODES
 from kvdock.api.openapi import wire_structs

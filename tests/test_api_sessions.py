@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
+from api_helpers import Engine, ServerProcess, attach, eventually, keys, post, unique
 
 from kvdock.api import schemas as s
+from kvdock.api.admin_schemas import DeleteChunks
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError
 
@@ -127,6 +129,30 @@ def test_an_id_of_another_server_life_is_unknown(engine: Engine) -> None:
 def test_a_heartbeat_says_when_the_next_is_due(engine: Engine) -> None:
     answer = engine.heartbeat()
     assert answer.heartbeat_s == 2.0 and answer.questions == [] and answer.segments == 1
+
+
+def test_who_asks_with_heartbeats_is_told_what_lookups_find_and_do_not_any_more(
+    engine: Engine, client: Client
+) -> None:
+    assert engine.heartbeat().changes is None, "nobody asked"
+    first = engine.heartbeat(changes_since=0).changes
+    assert first is not None and not first.complete and first.changes == []
+    wanted, namespace = keys(2, unique("changes")), engine.attached.namespace
+    reserved = engine.reserve(wanted)
+    at = engine.heartbeat(changes_since=first.next).changes
+    assert at is not None and at.complete and at.changes == [], "nothing is published yet"
+    engine.commit(reserved)
+    client.delete(DeleteChunks(namespace=namespace, keys=wanted[1:]))
+    path = f"/v1/sessions/{engine.session}/heartbeat"
+    body = {"member": engine.member, "changes_since": at.next}
+    status, answer = post(client.address, path, body)
+    assert status == 200 and answer["changes"] == {
+        "changes": [[wanted[0], True], [wanted[1], True], [wanted[1], False]], "next": at.next + 3, "complete": True,
+    }
+    packed = engine.heartbeat(changes_since=at.next).changes
+    assert msgspec.to_builtins(packed) == answer["changes"], "as often as one asks"
+    for wrong in (-1, 1 << 62, "0"):
+        assert post(client.address, path, {**body, "changes_since": wrong})[0] == 422
 
 
 def test_a_member_that_stops_beating_gets_no_new_grants_until_it_beats_again() -> None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from hashlib import shake_128
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvdock import _core
 from kvdock.datapath.checksum import PRIME, checksum, chunk_checksum, ensure_keys

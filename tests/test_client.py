@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess, attach, keys
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import schemas as s
+from kvdock.api import admin_schemas as a, schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.transport import Address

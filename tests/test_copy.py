@@ -16,8 +16,7 @@ from kvdock import _core
 from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.errors import CopierClosed, CopyError, LayoutError
-from kvdock.datapath.layout import FORMATS as NAMED_FORMATS
-from kvdock.datapath.layout import PagedLayout, paged_layout
+from kvdock.datapath.layout import FORMATS as NAMED_FORMATS, PagedLayout, paged_layout
 
 IDS = [5, 0, 3, 6]
 

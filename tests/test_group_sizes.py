@@ -15,8 +15,7 @@ import pytest
 import torch
 from api_helpers import ServerProcess, attach, manifest, unique
 from connector_helpers import Rig
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvdock.api import schemas as s
 from kvdock.api.client import Client

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
 
-from kvdock.api import calls
-from kvdock.api import schemas as s
+from kvdock.api import calls, schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.forms import JSON, PACKED, Form

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, unique
 
-from kvdock.api import admin_schemas as a
-from kvdock.api import schemas as s
+from kvdock.api import admin_schemas as a, schemas as s
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.http_client import AsyncHttpClient, HttpClient

@@ -11,8 +11,7 @@ import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, post, raw
 from pin_helpers import GatedLock, MemoryLock, locked_bytes, no_locked_memory
 from prometheus_client.parser import text_string_to_metric_families
-from table_helpers import PAGE, key, new_table
-from table_helpers import Client as TableClient
+from table_helpers import PAGE, Client as TableClient, key, new_table
 
 from kvdock._core import CudaError, TableError, cuda_unavailable
 from kvdock.api.client import Client

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 from bytes_helpers import open_descriptors, shared_objects
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvdock import _core
 from kvdock.datapath import shm

@@ -6,8 +6,7 @@ import hashlib
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from model import Grant, Model, Refused, Space
 
@@ -72,6 +71,9 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.state: list[list[str]] = [[], [], []]
         self.died: dict[tuple[int, int], int] = {}
         self.epochs: dict[tuple[int, int], int] = {}
+        self.followed: dict[int, set[bytes]] = {}
+        """What is there by what the table said had changed, by namespace; nothing of those to be asked anew."""
+        self.since = [0, 0]
         for i in range(3):
             self.attach(i)
 
@@ -316,6 +318,7 @@ class TableAgainstModel(RuleBasedStateMachine):
             self.region, pool_id=1, lock_inode=0, segments=[(0, SLOT, SLOTS * SLOT)], limit_bytes=SLOTS * SLOT,
             settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
         )
+        self.followed.clear()
         assert (found["dropped"], found["replaced"]) == (0, 0)
         assert (found["chunks"], found["aborted"]) == (before["ready_chunks"], before["reserved_chunks"])
         for g in self.model.grants.values():
@@ -361,6 +364,21 @@ class TableAgainstModel(RuleBasedStateMachine):
         for r in self.model.records:
             if r.state == "ready":
                 assert self.table.state_of(self.spaces[r.space], r.key) == "ready"
+
+    @invariant()
+    def who_follows_the_changes_knows_what_is_there(self) -> None:
+        for i, space in enumerate(self.spaces):
+            there = {r.key for r in self.model.records if r.state == "ready" and r.space == i}
+            ahead = True
+            while ahead:
+                changes, following, complete = self.table.changes(space, self.since[i], 3)
+                assert complete == (i in self.followed) and len(changes) <= 3
+                if not complete:  # the first question of a server's life
+                    self.followed[i] = set(there)
+                for key, is_there in changes:
+                    (self.followed[i].add if is_there else self.followed[i].discard)(key)
+                ahead, self.since[i] = following != self.since[i], following
+            assert self.followed[i] == there
 
     def teardown(self) -> None:
         """L1: when every engine has left, no grant remains and every record is FREE or READY."""

@@ -29,6 +29,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
@@ -93,12 +94,12 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 class SchedEngine:
     """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
-    of the connector."""
+    of the connector. `events`: KV cache events are published, at an endpoint of this process."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
-        **extra: Any,
+        events: bool = False, **extra: Any,
     ) -> None:
         self.windows, self.blocks, self.steps = windows, blocks, 0
         self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
@@ -136,6 +137,9 @@ class SchedEngine:
                     },
                 ),
                 device_config=DeviceConfig("cpu"),
+                kv_events_config=KVEventsConfig(
+                    enable_kv_cache_events=events, endpoint=f"inproc://{os.urandom(8).hex()}"
+                ),
             )
         # A platform without devices switches this off; the scheduler takes the groups it is given.
         self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
@@ -287,6 +291,7 @@ class SchedEngine:
     def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.connector.shutdown()
+        self.scheduler.kv_event_publisher.shutdown()
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
         starts = self._note(out)

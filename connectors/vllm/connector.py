@@ -31,6 +31,7 @@ from kvdock.api.schemas import Manifest
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.events import Events, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
@@ -97,6 +98,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._handshake: Handshake | None = None
         self._waiting: list[Any] = []  # requests that came before the handshake
+        self._events: Events | None = None
 
     # ------------------------------------------------------------------ both
 
@@ -216,6 +218,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         half = CheckedScheduler(
             session, readers=len(metadata), always=len(self._groups) > 1 or not self._settings.load_async
         )
+        self._events = events_of(self._config, self._cache, self._groups, session)
         session.start()
         limits = self._config.scheduler_config
         room = Room(
@@ -225,6 +228,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = SchedulerSide(
             half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
+            announcer=self._events.announcer if self._events is not None else None,
         )
         for request in self._waiting:
             self._scheduler.arrived(request)
@@ -273,9 +277,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """None: the server tells nobody what it evicts, and a router that hears of stored blocks alone would go on
-        sending requests to KV that is gone."""
-        return ()
+        """KV cache events, when vLLM publishes them: of what this instance knows, all that the server has."""
+        return self._events.take() if self._events is not None else ()
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
         return Identity(

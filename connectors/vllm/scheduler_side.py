@@ -26,6 +26,7 @@ from kvdock.api.schemas import Abort
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
 from kvdock.connectors.scheduler import Fetch, StoreBatch, StoreOffer
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.vllm.announcer import Announcer
 from kvdock.connectors.vllm.background import run
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.clearing import Clearing
@@ -67,14 +68,16 @@ class _Store:
 
 class SchedulerSide:
     """`half` is attached; `ranks`: how many workers report on each store; `fails_closed`: this vLLM has no way back
-    from any load that fails."""
+    from any load that fails; `announcer`: of an engine that publishes KV cache events."""
 
     def __init__(
         self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
-        fails_closed: bool, clock: Callable[[], float] = time.perf_counter,
+        fails_closed: bool, announcer: Announcer | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._half, self._groups, self._room = half, groups, room
+        self._half, self._groups, self._room, self._announcer = half, groups, room, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, load_async, fails_closed
+        if announcer is not None:
+            half.on_present = announcer.found
         self.figures, self._clock = Figures(), clock
         self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}
@@ -153,6 +156,10 @@ class SchedulerSide:
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
+        if self._announcer is not None:
+            keys = self._half.keys_of(request.request_id, hit)
+            self._announcer.know(request, keys)
+            self._announcer.found(attachment, keys)
         self._loads.append(LoadOrder(Life.of(attachment), plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
@@ -252,6 +259,8 @@ class SchedulerSide:
         offer = self._half.begin_store(request_id, request.all_token_ids, columns, computed)
         if offer is None:
             return
+        if self._announcer is not None:
+            self._announcer.know(request, self._half.keys_of(request_id, computed))
         numbered = []
         for batch in offer.batches:
             self._last_store += 1

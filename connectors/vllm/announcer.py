@@ -1,0 +1,116 @@
+"""What a router is told: which chunks this instance can load instead of computing them.
+
+The server says with each heartbeat which chunks of the namespace its lookups began and ceased to find, whoever stored
+them. A router knows blocks by vLLM's hashes and their tokens, which this instance has of the chunks that it computed
+or loaded itself: of these it tells. What is there already says the server when it is looked up or stored again.
+
+Invariants: a chunk is told as stored and as removed in turns; what is told is as of the last heartbeat, and nothing
+while no server is there. Threads: any; one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvdock.api.schemas import Changes
+from kvdock.connectors.session import Attachment, EngineSession
+
+UNTOLD_CHUNKS = 1 << 14
+"""Known and not there, or not yet: of more the oldest are forgotten. Each takes some 1.5 KB."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`hashes`: vLLM's, of its blocks; `parent`: of the block before; `tokens`: as unsigned 32-bit integers."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: array[int]
+
+
+@dataclass(frozen=True)
+class Told:
+    chunk: Chunk
+    is_there: bool
+
+
+class Announcer:
+    """`session`: not started yet, the scheduler side's; `hash_tokens`: of how many tokens vLLM makes a hash."""
+
+    def __init__(self, session: EngineSession, chunk_tokens: int, hash_tokens: int) -> None:
+        self._session, self._chunk_tokens, self._hashes = session, chunk_tokens, chunk_tokens // hash_tokens
+        self._told: dict[bytes, Chunk] = {}
+        self._untold: dict[bytes, Chunk] = {}
+        self._news: dict[bytes, bool] = {}
+        """By key, since they were last taken: whether it is there."""
+        self._attachment: Attachment | None = None
+        self._lock = threading.Lock()
+        session.on_changes = self.changed
+
+    def know(self, request: Any, keys: Sequence[bytes]) -> None:
+        """`keys`: of the request's chunks, from its first."""
+        with self._lock:
+            for at, key in enumerate(keys):
+                if key not in self._told and key not in self._untold:
+                    chunk = self._chunk(request, at)
+                    if chunk is not None:
+                        self._add(key, chunk)
+
+    def found(self, attachment: Attachment, keys: Iterable[bytes]) -> None:
+        """The server has just said that they are there."""
+        with self._lock:
+            if attachment is self._followed():
+                self._news.update((key, True) for key in keys)
+
+    def changed(self, attachment: Attachment, changes: Changes) -> None:
+        """As a heartbeat said."""
+        with self._lock:
+            if attachment is not self._followed():
+                return
+            if not changes.complete:
+                self._news = dict.fromkeys(self._told, False)
+            for change in changes.changes:
+                key = bytes.fromhex(change.key)
+                if key in self._told or key in self._untold:
+                    self._news[key] = change.is_there
+
+    def take(self) -> list[Told]:
+        """What has changed since it was last taken."""
+        out = []
+        with self._lock:
+            self._followed()
+            for key, is_there in self._news.items():
+                chunk = (self._untold if is_there else self._told).pop(key, None)
+                if chunk is not None:
+                    out.append(Told(chunk, is_there))
+                    if is_there:
+                        self._told[key] = chunk
+                    else:
+                        self._add(key, chunk)
+            self._news = {}
+        return out
+
+    def _followed(self) -> Attachment | None:
+        """The present server life. What another one said does not hold any more."""
+        if self._attachment is not self._session.attachment:
+            self._attachment = self._session.attachment
+            self._news = dict.fromkeys(self._told, False)
+        return self._attachment
+
+    def _chunk(self, request: Any, at: int) -> Chunk | None:
+        """None while vLLM has not hashed all of it."""
+        first, size = at * self._hashes, self._chunk_tokens
+        hashes = tuple(request.block_hashes[first : first + self._hashes])
+        if len(hashes) < self._hashes:
+            return None
+        parent = request.block_hashes[first - 1] if first else None
+        return Chunk(hashes, parent, array("I", request.all_token_ids[at * size : (at + 1) * size]))
+
+    def _add(self, key: bytes, chunk: Chunk) -> None:
+        self._untold[key] = chunk
+        if len(self._untold) > UNTOLD_CHUNKS:
+            del self._untold[next(iter(self._untold))]

@@ -95,6 +95,11 @@ class Pool:
         """For those who will one day find the pool without a server."""
         self._lock.touch()
 
+    def missing(self) -> list[str]:
+        """Names of its objects that somebody removed: engines that start now cannot attach."""
+        names = [*(info.name for info in self._added), shm.region_name(self.pool_id), self._lock.path.name]
+        return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
+
     # ---------------------------------------------------------------- memory
 
     @property

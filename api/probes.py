@@ -54,6 +54,8 @@ def ready(service: CacheService) -> Health:
     )
     too_little_bytes = pool.segment_count * slot_bytes
     reasons = [DRAINING] if service.draining else []
+    if gone := pool.missing():
+        reasons.append(f"no engine can attach any more, somebody removed from shared memory: {', '.join(gone)}")
     if service.table.free_bytes() < too_little_bytes and stuck and not pool.can_grow():
         reasons.append(ALL_KEPT if kept else ALL_HELD)
     if stats["held_bytes"] >= limits.total_cap * stats["limit_bytes"]:

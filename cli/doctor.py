@@ -85,6 +85,9 @@ def _server(settings: Settings) -> Finding:
     if status.status != "ok":
         reasons = ", ".join(status.reasons)
         return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
+    if damaged := status.counters["mismatches"]:
+        advice = "no wrong token was served; if it rises, look at the machine's memory: docs/runbook.md"
+        return Finding("server", "note", f"{said}; chunks that did not match their checksum: {damaged}", advice)
     return Finding("server", "ok", said)
 
 

@@ -116,6 +116,7 @@ class EngineSession:
         self._attachment: Attachment | None = None
         self._suspended: Attachment | None = None  # its server may only be out of reach
         self._lives = 0
+        self._said = ""
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvdock-heartbeat", daemon=True)
@@ -166,13 +167,15 @@ class EngineSession:
         with self._lock:
             last, self._attachment = self._attachment, None
         self._retire_suspended()
-        if last is None:
-            return
+        if last is not None:
+            self._leave(last.session, last.member)
+            last.release()
+
+    def _leave(self, session: str, member: str) -> None:
         try:
-            self.client.leave(last.session, last.member)
+            self.client.leave(session, member)
         except (ServerUnavailable, ApiError) as error:
             log.info("left without a word: %s", error)
-        last.release()
 
     # ------------------------------------------------------------------ attaching
 
@@ -186,11 +189,14 @@ class EngineSession:
         liveness = MemberLiveness(pool.lock_file, source=self._source)
         segments = AttachedSegments(int(pool.pool_id, 16))
         pinner = SegmentPinner(segments, self._pin, progress=self._wake.set) if self._pin is not None else None
+        answer: SessionAttached | None = None
         try:
             answer = self.client.attach(self._attach_body(member, liveness, pinner))
             attachment = self._attachment_of(answer, member, segments, liveness, pinner)
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
+            if answer is not None:  # without a word it would be taken for dead, and its ranks for taken until then
+                self._leave(answer.session, member)
             if pinner is not None:
                 pinner.close()
             segments.close()
@@ -200,7 +206,9 @@ class EngineSession:
             raise
         with self._lock:
             self._attachment = attachment
-        log.info("attached to pool %s as %s", answer.pool_id, member)
+        self._said = ""
+        log.info("attached to %s as %s: pool %s, namespace %s", self.client.address, member, answer.pool_id,
+                 answer.namespace[:12])
 
     def _resume(self, pool_id: str) -> bool:
         """Presents the suspended member again; False when its server life is over."""
@@ -215,7 +223,8 @@ class EngineSession:
             else:
                 with self._lock:
                     self._attachment, self._suspended = last, None
-                log.info("attached again to pool %s as %s", pool_id, last.member)
+                self._said = ""
+                log.info("attached again to %s as %s: pool %s", self.client.address, last.member, pool_id)
                 return True
         self._retire_suspended()
         return False
@@ -278,14 +287,21 @@ class EngineSession:
                     self._attach()
                     continue
                 except NotYet as error:
-                    log.debug("still no server: %s", error)
+                    # That nobody answers was said when the server was lost.
+                    loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
+                    self._say(loud, f"still no server: {error}")
                     self._let_go_of_the_dead()
                 except Refused as error:
-                    log.error("%s", error)
+                    self._say(logging.ERROR, str(error))
                 wait_s = retry_s * self._source.uniform(0.5, 1.5)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             self._wake.wait(wait_s)
             self._wake.clear()
+
+    def _say(self, level: int, why: str) -> None:
+        """Why this process is not attached: once, however often it tries."""
+        log.log(level if why != self._said else logging.DEBUG, "%s", why)
+        self._said = why
 
     def _let_go_of_the_dead(self) -> None:
         """A pool whose lock file is gone comes never back. One that a dead server left is the next server's, and

@@ -241,7 +241,7 @@ class WorkerHalf:
         try:
             if loading.damaged:
                 chunks = sorted(set(loading.damaged))
-                log.error("load request=%s: checksum mismatch in chunks %s, recomputing", plan.request_id, chunks)
+                log.error("load request=%s: checksum mismatch in chunks %s: they are a miss", plan.request_id, chunks)
                 self.client.mismatch(ReportMismatch(session=attachment.session, lease=plan.lease, chunks=chunks))
         except CallFailed as error:
             self.session.lost(attachment, error)

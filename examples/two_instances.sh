@@ -4,7 +4,7 @@
 #     MODEL=folder-or-name sh examples/two_instances.sh
 #
 # Wants `kvdock`, `vllm` and `curl` on the PATH, and room for both instances (GPU_SHARE of the memory each). More
-# arguments for `vllm serve` may come in VLLM_ARGS, separated by spaces.
+# arguments for `vllm serve` may come in VLLM_ARGS, separated by spaces. LOGS: an existing folder that keeps the logs.
 set -eu
 : "${MODEL:?say which model}"
 GPU_SHARE=${GPU_SHARE:-0.4}
@@ -15,6 +15,7 @@ FIRST=${FIRST:-8101}
 SECOND=${SECOND:-8102}
 
 folder=$(mktemp -d)
+LOGS=${LOGS:-$folder}
 pids=""
 end() {
     for pid in $pids; do kill "$pid" 2>/dev/null || true; done
@@ -22,9 +23,18 @@ end() {
     rm -rf "$folder"
 }
 trap end EXIT INT TERM
+answers() { # name, pid, command: waits until the command succeeds
+    name=$1 pid=$2
+    shift 2
+    until "$@" >/dev/null 2>&1; do
+        kill -0 "$pid" 2>/dev/null || { echo "$name ended:" >&2; tail -20 "$LOGS/$name.log" >&2; exit 1; }
+        sleep 1
+    done
+}
 
-kvdock serve --socket-path "$folder/kvdock.sock" --port 0 --pool-bytes "$POOL" >"$folder/kvdock.log" 2>&1 &
+kvdock serve --socket-path "$folder/kvdock.sock" --port 0 --pool-bytes "$POOL" >"$LOGS/kvdock.log" 2>&1 &
 pids="$pids $!"
+answers kvdock $! kvdock status --server "unix:$folder/kvdock.sock"
 
 for port in "$FIRST" "$SECOND"; do
     # shellcheck disable=SC2086  # several arguments
@@ -32,18 +42,15 @@ for port in "$FIRST" "$SECOND"; do
         --served-model-name model --enable-prompt-tokens-details --kv-transfer-config "{
             \"kv_connector\": \"KvdockConnector\", \"kv_connector_module_path\": \"kvdock.connectors.vllm\",
             \"kv_role\": \"kv_both\", \"kv_load_failure_policy\": \"recompute\",
-            \"kv_connector_extra_config\": {\"address\": \"unix:$folder/kvdock.sock\"}}" >"$folder/$port.log" 2>&1 &
+            \"kv_connector_extra_config\": {\"address\": \"unix:$folder/kvdock.sock\"}}" >"$LOGS/$port.log" 2>&1 &
     pids="$pids $!"
-    until curl -fs "http://127.0.0.1:$port/health" >/dev/null; do
-        kill -0 $! || { tail -20 "$folder/$port.log"; exit 1; }
-        sleep 1
-    done
+    answers "$port" $! curl -fs "http://127.0.0.1:$port/health"
 done
 
 prompt=$(yes "The quick brown fox jumps over the lazy dog." | head -n "$SENTENCES" | tr '\n' ' ')
 for port in "$FIRST" "$SECOND"; do
     echo "instance at port $port:"
-    curl -fs "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' \
+    curl -sS --fail-with-body "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' \
         -d "{\"model\": \"model\", \"prompt\": \"$prompt\", \"max_tokens\": 16, \"temperature\": 0}"
     echo
 done

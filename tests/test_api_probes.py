@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from admin_helpers import call, ok, refused
-from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api import admin_schemas as a, examples, notes
@@ -27,6 +27,7 @@ from kvdock.api.probes import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.api.pulse import Pulse
 from kvdock.api.timing import BOUNDS_S, Timings
 from kvdock.datapath.liveness import MemberLiveness
+from kvdock.datapath.shm import SHM_DIR
 
 CHUNK_BYTES = 16384
 CURL = shutil.which("curl")
@@ -57,6 +58,19 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
         engine.commit(granted)
         assert ok(server.http, "GET", "/readyz")["status"] == "ok", "a full pool of evictable chunks is ready"
         engine.close()
+
+
+def test_a_server_whose_names_somebody_removed_says_so() -> None:
+    settings = {"pool_bytes": 2 * MIB, "segment_bytes": 1 * MIB, "growth": "ahead"}
+    with ServerProcess(**settings) as server, Client(server.unix) as client:
+        eventually(lambda: len(server.shared_memory()) == 4)
+        removed = f"kvdock-{server.pool_id:016x}-0001"
+        (SHM_DIR / removed).unlink()
+        status, answer = call(server.http, "GET", "/readyz")
+        assert status == 503 and answer["reasons"] == [
+            f"no engine can attach any more, somebody removed from shared memory: /{removed}"
+        ]
+        assert client.status().reasons == answer["reasons"]
 
 
 def test_a_server_whose_pool_is_kept_by_pins_says_so_until_they_end() -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import ServerProcess
+from api_helpers import ServerProcess, attach, keys
 from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 
 from kvdock._core import Table, cpu_paths, cuda_kernels
+from kvdock.api.client import Client
+from kvdock.api.schemas import ReportMismatch
 from kvdock.api.settings import Settings
 from kvdock.cli.doctor import _kernels, examine
 from kvdock.cli.doctor_machine import Finding, Machine
@@ -108,6 +110,17 @@ def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerPro
         server.process.send_signal(signal.SIGCONT)
     assert found["server"]["level"] == "problem" and "it listens at" in found["server"]["found"]
     assert "stopped" in found["server"]["advice"]
+
+
+def test_chunks_that_did_not_match_are_noted(tmp_path: Path) -> None:
+    with ServerProcess() as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(1))
+        lease = str(engine.lookup(keys(1)).lease)
+        client.mismatch(ReportMismatch(session=engine.session, lease=lease, chunks=[0]))
+        found = examined(Machine(), tmp_path, KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))["server"]
+        assert found.level == "note" and "chunks that did not match their checksum: 1" in found.found
+        engine.close()
 
 
 def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:

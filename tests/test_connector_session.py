@@ -32,6 +32,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.errors import SegmentNotPinned
 from kvdock.datapath.liveness import remove_stale
 from kvdock.datapath.pinning import Pin
+from kvdock.datapath.shm import SHM_DIR
 
 
 @contextmanager
@@ -248,6 +249,40 @@ def test_the_connector_outlives_a_time_without_descriptors(caplog: pytest.LogCap
         with successor(server):
             eventually(lambda: rig.connector.session.attachment not in (None, first))
             rig.close()
+
+
+def test_a_process_that_cannot_map_the_pool_says_why_once_and_always_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvdock.connector")
+    with mortal() as server, Client(server.unix) as client:
+        name = client.segments().segments[0].name.removeprefix("/")
+        (SHM_DIR / name).rename(SHM_DIR / f"{name}-away")
+        try:
+            with Rig(server.unix) as rig:
+                assert rig.connector.session.attachment is None
+                eventually(lambda: client.status().counters["attached_members"] >= 4)
+                assert sum(len(session.members) for session in client.sessions().sessions) <= 1, "one may be trying"
+                assert client.status().counters["dead_members"] == 0
+                loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+                assert len(loud) == 2 and all(name in line for line in loud), loud
+                (SHM_DIR / f"{name}-away").rename(SHM_DIR / name)
+                eventually(lambda: rig.connector.session.attachment is not None)
+                assert f"attached to {server.unix}" in caplog.text
+        finally:
+            (SHM_DIR / f"{name}-away").unlink(missing_ok=True)
+
+
+def test_a_refusal_is_said_once_until_the_engine_is_attached(caplog: pytest.LogCaptureFixture) -> None:
+    """The next server's pool has no room for one chunk of this engine."""
+    with mortal() as server, Rig(server.unix, chunk_tokens=64 * CHUNK) as rig:
+        server.process.kill()
+        server.stop()
+        with ServerProcess(
+            socket_path=server.settings["socket_path"], adopt="never", pool_bytes=MIB, segment_bytes=MIB
+        ) as small, Client(small.unix) as client:
+            eventually(lambda: client.status().counters["refusals"] >= 3)
+            assert caplog.text.count("refuses this engine") == 1
+        with successor(server):
+            eventually(lambda: rig.connector.session.attachment is not None)
 
 
 def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from engines import ENGINE_PYTHON, HERE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
+SCRIPT = ["sh", HERE.parent / "examples" / "two_instances.sh"]
 VLLM_ARGS = (
     "--dtype float32 --max-model-len 2048 --enforce-eager --block-size 32 --num-gpu-blocks-override 200 "
     "--max-num-seqs 4"
@@ -36,11 +38,11 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
     (tmp_path / "vllm").chmod(0o755)
     first, second = free_ports(2)
     done = subprocess.run(
-        ["sh", HERE.parent / "examples" / "two_instances.sh"], capture_output=True, text=True, timeout=380,
+        SCRIPT, capture_output=True, text=True, timeout=380,
         env={
             **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(models["llama"]), "POOL": "64MiB",
             "FIRST": first, "SECOND": second, "SENTENCES": "30", "VLLM_ARGS": VLLM_ARGS, "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LOGS": str(tmp_path),
         },
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -49,3 +51,16 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
     assert ours == theirs and ours
     cold, loaded = ((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers)
     assert cold == 0 and loaded > 1000
+    for port in (first, second):
+        log = (tmp_path / f"{port}.log").read_text()
+        assert re.search(r"INFO \d\d-\d\d .*kvdock: attached to unix:\S+ as rank0-", log), "a worker"
+        assert re.search(r"INFO \d\d-\d\d .*kvdock: attached to unix:\S+ as scheduler-", log)
+
+
+def test_what_kept_it_from_starting_is_shown(tmp_path: Path) -> None:
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "any"}
+    done = subprocess.run(
+        SCRIPT, capture_output=True, text=True, timeout=60, env={**environ, "POOL": "64TiB", "LOGS": str(tmp_path)}
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("kvdock ended:\n") and "does not fit" in done.stderr

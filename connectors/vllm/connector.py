@@ -33,6 +33,7 @@ from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.config import NotSupported, Settings
 from kvdock.connectors.vllm.events import Events, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
+from kvdock.connectors.vllm.logs import log_among_theirs
 from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
 from kvdock.connectors.vllm.room import Room
@@ -81,6 +82,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_among_theirs()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config)
         if kv_cache_config is None:
@@ -283,7 +285,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
         return Identity(
             instance=self._instance, member=f"{who}-{uuid.uuid4().hex[:12]}", ranks=ranks, scheduler=scheduler,
-            label=f"vLLM {vllm.__version__}",
+            label=f"vLLM {vllm.__version__} {self._instance.removeprefix('vllm-')[:8]}",
         )
 
 

@@ -49,7 +49,7 @@ class Clearing:
         if not cleared:
             log.warning(
                 "reset_cache: the kvdock server has not cleared what it holds; nothing is loaded until it has. "
-                "`kvdock clear` does it by hand"
+                "`kvdock clear --namespace` does it by hand; `kvdock sessions` shows which"
             )
         return cleared
 

@@ -36,6 +36,7 @@ _MANIFEST: dict[str, Any] = {
     "model": "example-model", "kv_dtype": "bfloat16", "layers": 2, "kv_heads": 2, "head_size": 64,
     "chunk_tokens": 16, "block_tokens": 4, "groups": [{"part_bytes": 16384}],
 }
+_CHANGES = 662316 << 32
 _ASKER = {"session": SESSION, "member": MEMBER}
 
 BODIES: dict[type[s.Body], dict[str, Any]] = {
@@ -43,7 +44,7 @@ BODIES: dict[type[s.Body], dict[str, Any]] = {
         "instance": INSTANCE, "manifest": _MANIFEST,
         "member": {"id": MEMBER, "ranks": [0], "scheduler": True, "lock_offset": LOCK_OFFSET},
     },
-    s.Heartbeat: {"member": MEMBER, "pinned_through": 1, "changes_since": 0},
+    s.Heartbeat: {"member": MEMBER, "pinned_through": 1, "changes_since": _CHANGES},
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
@@ -97,10 +98,11 @@ def answers() -> dict[type[s.Answer], s.Answer]:
         s.SessionAttached(
             session=SESSION, member=MEMBER, namespace=NAMESPACE, pool_id=POOL_ID, incarnation=662316,
             segments=[_SEGMENT], part_bytes=[16384], chunk_tokens=16, heartbeat_s=2.0,
+            changes_next=_CHANGES,
         ),
         s.HeartbeatAnswer(
             heartbeat_s=2.0, questions=[], segments=1,
-            changes=s.Changes(changes=[s.Change(KEYS[0], True)], next=662316 << 32, complete=True),
+            changes=s.Changes(changes=[s.Change(KEYS[0], True)], next=_CHANGES + 1, complete=True),
         ),
         s.Sessions(sessions=[_SESSION]),
         a.SessionDetail(**detail, grants=[_LEASE]),

@@ -36,7 +36,8 @@ NOTES: dict[tuple[str, str], Note] = {
     ("POST", "/v1/sessions/{session}/heartbeat"): Note(
         "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`. `pinned_through`: what is "
         "pinned by now, for members that need pinning. `changes_since` asks which chunks lookups began to find and "
-        "ceased to find, in order, for engines that tell routers; one starts from an answer that is not `complete`.",
+        "ceased to find, in order, for engines that tell routers; after an answer that is not `complete` one starts "
+        "with nothing.",
         "idempotent by nature: done and keep may be said twice, and questions not answered are asked again.",
     ),
     ("POST", "/v1/lookups"): Note(

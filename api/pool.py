@@ -97,7 +97,7 @@ class Pool:
 
     def missing(self) -> list[str]:
         """Names of its objects that somebody removed: engines that start now cannot attach."""
-        names = [*(info.name for info in self._added), shm.region_name(self.pool_id), self._lock.path.name]
+        names = [*(info.name for info in self._added), self._lock.path.name]
         return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
 
     # ---------------------------------------------------------------- memory

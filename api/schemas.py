@@ -156,6 +156,8 @@ class SessionAttached(Answer, kw_only=True):
     part_bytes: list[int]
     chunk_tokens: int
     heartbeat_s: float
+    changes_next: int = 0
+    """For the first heartbeat's `changes_since`, of who wants to hear."""
 
 
 class GrantRanks(Body, kw_only=True):
@@ -164,15 +166,16 @@ class GrantRanks(Body, kw_only=True):
     """Empty: the asker's own word on a grant it asked for."""
 
 
-class Heartbeat(Carrier, kw_only=True):
+class Heartbeat(Carrier, kw_only=True, omit_defaults=True):
     member: Name
     done: list[GrantRanks] = msgspec.field(default_factory=list)
     """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
     keep: list[Hex64] = msgspec.field(default_factory=list)
     pinned_through: PinnedThrough | None = None
     """As the member's, by now; None: as last said."""
-    changes_since: Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)] | None = None
-    """Asks what has changed since the answer whose `changes.next` this is; 0 at first, None: do not tell."""
+    changes_since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    """Asks what has changed since the answer whose `changes.next` this is, or since attaching (`changes_next`). None:
+    do not tell."""
 
 
 class Change(Answer, array_like=True, gc=False):

@@ -103,6 +103,7 @@ class CacheService:
             part_bytes=[group.part_bytes for group in manifest.groups],
             chunk_tokens=manifest.chunk_tokens,
             heartbeat_s=self.settings.heartbeat_s,
+            changes_next=self._changes(session, 0).next,
         )
 
     def heartbeat(self, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:

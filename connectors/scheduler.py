@@ -32,6 +32,8 @@ from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.identity import KeyChain
 
+Witness = Callable[[Attachment], Callable[[Sequence[bytes]], None]]
+"""Is called before the server is asked, and what it returns with the keys that are there by the answer."""
 MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 
@@ -61,6 +63,7 @@ class Fetch:
 
     request_id: str
     attachment: Attachment
+    keys: tuple[bytes, ...]
     body: Lookup
 
 
@@ -96,8 +99,7 @@ class SchedulerHalf:
         self._block_sizes = session.manifest.block_sizes
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
         session.keeps_lease = self.keeps_lease
-        self.on_present: Callable[[Attachment, Sequence[bytes]], None] | None = None
-        """Is told, in the thread that reserves, the keys of offered chunks that the server has already."""
+        self.witness: Witness | None = None
 
     @property
     def client(self) -> Client:
@@ -141,14 +143,16 @@ class SchedulerHalf:
                 readers=self.readers,
                 skip_prefix_tokens=local_tokens,
             )
-        return Fetch(request_id, request.attachment, body)
+        return Fetch(request_id, request.attachment, tuple(keys), body)
 
     def fetch(self, fetch: Fetch) -> None:
         """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss."""
-        answer = MISS
+        answer, found = MISS, self.witness(fetch.attachment) if self.witness is not None else None
         try:
             if self.session.attachment is fetch.attachment:  # else nobody is there: no timeout for each question
                 answer = self.client.lookup(fetch.body)
+                if found is not None:
+                    found(fetch.keys[: answer.hit_tokens // self.chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(fetch.attachment, error)
         finally:
@@ -212,10 +216,9 @@ class SchedulerHalf:
                     yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
 
     def keys_of(self, request_id: str, tokens: int) -> Sequence[bytes]:
-        """Of the request's whole chunks within `tokens`, as far as it is known."""
-        with self._lock:
-            request = self._requests.get(request_id)
-            return request.chain.keys[: tokens // self.chunk_tokens] if request is not None else ()
+        """Of the request's whole chunks within `tokens`, as far as they were asked for or offered."""
+        request = self._requests.get(request_id)
+        return request.chain.keys[: tokens // self.chunk_tokens] if request is not None else ()
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         """What failed is not asked for again, and is offered once it is recomputed."""
@@ -289,6 +292,7 @@ class SchedulerHalf:
             request = self._requests.get(offer.request_id)
             if request is not None and request.cut_short:
                 return None  # offered before the store ahead of it was cut short
+        found = self.witness(offer.attachment) if self.witness is not None else None
         try:
             answer = self.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
@@ -299,8 +303,8 @@ class SchedulerHalf:
                 request = self._requests.get(offer.request_id)
                 if request is not None and request.attachment is offer.attachment:
                     request.cut_short = True
-        if self.on_present is not None:
-            self.on_present(offer.attachment, [batch.keys[index] for index in answer.present])
+        if found is not None:
+            found([batch.keys[index] for index in answer.present])
         if answer.reservation is None:
             return None
         pieces = tuple(

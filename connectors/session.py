@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.api.schemas import (
+    MAX_KEYS,
     AttachSession,
     Changes,
     GrantRanks,
@@ -131,7 +132,7 @@ class EngineSession:
         try:
             self._attach()
         except NotYet as error:
-            log.warning("no kvdock server yet, serving misses: %s", error)
+            self._say(logging.WARNING, "no kvdock server yet, serving misses", error)
         self._thread.start()
 
     def lost(self, attachment: Attachment, error: Exception) -> None:
@@ -261,6 +262,7 @@ class EngineSession:
             liveness=liveness,
             heartbeat_s=answer.heartbeat_s,
             pinner=pinner,
+            changes_since=answer.changes_next,
         )
 
     def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:
@@ -289,19 +291,20 @@ class EngineSession:
                 except NotYet as error:
                     # That nobody answers was said when the server was lost.
                     loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
-                    self._say(loud, f"still no server: {error}")
+                    self._say(loud, "still no server", error)
                     self._let_go_of_the_dead()
                 except Refused as error:
-                    self._say(logging.ERROR, str(error))
+                    self._say(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
                 wait_s = retry_s * self._source.uniform(0.5, 1.5)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             self._wake.wait(wait_s)
             self._wake.clear()
 
-    def _say(self, level: int, why: str) -> None:
-        """Why this process is not attached: once, however often it tries."""
-        log.log(level if why != self._said else logging.DEBUG, "%s", why)
-        self._said = why
+    def _say(self, level: int, what: str, why: BaseException) -> None:
+        """Why this process is not served: once, however often it tries."""
+        cause = why.code if isinstance(why, ApiError) else str(why)
+        log.log(level if cause != self._said else logging.DEBUG, "%s: %s", what, why)
+        self._said = cause
 
     def _let_go_of_the_dead(self) -> None:
         """A pool whose lock file is gone comes never back. One that a dead server left is the next server's, and
@@ -311,7 +314,8 @@ class EngineSession:
             self._retire_suspended()
 
     def _beat(self, attachment: Attachment) -> float:
-        """One heartbeat, and a second at once when there are questions to answer. Returns seconds to wait."""
+        """One heartbeat, and a second at once when there are questions to answer or more to hear. Returns seconds to
+        wait."""
         done: list[GrantRanks] = []
         keep: list[str] = []
         try:
@@ -330,9 +334,12 @@ class EngineSession:
                 if answer.segments > len(attachment.segments.segments):
                     self._map_new(attachment)
                 done, keep = self._answers(attachment, answer.questions)
-                if not done and not keep:
+                is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_KEYS
+                if not done and not keep and not is_behind:
                     return answer.heartbeat_s
         except (ServerUnavailable, ApiError) as error:
+            if isinstance(error, ApiError) and error.code not in LOST_CODES:
+                self._say(logging.WARNING, "the server refuses heartbeats", error)
             self.lost(attachment, error)
             return attachment.heartbeat_s if self._attachment is not None else 0.0
 

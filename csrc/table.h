@@ -161,7 +161,7 @@ class Table {
 
   LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
-  // As ChangeLog's; numbers of a later life of the pool are higher, so that one of an earlier life misses something.
+  // As ChangeLog's; each life of the pool has numbers of its own, so that one of another life misses something.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now);
   void cancel(uint64_t session, uint64_t member, uint64_t grant, uint64_t now);

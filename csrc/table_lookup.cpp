@@ -213,7 +213,7 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   std::lock_guard lock(mutex_);
   if (space >= space_count_) throw TableRefusal("unknown_namespace", "no such namespace", space);
-  uint64_t life = incarnation() << 32;
+  uint64_t life = (incarnation() & 0x1fffff) << 32;  // below 2^53, as JSON's readers want it
   Changes out = changes_.since(space, since >= life ? since - life : UINT64_MAX, at_most);
   out.next += life;
   return out;

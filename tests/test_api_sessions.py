@@ -135,12 +135,13 @@ def test_who_asks_with_heartbeats_is_told_what_lookups_find_and_do_not_any_more(
     engine: Engine, client: Client
 ) -> None:
     assert engine.heartbeat().changes is None, "nobody asked"
-    first = engine.heartbeat(changes_since=0).changes
-    assert first is not None and not first.complete and first.changes == []
+    earlier = engine.heartbeat(changes_since=0).changes
+    assert earlier is not None and not earlier.complete and earlier.changes == []
     wanted, namespace = keys(2, unique("changes")), engine.attached.namespace
     reserved = engine.reserve(wanted)
-    at = engine.heartbeat(changes_since=first.next).changes
+    at = engine.heartbeat(changes_since=engine.attached.changes_next).changes
     assert at is not None and at.complete and at.changes == [], "nothing is published yet"
+    assert at.next == earlier.next == engine.attached.changes_next
     engine.commit(reserved)
     client.delete(DeleteChunks(namespace=namespace, keys=wanted[1:]))
     path = f"/v1/sessions/{engine.session}/heartbeat"

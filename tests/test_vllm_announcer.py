@@ -43,11 +43,10 @@ class Telling:
     def __init__(self, address: str, **options: Any) -> None:
         self.rig = Rig(address, timeout_s=PATIENCE_S, **options)
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
-        self.rig.connector.scheduler.on_present = self.announcer.found
+        self.rig.connector.scheduler.witness = self.announcer.witness
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()
         self.heard: list[Told] = []
-        eventually(lambda: self.rig.connector.session.attachment is None or self.rig.attachment.changes_since > 0)
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chunk_keys(self.rig.attachment.namespace, tokens, CHUNK)
@@ -151,6 +150,52 @@ def test_a_chunk_that_vllm_has_not_hashed_yet_is_known_later(quick: ServerProces
         one.comes_to(tokens)
 
 
+def test_what_is_there_when_it_attaches_is_told_even_before_the_first_heartbeat() -> None:
+    with ServerProcess(heartbeat_s=60.0) as slow, Telling(slow.unix) as one:
+        one.stores(tokens_of(16, 2))
+        with Telling(slow.unix) as other:
+            other.stores(tokens_of(16, 2))
+            other.comes_to(tokens_of(16, 2))
+
+
+def test_what_a_lookup_finds_is_told(quick: ServerProcess) -> None:
+    with Telling(quick.unix) as one, Telling(quick.unix) as other:
+        one.stores(tokens_of(11, 2))
+        other.stays()  # and hears of what it does not know yet
+        other.knows(tokens_of(11, 3))
+        other.stays()
+        assert other.rig.lookup("r", tokens_of(11, 3)) == 2 * CHUNK
+        other.comes_to(tokens_of(11, 2))
+
+
+def test_an_answer_that_is_older_than_a_heartbeat_tells_nothing_that_has_gone_since(quick: ServerProcess) -> None:
+    with Telling(quick.unix) as one:
+        tokens, other = tokens_of(12, 2), tokens_of(13, 1)
+        one.stores(tokens)
+        one.stores(other)
+        one.comes_to(tokens, other)
+        late = one.announcer.witness(one.rig.attachment)
+        one.clears()
+        one.comes_to()
+        late(one.keys(tokens))  # seen before it was cleared, and said only now
+        one.stays()
+        assert one.told == set()
+        one.stores(other)
+        late(one.keys(other))
+        one.comes_to(other)
+        one.announcer.witness(one.rig.attachment)(one.keys(tokens))
+        one.comes_to(tokens, other)
+
+
+def test_a_great_many_are_told_step_by_step(quick: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_CHUNKS", 2)
+    with Telling(quick.unix) as one:
+        one.stores(tokens_of(14, 5))
+        one.comes_to(tokens_of(14, 5))
+        one.announcer.changed(one.rig.attachment, s.Changes(changes=[], next=0, complete=False))
+        assert [len(one.believes()) for _ in range(3)] == [3, 1, 0]
+
+
 def test_nothing_is_there_while_no_server_is(quick: ServerProcess) -> None:
     with Telling(quick.unix) as one:
         one.stores(tokens_of(6, 2))
@@ -181,7 +226,7 @@ def test_what_an_earlier_server_life_said_late_is_not_heard(quick: ServerProcess
         keys = one.keys(tokens_of(8, 2))
         late = s.Changes(changes=[s.Change(key.hex(), True) for key in keys], next=0, complete=True)
         one.announcer.changed(other.rig.attachment, late)
-        one.announcer.found(other.rig.attachment, keys)
+        one.announcer.witness(other.rig.attachment)(keys)
         assert one.believes() == set()
 
 
@@ -193,7 +238,7 @@ def test_of_many_chunks_that_never_come_the_oldest_are_forgotten(
         first, second = tokens_of(9, 2), tokens_of(10, 4)
         one.knows(first)
         one.knows(second)
-        one.announcer.found(one.rig.attachment, one.keys(first) + one.keys(second))
+        one.announcer.witness(one.rig.attachment)(one.keys(first) + one.keys(second))
         one.comes_to(second)
 
 

@@ -15,6 +15,8 @@ from sched_scenarios import prompt
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 
 PATIENCE_S = 20.0
+SOME_HEARTBEATS_S = 0.5
+"""The server is to be started with much shorter ones."""
 Block = tuple[int, bytes]
 """KV cache group and hash."""
 
@@ -43,6 +45,13 @@ class Router:
                 for event in self._decoder.decode(self._socket.recv_multipart()[-1]).events:
                     self._hear(event)
         return wanted()
+
+    def stays(self) -> None:
+        """Over some heartbeats nothing is told."""
+        before, until = dict(self.there["CPU"]), time.monotonic() + SOME_HEARTBEATS_S
+        self.hears(lambda: time.monotonic() > until or self.there["CPU"] != before)
+        if self.there["CPU"] != before:
+            self.wrong.append("told of what it has not met")
 
     def _hear(self, event: Any) -> None:
         if isinstance(event, AllBlocksCleared):
@@ -113,14 +122,19 @@ def believed(address: str, windows: list[int | None], sizes: list[int]) -> dict[
     tell("again", router, 128)
     other = SchedEngine(address, **settings)
     listener = Router(other)
-    tell("before the other loads", listener, 0)
+    listener.stays()
     other.add("warm", tokens)
     other.run()
     tell("loaded", listener, 128)
-    told["loaded_tokens"] = other.loaded_tokens
+    third = SchedEngine(address, **settings)
+    computing = Router(third)
+    third.add("computed", tokens).skip_reading_prefix_cache = True  # as with log-probabilities of the prompt
+    third.run()
+    tell("there already", computing, 128)
+    told["loaded_tokens"] = [other.loaded_tokens, third.loaded_tokens]
     told["groups"] = sorted({group for group, _ in listener.there["CPU"]})
-    told["kinds"], told["wrong"] = sorted(map(str, router.kinds)), router.wrong + listener.wrong
-    for one in (router, listener, engine, other):
+    told["kinds"], told["wrong"] = sorted(map(str, router.kinds)), router.wrong + listener.wrong + computing.wrong
+    for one in (router, listener, computing, engine, other, third):
         one.close()
     return told
 

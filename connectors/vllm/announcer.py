@@ -1,19 +1,21 @@
 """What a router is told: which chunks this instance can load instead of computing them.
 
 The server says with each heartbeat which chunks of the namespace its lookups began and ceased to find, whoever stored
-them. A router knows blocks by vLLM's hashes and their tokens, which this instance has of the chunks that it computed
-or loaded itself: of these it tells. What is there already says the server when it is looked up or stored again.
+them. A router knows blocks by vLLM's hashes and their tokens, which this instance has of the chunks that it looked up
+or computed: of these it tells. What is there already says the server when it is looked up or stored again.
 
-Invariants: a chunk is told as stored and as removed in turns; what is told is as of the last heartbeat, and nothing
-while no server is there. Threads: any; one lock.
+Invariants: a chunk is told as stored and as removed in turns; what a lookup saw is not told when a heartbeat that came
+since has said that it is gone, for that is said once. Threads: any; one lock.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvdock.api.schemas import Changes
@@ -21,6 +23,8 @@ from kvdock.connectors.session import Attachment, EngineSession
 
 UNTOLD_CHUNKS = 1 << 14
 """Known and not there, or not yet: of more the oldest are forgotten. Each takes some 1.5 KB."""
+STEP_CHUNKS = 1024
+"""Told in one step of the engine: vLLM takes some 15 us for each."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,12 @@ class Announcer:
     def __init__(self, session: EngineSession, chunk_tokens: int, hash_tokens: int) -> None:
         self._session, self._chunk_tokens, self._hashes = session, chunk_tokens, chunk_tokens // hash_tokens
         self._told: dict[bytes, Chunk] = {}
-        self._untold: dict[bytes, Chunk] = {}
+        self._untold: OrderedDict[bytes, Chunk] = OrderedDict()
         self._news: dict[bytes, bool] = {}
         """By key, since they were last taken: whether it is there."""
+        self._gone: dict[bytes, int] = {}
+        """Of what is known: the heartbeat that said so last, unless it was said to be there since."""
+        self._beats = self._all_gone = 0
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()
         session.on_changes = self.changed
@@ -55,35 +62,48 @@ class Announcer:
         """`keys`: of the request's chunks, from its first."""
         with self._lock:
             for at, key in enumerate(keys):
-                if key not in self._told and key not in self._untold:
-                    chunk = self._chunk(request, at)
-                    if chunk is not None:
-                        self._add(key, chunk)
+                if key in self._untold:
+                    self._untold.move_to_end(key)
+                elif key not in self._told and (chunk := self._chunk(request, at)) is not None:
+                    self._add(key, chunk)
 
-    def found(self, attachment: Attachment, keys: Iterable[bytes]) -> None:
-        """The server has just said that they are there."""
+    def witness(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        """SchedulerHalf's: before the server is asked, and then what is there."""
         with self._lock:
-            if attachment is self._followed():
-                self._news.update((key, True) for key in keys)
+            self._followed()
+            asked = self._beats
+
+        def found(keys: Sequence[bytes]) -> None:
+            with self._lock:
+                if attachment is self._followed() and asked >= self._all_gone:
+                    known = [key for key in keys if key in self._told or key in self._untold]
+                    self._news.update((key, True) for key in known if self._gone.get(key, 0) <= asked)
+
+        return found
 
     def changed(self, attachment: Attachment, changes: Changes) -> None:
         """As a heartbeat said."""
         with self._lock:
+            self._beats += 1
             if attachment is not self._followed():
                 return
             if not changes.complete:
-                self._news = dict.fromkeys(self._told, False)
+                self._forget_all()
             for change in changes.changes:
                 key = bytes.fromhex(change.key)
                 if key in self._told or key in self._untold:
                     self._news[key] = change.is_there
+                    self._gone.pop(key, None)
+                    if not change.is_there:
+                        self._gone[key] = self._beats
 
     def take(self) -> list[Told]:
-        """What has changed since it was last taken."""
+        """What has changed since it was last taken: STEP_CHUNKS at most, the rest next time."""
         out = []
         with self._lock:
             self._followed()
-            for key, is_there in self._news.items():
+            for key in list(islice(self._news, STEP_CHUNKS)):
+                is_there = self._news.pop(key)
                 chunk = (self._untold if is_there else self._told).pop(key, None)
                 if chunk is not None:
                     out.append(Told(chunk, is_there))
@@ -91,15 +111,19 @@ class Announcer:
                         self._told[key] = chunk
                     else:
                         self._add(key, chunk)
-            self._news = {}
         return out
 
     def _followed(self) -> Attachment | None:
         """The present server life. What another one said does not hold any more."""
         if self._attachment is not self._session.attachment:
             self._attachment = self._session.attachment
-            self._news = dict.fromkeys(self._told, False)
+            self._forget_all()
         return self._attachment
+
+    def _forget_all(self) -> None:
+        self._news = dict.fromkeys(self._told, False)
+        self._gone.clear()
+        self._all_gone = self._beats
 
     def _chunk(self, request: Any, at: int) -> Chunk | None:
         """None while vLLM has not hashed all of it."""
@@ -113,4 +137,5 @@ class Announcer:
     def _add(self, key: bytes, chunk: Chunk) -> None:
         self._untold[key] = chunk
         if len(self._untold) > UNTOLD_CHUNKS:
-            del self._untold[next(iter(self._untold))]
+            oldest, _ = self._untold.popitem(last=False)
+            self._gone.pop(oldest, None)

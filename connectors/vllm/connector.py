@@ -279,7 +279,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
-        """KV cache events, when vLLM publishes them: of what this instance knows, all that the server has."""
+        """KV cache events, when vLLM publishes them: what of the server this instance has met (announcer.py)."""
         return self._events.take() if self._events is not None else ()
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:

@@ -1,7 +1,7 @@
 """KV cache events as vLLM publishes them (`--kv-events-config`), for routers that send requests where their prefix is.
 
-A chunk is the blocks of each group of full attention, with the hashes that vLLM's own events name them by; what windows
-need beside them is with them. The medium is "CPU", as for vLLM's own offloading.
+A chunk is the blocks of each group of full attention, with the hashes that vLLM's own events name them by. The medium
+is "CPU", as for vLLM's own offloading.
 """
 
 from __future__ import annotations

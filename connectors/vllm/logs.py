@@ -10,8 +10,12 @@ OURS, THEIRS = logging.getLogger("kvdock"), logging.getLogger("vllm")
 
 class _AmongTheirs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # a line that does not fit its arguments ends nobody's thread
+            self.handleError(record)
+            return
         said = copy.copy(record)
-        text = record.getMessage()
         said.msg, said.args = text if text.startswith("kvdock") else f"kvdock: {text}", None
         for handler in THEIRS.handlers:
             if said.levelno >= handler.level:

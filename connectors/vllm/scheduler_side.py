@@ -77,7 +77,7 @@ class SchedulerSide:
         self._half, self._groups, self._room, self._announcer = half, groups, room, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, load_async, fails_closed
         if announcer is not None:
-            half.on_present = announcer.found
+            half.witness = announcer.witness
         self.figures, self._clock = Figures(), clock
         self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}
@@ -109,6 +109,8 @@ class SchedulerSide:
             return 0, False
         found = self._half.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if isinstance(found, Fetch):
+            if self._announcer is not None:
+                self._announcer.know(request, found.keys)
             self._question = run(self._asking, self._fetch, found, self._clock())
             return None, False
         if found is None:
@@ -156,10 +158,6 @@ class SchedulerSide:
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
-        if self._announcer is not None:
-            keys = self._half.keys_of(request.request_id, hit)
-            self._announcer.know(request, keys)
-            self._announcer.found(attachment, keys)
         self._loads.append(LoadOrder(Life.of(attachment), plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 

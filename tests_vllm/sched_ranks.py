@@ -110,15 +110,14 @@ class RanksEngine(SchedEngine):
     def _reads(self, request_id: str, group: int, start: int) -> bool:
         right = []
         for cells, mark in zip(self.cells, self.marks, strict=True):
-            self._cells = cells ^ mark
+            self._cells, self._mark = cells, mark
             right.append(super()._reads(request_id, group, start))
         return all(right)
 
     def _writes(self, request_id: str, group: int, start: int, count: int, is_right: bool) -> None:
         for cells, mark in zip(self.cells, self.marks, strict=True):
-            self._cells = cells ^ mark
+            self._cells, self._mark = cells, mark
             super()._writes(request_id, group, start, count, is_right)
-            cells[:] = self._cells ^ mark
 
     def poison(self) -> None:
         for cells in self.cells:

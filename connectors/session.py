@@ -1,4 +1,4 @@
-"""An engine process's place at the server: attach, prove life, beat, answer questions, come back.
+"""An engine process's place at the server: attach, prove life, beat, answer questions, hear what changed, come back.
 
 A lost server is a miss: `attachment` is None until the session is attached again, by itself, with
 back-off and jitter. An Attachment is one server life as this process sees it. When only the line was
@@ -326,6 +326,7 @@ class EngineSession:
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
                 )
                 answer = self.client.heartbeat(attachment.session, beat)
+                self._said = ""
                 if self.on_changes is not None and answer.changes is not None:
                     attachment.changes_since = answer.changes.next
                     self.on_changes(attachment, answer.changes)

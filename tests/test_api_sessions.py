@@ -131,6 +131,11 @@ def test_a_heartbeat_says_when_the_next_is_due(engine: Engine) -> None:
     assert answer.heartbeat_s == 2.0 and answer.questions == [] and answer.segments == 1
 
 
+def test_a_heartbeat_says_nothing_that_it_need_not() -> None:
+    """A server from before a field came refuses it, and serves whoever leaves it out."""
+    assert msgspec.json.encode(s.Heartbeat(member="m")) == b'{"member":"m"}'
+
+
 def test_who_asks_with_heartbeats_is_told_what_lookups_find_and_do_not_any_more(
     engine: Engine, client: Client
 ) -> None:

@@ -299,6 +299,10 @@ def test_what_the_server_refuses_of_heartbeats_is_said_once(caplog: pytest.LogCa
         eventually(lambda: client.status().counters["refusals"] >= 3)
         assert caplog.text.count("the server refuses heartbeats") == 1
         assert rig.connector.session.attachment is not None, "it is there, and answers everything else"
+        rig.attachment.changes_since = 0
+        eventually(lambda: rig.attachment.changes_since > 0)
+        rig.attachment.changes_since = -1
+        eventually(lambda: caplog.text.count("the server refuses heartbeats") == 2)
 
 
 def test_a_refusal_is_said_once_until_the_engine_is_attached(caplog: pytest.LogCaptureFixture) -> None:

@@ -187,6 +187,18 @@ def test_an_answer_that_is_older_than_a_heartbeat_tells_nothing_that_has_gone_si
         one.comes_to(tokens, other)
 
 
+def test_an_answer_that_is_older_than_what_was_missed_tells_nothing(quick: ServerProcess) -> None:
+    with Telling(quick.unix) as one:
+        tokens = tokens_of(17, 2)
+        one.knows(tokens)
+        late = one.announcer.witness(one.rig.attachment)
+        one.announcer.changed(one.rig.attachment, s.Changes(changes=[], next=0, complete=False))
+        late(one.keys(tokens))
+        assert one.believes() == set()
+        one.announcer.witness(one.rig.attachment)(one.keys(tokens))
+        one.comes_to(tokens)
+
+
 def test_a_great_many_are_told_step_by_step(quick: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEP_CHUNKS", 2)
     with Telling(quick.unix) as one:
@@ -240,6 +252,16 @@ def test_of_many_chunks_that_never_come_the_oldest_are_forgotten(
         one.knows(second)
         one.announcer.witness(one.rig.attachment)(one.keys(first) + one.keys(second))
         one.comes_to(second)
+
+
+def test_what_is_met_again_is_not_among_the_oldest(quick: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNTOLD_CHUNKS", 4)
+    with Telling(quick.unix) as one:
+        prompts = [tokens_of(seed, 2) for seed in (18, 19, 20)]
+        for at in (0, 1, 0, 2):
+            one.knows(prompts[at])
+        one.announcer.witness(one.rig.attachment)([key for tokens in prompts for key in one.keys(tokens)])
+        one.comes_to(prompts[0], prompts[2])
 
 
 @pytest.mark.parametrize("seed", range(3))

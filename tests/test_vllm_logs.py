@@ -40,6 +40,14 @@ def test_lines_look_like_vllms_and_say_whose_they_are(vllm_log: io.StringIO) -> 
     ]
 
 
+def test_a_line_that_does_not_fit_its_arguments_ends_nobodys_thread(
+    vllm_log: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_among_theirs()
+    logging.getLogger("kvdock.connector").warning("%d chunks", "many")
+    assert vllm_log.getvalue() == "" and "%d chunks" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("vllm_log")
 def test_who_configured_kvdocks_logger_is_left_alone() -> None:
     OURS.setLevel(logging.ERROR)

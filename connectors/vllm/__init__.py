@@ -14,8 +14,11 @@
     room.py            how much may load in the background
     clearing.py        vLLM's reset, as far as the server
     background.py      threads of our own
+    announcer.py       which chunks a router is told of
+    events.py          the same as vLLM's KV cache events
+    logs.py            kvdock's log lines among vLLM's
 
-Only connector.py and metrics.py import vLLM, and nothing here does before KvdockConnector is asked for.
+Only connector.py, metrics.py and events.py import vLLM, and nothing here does before KvdockConnector is asked for.
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ class Events:
         )
 
 
-def events_of(
-    config: Any, kv_cache_config: Any, groups: Sequence[KVGroup], session: EngineSession
-) -> Events | None:
+def events_of(config: Any, kv_cache_config: Any, groups: Sequence[KVGroup], session: EngineSession) -> Events | None:
     """None when this engine publishes no events."""
     wanted = config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:

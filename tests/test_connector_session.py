@@ -272,6 +272,18 @@ def test_a_process_that_cannot_map_the_pool_says_why_once_and_always_leaves(capl
             (SHM_DIR / f"{name}-away").unlink(missing_ok=True)
 
 
+def test_changes_are_heard_from_attaching_on() -> None:
+    with mortal() as server, Rig(server.unix) as rig, Client(server.unix) as client:
+        rig.store("s", tokens_of(42, 2), range(8))
+        session = EngineSession(client, rig.connector.session.manifest, Identity(unique("instance"), unique("member")))
+        heard: list[s.Changes] = []
+        session.on_changes = lambda attachment, changes: heard.append(changes)
+        session.start()
+        eventually(lambda: bool(heard))
+        assert heard[0].complete and heard[0].changes == []
+        session.close()
+
+
 def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> None:
     with ServerProcess(heartbeat_s=4.0) as server, Rig(server.unix) as rig, Client(server.unix) as client:
         heard: list[int] = []

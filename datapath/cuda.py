@@ -42,8 +42,7 @@ class CopyTuning:
     """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
-    """Of the CPU, for what of a load is to be sure before it was moved. Four hash three eighths of a load's bytes in
-    less time than PCIe carries the others."""
+    """Of the CPU, for what of a load is to be sure before it was moved. Not measured: who loads knows the cores."""
 
 
 def require_cuda(device: int) -> _core.CudaDevice:

@@ -16,9 +16,17 @@ from kvdock.connectors.worker import Bands, Loading
 from kvdock.datapath.copy import StreamHandle
 
 FIRST_SHARE = 0.625
-"""Of the layers, in the first band: the CPU hashes the others meanwhile (CopyTuning.hash_threads)."""
+"""Of the layers, in the first band: the CPU hashes the others meanwhile (hash_threads)."""
 LATER_BANDS = 4
 """Each costs a descriptor upload and an event."""
+MOST_HASH_THREADS = 8
+"""Of an H200's host, so many hash 48 to 61 GB/s: the rest of a load well before PCIe has carried the first band."""
+
+
+def hash_threads(*, ranks: int, cores: int) -> int:
+    """Of each worker's CPU threads that hash, when all ranks of the engine share so many cores: they take half of them
+    at most."""
+    return max(1, min(MOST_HASH_THREADS, cores // (2 * ranks)))
 
 
 class Layers:

@@ -64,13 +64,13 @@ class WorkerSide:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
     `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
     that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `reports_sure`: loads
-    may be reported before they have ended, on a GPU."""
+    may be reported before they have ended, on a GPU, which needs so many `hash_threads` of the CPU."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], *,
         rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool, by_layer: bool,
-        reports_sure: bool, clock: Callable[[], float] = time.perf_counter,
+        reports_sure: bool, hash_threads: int, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
         self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
@@ -79,7 +79,8 @@ class WorkerSide:
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         if tuning is not None:
-            tuning = replace(tuning, load_blocks=min(tuning.load_blocks, BESIDE_STEPS))
+            blocks = min(tuning.load_blocks, BESIDE_STEPS)
+            tuning = replace(tuning, load_blocks=blocks, hash_threads=hash_threads)
         self._half = WorkerHalf(
             self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
             tuning=tuning,

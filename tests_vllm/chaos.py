@@ -34,7 +34,7 @@ class Chaos:
             self._parts += [(attachment, part) for piece in plan.pieces for part in piece.parts]
             return int(store(attachment, plan))
 
-        def endangered(order: Any) -> Any:
+        def endangered(order: Any, is_early: bool) -> Any:
             if order.is_async and self._has_way_back and self._happens():
                 piece = source.choice(order.plan.pieces)
                 attachment = worker._session.attachment
@@ -42,7 +42,7 @@ class Chaos:
                 if part is not None and attachment is not None and part not in self._seen_whole():
                     self._flip(attachment, part)
                     self.seen["damaged_loads"] += 1
-            return submit(order)
+            return submit(order, is_early)
 
         worker._half.store, worker._submit, worker.begin = noted, endangered, begun
 

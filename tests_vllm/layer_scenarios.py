@@ -51,23 +51,36 @@ def sure(address: str, by_layer: bool, asks: bool = True, orders: bool = True, *
     return figures(engine, ended=ended)
 
 
-def beside(address: str, **settings: Any) -> dict[str, Any]:
-    """A request loads while another one is computed, and then the same alone. `beside`: what was reported before it had
-    ended while the other one ran."""
-    engine = stored(address, prompt(7, 150), **settings)
+def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
+    """A request loads while another one is computed, which is aborted as soon as the load began if `left`; and then the
+    same alone. `beside`: what was reported before it had ended at first. `bands`: of each load, whether it was cut into
+    them, for the CPU to hash ahead."""
+    engine, bands = stored(address, prompt(7, 150), **settings), []
     into_lockstep(engine, random.Random(0), 0, sure=True, hasty=False)
     count_sure(engine)
+    half = engine.worker._worker._half
+    submit = half.submit_load
+
+    def noted(attachment: Any, plan: Any, of_load: Any) -> Any:
+        bands.append(of_load is not None)
+        return submit(attachment, plan, of_load)
+
+    half.submit_load = noted
     engine.add("other", prompt(8, 40), 40)
     for _ in range(4):
         engine.step()
     engine.add("warm", prompt(7, 150), 2)
+    while left and not bands:
+        engine.step()
+    if left:
+        engine.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
     engine.run()
     beside = engine.seen["reported_sure"]
     engine.forget_prefixes()
     engine.add("alone", prompt(7, 150), 2)
     engine.run()
     engine.close()
-    return figures(engine, beside=beside)
+    return figures(engine, beside=beside, bands=bands)
 
 
 def aborted(address: str, **settings: Any) -> dict[str, Any]:
@@ -154,10 +167,10 @@ def flip_as_it_begins(engine: SchedEngine) -> None:
     chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
     submit = worker._submit
 
-    def endangered(order: Any) -> Any:
+    def endangered(order: Any, is_early: bool) -> Any:
         chaos._flip(worker._session.attachment, order.plan.pieces[1].parts[0])
         worker._submit = submit
-        return submit(order)
+        return submit(order, is_early)
 
     worker._submit = endangered
 

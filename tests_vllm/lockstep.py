@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sched_engine import SchedEngine
@@ -179,7 +179,6 @@ def into_haste(worker: Any) -> None:
     begin = worker.begin
 
     def begun(orders: Any) -> None:
-        begin(orders)
-        worker._is_idle = True
+        begin(replace(orders, is_idle=True))
 
     worker.begin = begun

@@ -41,11 +41,13 @@ def test_a_step_that_is_not_ordered_after_its_load_is_seen(
 
 
 @every_version
+@pytest.mark.parametrize("left", [False, True], ids=["all the time", "at first"])
 def test_a_load_beside_a_request_that_runs_is_reported_when_it_has_ended(
-    version: str, server: ServerProcess, schedulers: Schedulers
+    version: str, left: bool, server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "beside", server.unix, module="layer_scenarios")
+    found = schedulers.run(version, "beside", server.unix, left, module="layer_scenarios")
     assert (found["loaded"], found["beside"], found["reported_sure"]) == (256, 0, 1)
+    assert found["bands"] == [False, True]
     assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
 
 

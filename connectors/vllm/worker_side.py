@@ -3,8 +3,8 @@
 Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
 while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
 
-A load in the background is reported once it is sure (connectors/worker.py), in a step that computes nothing: on a GPU
-while its last layers are on their way. The next step's work is ordered after them.
+A load in the background that begins in a step that computes nothing is reported in such a step once it is sure
+(connectors/worker.py): on a GPU while its last layers are on their way. The next step's work is ordered after them.
 
 Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
 fence() returned; blocks that a failed load leaves behind are reported no later than its end; nothing that was computed
@@ -51,11 +51,12 @@ class LoadLost(RuntimeError):
 
 @dataclass
 class _Load:
-    """`loading`: None when it could not begin. `reported`: while its copies go on, being sure. `ordered`: all work of
-    the engine from now on comes after it, or layer by layer."""
+    """`loading`: None when it could not begin. `is_early`: it may be reported before it has ended; `reported`: it was.
+    `ordered`: all work of the engine from now on comes after it, or layer by layer."""
 
     order: LoadOrder
     loading: Loading | None
+    is_early: bool
     reported: bool = False
     ordered: bool = False
 
@@ -129,7 +130,9 @@ class WorkerSide:
         for store in orders.stores:
             self._stores[store.number] = run(self._storing, self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
-            self._running.append(_Load(order, self._submit(order)))
+            # Beside requests that run it is not reported early, and the CPU need not hash ahead.
+            is_early = order.is_async and orders.is_idle and self._reports_sure
+            self._running.append(_Load(order, self._submit(order, is_early), is_early))
         # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
         self._take_ended(
             lambda load: not load.order.is_async or (load.reported and load.order.plan.request_id in orders.gone)
@@ -174,7 +177,7 @@ class WorkerSide:
         waits_s = IDLE_WAIT_S  # for the first: the loop had better wait than spin
         for load in self._running:
             if load.loading is not None and not load.reported:
-                if self._reports_sure:
+                if load.is_early:
                     load.reported = load.loading.sure(waits_s)
                     self._loaded |= {load.order.plan.request_id} if load.reported else set()
                 else:
@@ -220,13 +223,11 @@ class WorkerSide:
             return None
         return attachment
 
-    def _submit(self, order: LoadOrder) -> Loading | None:
+    def _submit(self, order: LoadOrder, is_early: bool) -> Loading | None:
         attachment = self._joined(order.life)
         if attachment is None:
             return None
-        return self._half.submit_load(
-            attachment, order.plan, self._layers.bands if order.is_async and self._reports_sure else None
-        )
+        return self._half.submit_load(attachment, order.plan, self._layers.bands if is_early else None)
 
     def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""

@@ -6,9 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from kvdock.connectors.vllm.layers import FIRST_SHARE, LATER_BANDS, MOST_HASH_THREADS, Layers, hash_threads
+from kvdock.connectors.vllm.layers import FIRST_SHARE, LATER_BANDS, Layers
 from kvdock.datapath.copy import PartResult
 
 
@@ -37,13 +35,6 @@ class Copy:
 def loading(*groups: int) -> tuple[Any, list[Copy]]:
     copies = [Copy() for _ in groups]
     return SimpleNamespace(copies=[(group, (), copy) for group, copy in zip(groups, copies, strict=True)]), copies
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cores", "threads"), [(1, 1, 1), (1, 4, 2), (1, 256, MOST_HASH_THREADS), (2, 16, 4), (16, 8, 1)]
-)
-def test_hashing_leaves_the_engine_half_of_its_cores(ranks: int, cores: int, threads: int) -> None:
-    assert hash_threads(ranks=ranks, cores=cores) == threads
 
 
 def state(layers: Layers) -> tuple[bool, bool]:

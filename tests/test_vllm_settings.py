@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.cores import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, revision
 from kvdock.connectors.vllm.room import Room
@@ -20,6 +22,7 @@ from kvdock.connectors.vllm.setup import (
     refuse_what_is_not_supported,
     reports_sure,
     undoes_steps,
+    workers_here,
 )
 
 
@@ -96,6 +99,34 @@ def test_a_pipeline_is_served_when_its_stages_hold_equally_much() -> None:
         refuse_what_is_not_supported(
             config(pipeline_parallel_size=2, layers=[3, 3], drafts=drafting("eagle")), 1
         )
+
+
+@pytest.mark.parametrize(
+    ("workers", "bound", "installed", "quota", "threads"),
+    [
+        (1, 16, 16, None, MOST_HASH_THREADS),
+        (1, 256, 256, "max 100000", MOST_HASH_THREADS),
+        (1, 256, 256, "400000 100000", 2),  # a container's limit of four cores
+        (1, 256, 256, "50000 100000", 1),
+        (8, 64, 64, None, 4),
+        (8, 8, 64, None, 4),  # each is bound to cores of its own
+        (8, 32, 64, "max", 4),  # to a NUMA node
+        (4, 256, 256, "1600000 100000", 2),
+        (16, 8, 8, None, 1),
+    ],
+)
+def test_a_worker_hashes_with_half_of_what_is_its_own(
+    workers: int, bound: int, installed: int, quota: str | None, threads: int, tmp_path: Path
+) -> None:
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert hash_threads(cores_of(workers, bound=bound, installed=installed, quota=tmp_path / "cpu.max")) == threads
+    assert 1 <= hash_threads(cores_of(1)) <= MOST_HASH_THREADS
+
+
+def test_workers_of_one_machine_are_counted_over_its_engines() -> None:
+    assert workers_here(config(local_world_size=4, data_parallel_size_local=2)) == 8
+    assert workers_here(config(local_world_size=4, data_parallel_size_local=0)) == 4  # all engines are elsewhere
 
 
 def test_more_workers_than_a_lease_has_readers_are_refused() -> None:

@@ -10,6 +10,7 @@
     figures.py         what the sides count
     metrics.py         the figures as vLLM's statistics and Prometheus metrics
     layers.py          bands of layers, and which of them a step has asked for
+    cores.py           how many CPU threads may hash
     checked.py         promises only what was seen to be whole
     room.py            how much may load in the background
     clearing.py        vLLM's reset, as far as the server

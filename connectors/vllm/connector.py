@@ -11,7 +11,6 @@ handshake; until it is there every lookup is a miss.
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +31,9 @@ from kvdock.api.schemas import Manifest
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.cores import cores_of, hash_threads
 from kvdock.connectors.vllm.events import Events, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
-from kvdock.connectors.vllm.layers import hash_threads
 from kvdock.connectors.vllm.logs import log_among_theirs
 from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
@@ -47,6 +46,7 @@ from kvdock.connectors.vllm.setup import (
     refuse_what_is_not_supported,
     reports_sure,
     undoes_steps,
+    workers_here,
 )
 from kvdock.connectors.vllm.worker_side import WorkerSide
 
@@ -161,7 +161,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             undoes_steps=undoes_steps(self._config),
             by_layer=loads_by_layer(self._config, self._settings, self._groups),
             reports_sure=reports_sure(self._config, self._cache, place),
-            hash_threads=hash_threads(ranks=place.ranks, cores=len(os.sched_getaffinity(0))),
+            hash_threads=hash_threads(cores_of(workers_here(self._config))),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 

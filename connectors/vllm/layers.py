@@ -1,8 +1,8 @@
 """Layer by layer: how loads are cut into bands of layers, and which of them a step's forward pass has asked for.
 
-A load is copied band by band. When most of it was moved, and the CPU has hashed the rest, the request may run: either
-the step's work is ordered after the whole load, or each attention layer's after the band that has its KV, so that the
-first layers are computed while the last ones are still on their way.
+A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
+the request may run: either the step's work is ordered after the whole load, or each attention layer's after the band
+that has its KV, so that the first layers are computed while the last ones are still on their way.
 
 Invariant: `all_ordered` is False while some band of a watched load was not asked for: what ran may have read anything.
 """
@@ -16,17 +16,9 @@ from kvdock.connectors.worker import Bands, Loading
 from kvdock.datapath.copy import StreamHandle
 
 FIRST_SHARE = 0.625
-"""Of the layers, in the first band: the CPU hashes the others meanwhile (hash_threads)."""
+"""Of the layers, in the first band: the CPU hashes the others meanwhile (cores.py)."""
 LATER_BANDS = 4
 """Each costs a descriptor upload and an event."""
-MOST_HASH_THREADS = 8
-"""Of an H200's host, so many hash 48 to 61 GB/s: the rest of a load well before PCIe has carried the first band."""
-
-
-def hash_threads(*, ranks: int, cores: int) -> int:
-    """Of each worker's CPU threads that hash, when all ranks of the engine share so many cores: they take half of them
-    at most."""
-    return max(1, min(MOST_HASH_THREADS, cores // (2 * ranks)))
 
 
 class Layers:

@@ -41,6 +41,12 @@ def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
     return Place(shard * stages + stage, shards * stages, split * stages, split)
 
 
+def workers_here(vllm_config: Any) -> int:
+    """Of this engine and of those beside it in data parallelism, on this machine."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
+
+
 def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int) -> None:
     """NotSupported, one sentence each. `kv_groups`: how many KV cache groups there are."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config

@@ -71,8 +71,15 @@ def test_a_server_that_may_map_no_more_serves_what_it_has_and_grows_later() -> N
             assert engine.commit(short).remaining == []
             assert engine.lookup(kept, request=unique("r")).hit_tokens == 160
             assert client.status().pool.segments == 1
-        later = unique("later")
-        eventually(lambda: len(engine.reserve(keys(400, later), store=unique("s")).chunks) > 200, 30.0)
+        later, granted = keys(400, unique("later")), 0
+
+        def has_grown() -> bool:
+            nonlocal granted
+            engine.heartbeat()
+            granted += len(engine.reserve(later, store=unique("s")).chunks)  # those of earlier calls are busy
+            return granted > 200
+
+        eventually(has_grown, 30.0)
         engine.close()
 
 

@@ -20,6 +20,9 @@ from engine_helpers import assert_same_bits, config, make_engine, prompt, run_on
 from torch import Tensor
 
 from kvdock.connectors.connector import KvdockConnector
+from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.session import Attachment
+from kvdock.connectors.worker import WorkerHalf
 from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -223,8 +226,17 @@ def test_requests_that_share_a_local_prefix_and_load_what_follows_run_as_if_alon
     assert_same_bits(done["runner"], run_one(make_engine(), FRONT[:97], sampling(150)))
 
 
-def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(server: ServerProcess) -> None:
+def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twins that wait for the same chunks at the same time get blocks of their own."""
+    load, two_load = WorkerHalf.load, threading.Event()
+
+    def late(half: WorkerHalf, attachment: Attachment, plan: LoadPlan) -> int:
+        two_load.wait(10.0)
+        return load(half, attachment, plan)
+
+    monkeypatch.setattr(WorkerHalf, "load", late)
     tokens = prompt(70, 300)
     writer = engine_over(server.unix)
     run_one(writer, tokens, sampling(1))
@@ -241,6 +253,8 @@ def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(se
         taken = [block for request in loading for block in held(request.table)]
         assert len(taken) == len(set(taken))
         together = max(together, len(loading))
+        if together > 1:
+            two_load.set()
     engine.close()
     assert together > 1, "wanted loads at the same time"
     alone = run_one(make_engine(), tokens, sampling(6))

@@ -80,6 +80,7 @@ def test_a_server_that_may_map_no_more_serves_what_it_has_and_grows_later() -> N
             return granted > 200
 
         eventually(has_grown, 30.0)
+        assert client.status().pool.segments > 1
         engine.close()
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 MOST_HASH_THREADS = 8
-"""On an H200's host they hash the rest of a load before PCIe has carried its first band (bench/LOG.md)."""
+"""As many as were tried on an H200's host (bench/LOG.md)."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """Of a container with version 2 of control groups: microseconds of CPU, or "max", and of time."""
 

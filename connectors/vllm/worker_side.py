@@ -4,7 +4,7 @@ Loads are submitted, and found to have ended, by vLLM's own thread: a thread of 
 while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
 
 A load in the background that begins in a step that computes nothing is reported in such a step once it is sure
-(connectors/worker.py): on a GPU while its last layers are on their way. The next step's work is ordered after them.
+(Loading.sure): on a GPU while its last layers are on their way. The next step's work is ordered after them.
 
 Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
 fence() returned; blocks that a failed load leaves behind are reported no later than its end; nothing that was computed

@@ -82,8 +82,8 @@ def session(service: CacheService, session_id: str, limit: int, cursor: int) -> 
     view = next((view for view in service.table.sessions() if view.session == record.table_id), None)
     if view is None:
         raise ApiError("unknown_session", "the session has just ended", found=session_id)
-    now_ms = service.clock.now_ms()
     shown, following = _grants(service, limit, cursor, record.table_id)
+    now_ms = service.clock.now_ms()
     return SessionDetail(
         **_session_fields(record, view, now_ms),
         members=[
@@ -92,7 +92,7 @@ def session(service: CacheService, session_id: str, limit: int, cursor: int) -> 
             ])
             for member in _members_by_session(service)[record.table_id]
         ],
-        grants=[_lease(service, grant) for grant in shown],
+        grants=[_lease(service, grant, now_ms) for grant in shown],
         next=following,
     )
 
@@ -131,17 +131,18 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
 
 
 def leases(service: CacheService, limit: int, cursor: int) -> s.Leases:
-    """Oldest first."""
+    """Oldest first, with ages of one moment."""
     shown, following = _grants(service, limit, cursor)
-    return s.Leases(leases=[_lease(service, view) for view in shown], next=following)
+    now_ms = service.clock.now_ms()
+    return s.Leases(leases=[_lease(service, view, now_ms) for view in shown], next=following)
 
 
 def _grants(
     service: CacheService, limit: int, cursor: int, session: int = 0
 ) -> tuple[Sequence[GrantView], str | None]:
     """A page, and the cursor of the next; the table looks closely at the page's grants only."""
-    found = service.table.grants(session, after=max(cursor - 1, 0), limit=limit + 1)
-    return page_of(found, lambda view: view.grant, limit, cursor)
+    found = service.table.grants(session, from_place=cursor, limit=limit + 1)
+    return page_of(found, lambda view: view.place, limit, cursor)
 
 
 def lease(service: CacheService, lease_id: str, session_id: str) -> s.LeaseView:
@@ -152,10 +153,10 @@ def lease(service: CacheService, lease_id: str, session_id: str) -> s.LeaseView:
         raise ApiError("unknown_grant", "it was never given, or everyone has said done", found=lease_id)
     if found.session != record.table_id:
         raise ApiError("foreign_grant", "the grant belongs to another session", found=session_id)
-    return _lease(service, found)
+    return _lease(service, found, service.clock.now_ms())
 
 
-def _lease(service: CacheService, view: GrantView) -> s.LeaseView:
+def _lease(service: CacheService, view: GrantView, now_ms: int) -> s.LeaseView:
     record = service.registry.of_table_id(view.session)
     return s.LeaseView(
         grant=grant_text(view.grant),
@@ -167,7 +168,7 @@ def _lease(service: CacheService, view: GrantView) -> s.LeaseView:
         remaining=view.remaining,
         chunks=view.chunks,
         bytes=view.bytes,
-        age_s=(service.clock.now_ms() - view.opened_ms) / 1000,
+        age_s=(now_ms - view.opened_ms) / 1000,
         closed=view.closed,
     )
 

@@ -63,6 +63,7 @@ class GrantView:
     chunks: int
     bytes: int
     opened_ms: int
+    place: int  # rises from the oldest grant to the youngest; ids do not, as their cells are used again
     closed: bool
 
 class MemberView:
@@ -231,8 +232,8 @@ class Table:
     # -- views
     def sessions(self) -> list[SessionView]: ...
     def members(self) -> list[MemberView]: ...
-    def grants(self, session: int = 0, *, after: int = 0, limit: int = ...) -> list[GrantView]:
-        """With a holder left, ids above `after`, in rising order, `limit` of them. session 0: of all."""
+    def grants(self, session: int = 0, *, from_place: int = 0, limit: int = ...) -> list[GrantView]:
+        """With a holder left, oldest first, from that place on, `limit` of them. session 0: of all."""
     def grant(self, grant: int) -> GrantView | None:
         """None when it was never given or everyone has said done."""
     def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
@@ -398,8 +399,7 @@ class CudaCopy:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def order(self, stream: int, band: int | None = None) -> None:
-        """Work put on `stream` from now on runs after the copy, or after its bands up to `band`. Never waits for the
-        GPU."""
+        """Work put on `stream` from now on runs after the copy, or its bands up to `band`; the CPU does not wait."""
 
     def checksums(self) -> list[int]:
         """Waits; one a part. Raises CudaError when the copy failed."""

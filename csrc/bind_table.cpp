@@ -92,6 +92,7 @@ void bind_views(py::module_& m) {
       .def_readonly("chunks", &GrantInfo::chunks)
       .def_readonly("bytes", &GrantInfo::bytes)
       .def_readonly("opened_ms", &GrantInfo::opened_ms)
+      .def_readonly("place", &GrantInfo::place)
       .def_readonly("closed", &GrantInfo::closed);
   py::class_<MemberInfo>(m, "MemberView")
       .def_readonly("member", &MemberInfo::member)
@@ -294,10 +295,10 @@ void bind_life(py::class_<BoundTable>& c) {
       .def("members", [](BoundTable& t) { return unlocked([&] { return t.table->members(); }); })
       .def(
           "grants",
-          [](BoundTable& t, uint64_t session, uint64_t after, size_t limit) {
-            return unlocked([&] { return t.table->grants(session, after, limit); });
+          [](BoundTable& t, uint64_t session, uint64_t from, size_t limit) {
+            return unlocked([&] { return t.table->grants(session, from, limit); });
           },
-          py::arg("session") = 0, py::kw_only(), py::arg("after") = 0, py::arg("limit") = SIZE_MAX)
+          py::arg("session") = 0, py::kw_only(), py::arg("from_place") = 0, py::arg("limit") = SIZE_MAX)
       .def(
           "grant", [](BoundTable& t, uint64_t id) { return t.table->grant(id); }, py::arg("grant"))
       .def(

@@ -91,6 +91,7 @@ struct GrantInfo {
   uint32_t epoch, readers;
   std::vector<uint32_t> remaining;
   uint64_t chunks, bytes, opened_ms;
+  uint64_t place;  // rises from the oldest to the youngest; ids do not, as their cells are used again
   bool closed;
 };
 struct SessionInfo {
@@ -181,8 +182,8 @@ class Table {
 
   std::vector<SessionInfo> sessions();
   std::vector<MemberInfo> members();
-  // Those with ids above `after`, in rising order, `at_most` of them.
-  std::vector<GrantInfo> grants(uint64_t session, uint64_t after, size_t at_most);
+  // Those from that place on, in rising order, `at_most` of them.
+  std::vector<GrantInfo> grants(uint64_t session, uint64_t from, size_t at_most);
   std::optional<GrantInfo> grant(uint64_t id);
   std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request);
   uint32_t session_namespace(uint64_t session);
@@ -286,6 +287,7 @@ class Table {
     }
   }
   GrantInfo info_of(const Grant& g);
+  uint64_t place_of(const Grant& g) { return g.opened_ms * header_->max_grants + static_cast<uint64_t>(&g - grants_); }
   void discharge(uint32_t cell, uint32_t rank);
   void close_reservation(uint32_t cell);
   void finish_if_done(uint32_t cell);

@@ -296,20 +296,20 @@ std::vector<PartAt> Table::parts_of(const Record& r, uint32_t groups) {
 
 GrantInfo Table::info_of(const Grant& g) {
   bool closed = g.state() == GrantState::kClosed;
-  GrantInfo info{g.id,      g.kind,       session_id(g.session), g.request, g.epoch, g.readers,
-                 remaining(g), g.line_count, 0,                     g.opened_ms, closed};
+  GrantInfo info{g.id,         g.kind, session_id(g.session), g.request,   g.epoch, g.readers, remaining(g),
+                 g.line_count, 0,      g.opened_ms,           place_of(g), closed};
   for_each_line(g, [&](const Line& line) { info.bytes += record_bytes(line.record); });
   return info;
 }
 
-// Only the page's grants are looked at closely; of the others no more than their ids.
-std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t after, size_t at_most) {
+// Only the page's grants are looked at closely; of the others no more than their places.
+std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t from, size_t at_most) {
   std::lock_guard lock(mutex_);
   std::vector<std::pair<uint64_t, uint32_t>> found;
   for (auto& [cell, state] : session_state_) {
     if (session && session_id(cell) != session) continue;
     for (uint32_t at : state.grants)
-      if (grants_[at].id > after) found.emplace_back(grants_[at].id, at);
+      if (uint64_t place = place_of(grants_[at]); place >= from) found.emplace_back(place, at);
   }
   auto end = found.begin() + static_cast<ptrdiff_t>(std::min(at_most, found.size()));
   std::partial_sort(found.begin(), end, found.end());

@@ -62,9 +62,9 @@ class Client:
             self.table.commit(self.session, got.grant, 0, [(index, 0, 1 + index) for index, _ in got.chunks], 0)
         return len(got.chunks)
 
-    def lookup(self, keys: list[bytes], request: object = "r", epoch: int = 1) -> Lookup:
+    def lookup(self, keys: list[bytes], request: object = "r", epoch: int = 1, now: int = 0) -> Lookup:
         return self.table.lookup(
-            self.session, self.member, key(request)[:16], epoch, b"".join(keys), readers=1, skip_tokens=0, now_ms=0
+            self.session, self.member, key(request)[:16], epoch, b"".join(keys), readers=1, skip_tokens=0, now_ms=now
         )
 
     def has(self, one: bytes) -> bool:

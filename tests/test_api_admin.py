@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -304,10 +306,23 @@ def test_lists_come_in_pages_that_hold_each_item_once() -> None:
             for limit in (1, 2, 3, count):
                 shown = pages(server.http, path, field, limit)
                 assert [item[id_] for item in shown] == [item[id_] for item in whole[field]], (path, limit)
-        ages = [lease["age_s"] for lease in ok(server.http, "GET", "/v1/leases")["leases"]]
-        assert ages == sorted(ages, reverse=True), "leases are listed oldest first"
         for engine in engines:
             engine.close()
+
+
+def test_leases_are_listed_oldest_first_and_an_answer_tells_all_ages_of_one_moment() -> None:
+    """Whatever the moment, the ages of two leases differ by as much as the leases were opened apart."""
+    with ServerProcess() as server, Client(server.unix) as client, closing(attach(client)) as engine:
+        for index in range(20):
+            engine.store(keys(1, f"age {index}"))
+            engine.lookup(keys(1, f"age {index}"), request=f"r{index}")
+        for path, field in (("/v1/leases", "leases"), (f"/v1/sessions/{engine.session}", "grants")):
+            apart = set()
+            for _ in range(200):  # the server's milliseconds change somewhere in a few of the answers
+                ages_ms = [round(1000 * lease["age_s"]) for lease in ok(server.http, "GET", path)[field]]
+                assert len(ages_ms) == 20 and ages_ms == sorted(ages_ms, reverse=True), path
+                apart.add(tuple(older - younger for older, younger in pairwise(ages_ms)))
+            assert len(apart) == 1, path
 
 
 def test_a_page_goes_on_where_it_stopped_though_items_have_gone(client: Client, server: ServerProcess) -> None:

@@ -179,15 +179,21 @@ def test_a_kept_chunk_holds_its_retiring_segment_until_its_time() -> None:
     table.check_integrity()
 
 
-def test_grants_come_in_pages_by_rising_id() -> None:
+def test_grants_come_in_pages_oldest_first_also_when_their_cells_are_used_again() -> None:
+    """Cells are used again in the order in which their grants ended, here the youngest's first."""
     table = new_table(8 * PAGE)
     engine = Client(table, PAGE)
     fill(engine, "k", 1)
-    leases = [engine.lookup([key("k", 0)], request=n).lease for n in range(5)]
-    assert [view.grant for view in table.grants(engine.session)] == sorted(leases)
-    page = table.grants(engine.session, after=sorted(leases)[1], limit=2)
-    assert [view.grant for view in page] == sorted(leases)[2:4]
-    assert table.open_grants(engine.session, key(3)[:16]) == (5, True)
+    first = [engine.lookup([key("k", 0)], request=n, now=n).lease for n in range(255)]
+    for lease in reversed(first):
+        table.release(engine.session, lease, [0], 300)
+    leases = [engine.lookup([key("k", 0)], request=n, now=n).lease for n in range(1000, 1005)]
+    assert leases != sorted(leases), "ids that rise show nothing"
+    shown = table.grants(engine.session)
+    assert [view.grant for view in shown] == leases
+    page = table.grants(engine.session, from_place=shown[2].place, limit=2)
+    assert [view.grant for view in page] == leases[2:4]
+    assert table.open_grants(engine.session, key(1003)[:16]) == (5, True)
     assert table.open_grants(engine.session, key(9)[:16]) == (5, False)
 
 

@@ -24,6 +24,8 @@ from kvdock.connectors.vllm.setup import (
     undoes_steps,
     workers_here,
 )
+from kvdock.connectors.vllm.worker_side import BESIDE_STEPS, beside_steps
+from kvdock.datapath.cuda import CopyTuning
 
 
 @pytest.mark.parametrize(("extra", "named"), [
@@ -122,6 +124,14 @@ def test_a_worker_hashes_with_half_of_what_is_its_own(
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert hash_threads(cores_of(workers, bound=bound, installed=installed, quota=tmp_path / "cpu.max")) == threads
     assert 1 <= hash_threads(cores_of(1)) <= MOST_HASH_THREADS
+
+
+def test_loads_beside_steps_take_few_multiprocessors_and_the_workers_threads() -> None:
+    measured = CopyTuning(piece_bytes=1 << 20, load_blocks=16, store_blocks=7)
+    assert beside_steps(measured, 3) == CopyTuning(
+        piece_bytes=1 << 20, load_blocks=BESIDE_STEPS, store_blocks=7, hash_threads=3
+    )
+    assert beside_steps(CopyTuning(load_blocks=2), 8) == CopyTuning(load_blocks=2, hash_threads=8)
 
 
 def test_workers_of_one_machine_are_counted_over_its_engines() -> None:

@@ -33,6 +33,7 @@ from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
 from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.worker import Loading, WorkerHalf
+from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 
@@ -61,6 +62,11 @@ class _Load:
     ordered: bool = False
 
 
+def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
+    """What was measured for copies alone, for loads that others are computed beside."""
+    return replace(measured, load_blocks=min(measured.load_blocks, BESIDE_STEPS), hash_threads=hash_threads)
+
+
 class WorkerSide:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
     `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
@@ -79,12 +85,9 @@ class WorkerSide:
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
-        if tuning is not None:
-            blocks = min(tuning.load_blocks, BESIDE_STEPS)
-            tuning = replace(tuning, load_blocks=blocks, hash_threads=hash_threads)
         self._half = WorkerHalf(
             self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
-            tuning=tuning,
+            tuning=None if tuning is None else beside_steps(tuning, hash_threads),
         )
         self._groups, self._layers = len(layouts), Layers(planes)
         self.figures, self._clock = CopyFigures(manifest, rank), clock

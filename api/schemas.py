@@ -49,6 +49,7 @@ from kvdock.api.wire_types import (
     Tokens as Tokens,
     checksum_value as checksum_value,
 )
+from kvdock.datapath.identity import HASH_FUNCTION
 
 # --------------------------------------------------------------------------- identity
 
@@ -87,7 +88,8 @@ class Manifest(Identity, frozen=True, kw_only=True):
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
-    hash_function: str = "blake2b-256"
+    hash_function: str = HASH_FUNCTION
+    """Another one: the engine hashes its sequences itself, and keys are made from its hashes, never from `tokens`."""
     hash_seed: str = ""
     cache_salt: str = ""
 

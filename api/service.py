@@ -37,6 +37,7 @@ from kvdock.api.settings import Settings
 from kvdock.api.tally import Tally
 from kvdock.api.timing import Timings
 from kvdock.api.tokens import hash_tokens
+from kvdock.datapath.identity import HASH_FUNCTION
 
 
 class CacheService:
@@ -289,6 +290,11 @@ class CacheService:
         if tokens is None:
             assert keys is not None
             return key_bytes(keys)
+        if (function := namespace.manifest.hash_function) != HASH_FUNCTION:
+            raise ApiError(
+                "bad_argument", "engines of this namespace hash tokens in their own way: give keys",
+                found=function, wanted=HASH_FUNCTION,
+            )
         if parent:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
         count = len(tokens) // namespace.manifest.chunk_tokens

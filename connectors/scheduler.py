@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 from kvdock.api.client import Client
 from kvdock.api.errors import ApiError, ServerUnavailable
@@ -34,6 +35,20 @@ from kvdock.datapath.identity import KeyChain
 
 Witness = Callable[[Attachment], Callable[[Sequence[bytes]], None]]
 """Is called before the server is asked, and what it returns with the keys that are there by the answer."""
+
+
+class Chain(Protocol):
+    """The keys of a request's chunks, from its first."""
+
+    @property
+    def keys(self) -> list[bytes]: ...
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """`tokens`: all that are known so far."""
+
+
+ChainOf = Callable[[str, bytes, int], Chain]
+"""Of a request's id, the namespace and the tokens of a chunk."""
 MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 
@@ -41,7 +56,7 @@ MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 class _Request:
     """What is known of one request, from its first lookup until it is finished or preempted."""
 
-    chain: KeyChain
+    chain: Chain
     attachment: Attachment
     asked: tuple[int, int] | None = None
     """(keys, local tokens) of the lookup under way or answered."""
@@ -100,6 +115,7 @@ class SchedulerHalf:
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
         session.keeps_lease = self.keeps_lease
         self.witness: Witness | None = None
+        self.chain_of: ChainOf = lambda request_id, namespace, chunk_tokens: KeyChain(namespace, chunk_tokens)
 
     @property
     def client(self) -> Client:
@@ -239,7 +255,7 @@ class SchedulerHalf:
         if known is not None and (known.cut_short or ready <= known.offered):
             return None
         request = self._request(request_id, tokens) if ready else None
-        if request is None or ready <= request.offered:
+        if request is None or (ready := min(ready, len(request.chain.keys))) <= request.offered:
             return None
         first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
         batches = tuple(self._batches(request.chain.keys, block_ids, first, request.offered))
@@ -374,9 +390,8 @@ class SchedulerHalf:
                 del self._requests[request_id]  # another server life: nothing we knew holds
             request = None
         if request is None:
-            request = _Request(KeyChain(attachment.namespace, self.chunk_tokens), attachment)
+            request = _Request(self.chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
             with self._lock:
                 self._requests[request_id] = request
-        if len(tokens) > request.chain.tokens:
-            request.chain.extend(tokens[request.chain.tokens :])
+        request.chain.follow(tokens)
         return request

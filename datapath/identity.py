@@ -3,6 +3,8 @@
     namespace  = blake2b-256("kvdock manifest"; canonical JSON of the manifest)
     root       = blake2b-256("kvdock root";     namespace)
     key[i]     = blake2b-256("kvdock chunk";    key[i-1] ‖ tokens of chunk i as little-endian u32), key[-1] = root
+    or, of an engine that hashes its sequences itself, by a function and seed that the manifest names:
+    key[i]     = blake2b-256("kvdock hashed";   namespace ‖ the engine's hash of all tokens up to chunk i's end)
 
 The word in quotes is blake2b's personalisation: no input of one kind can collide with one of another.
 Invariant: a key names its chunk, everything before it, and the manifest. A partial chunk has no key.
@@ -20,6 +22,8 @@ from typing import Final
 from kvdock.datapath.errors import ManifestError
 
 KEY_BYTES: Final = 32
+HASH_FUNCTION: Final = "blake2b-256"
+"""What a manifest says when keys are made from tokens."""
 
 
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
@@ -60,6 +64,11 @@ class KeyChain:
         """How many tokens were given so far."""
         return len(self.keys) * self.chunk_tokens + len(self._tail) // 4
 
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Appends what of the whole sequence, `tokens`, was not given before."""
+        if len(tokens) > self.tokens:
+            self.extend(tokens[self.tokens :])
+
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Appends tokens; returns the keys of the chunks they completed. Nothing is appended on an error."""
         packed = self._tail + pack_tokens(tokens)
@@ -74,6 +83,23 @@ class KeyChain:
         self._tail = packed[whole:]
         self.keys += fresh
         return fresh
+
+
+class HashedChain:
+    """The keys of a sequence that its engine hashes as it grows: `hashes`, each of `hash_tokens` tokens and all before
+    them. They may lag behind the tokens. ManifestError unless whole hashes make a chunk."""
+
+    def __init__(self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int) -> None:
+        if chunk_tokens % hash_tokens:
+            raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=f"a multiple of {hash_tokens}")
+        self.keys: list[bytes] = []
+        """One key for each whole chunk so far."""
+        self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Takes the hashes that came since; the engine made them of `tokens`."""
+        for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
+            self.keys.append(_digest(b"kvdock hashed", self._namespace + self._hashes[end - 1]))
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

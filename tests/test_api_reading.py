@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
+import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, post, raw, unique
 
@@ -206,6 +208,18 @@ def test_tokens_are_hashed_into_the_same_keys_as_the_engines(client: Client, eng
     engine.store(own[:-1] if len(own) > 200 else own)
     found = client.lookup(s.Lookup(session=engine.session, member=engine.member, request="tokens", tokens=tokens))
     assert found.hit_tokens == 16 * (len(own) - (len(own) > 200))
+
+
+def test_tokens_are_refused_where_engines_hash_them_in_their_own_way(client: Client) -> None:
+    with closing(attach(client, hash_function="sha256 of mine")) as engine:
+        own = s.Lookup(session=engine.session, member=engine.member, request="r")
+        for asked in (own, s.Lookup(namespace=engine.attached.namespace)):
+            with pytest.raises(ApiError, match="give keys") as refused:
+                client.lookup(msgspec.structs.replace(asked, tokens=list(range(64))))
+            assert (refused.value.code, refused.value.found, refused.value.wanted) == (
+                "bad_argument", "sha256 of mine", "blake2b-256"
+            )
+            assert client.lookup(msgspec.structs.replace(asked, keys=keys(1, "none"))).hit_tokens == 0
 
 
 @pytest.mark.security

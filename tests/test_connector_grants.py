@@ -18,7 +18,7 @@ from kvdock.api.client import Client
 from kvdock.connectors.grants import GrantBook
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment
-from kvdock.datapath.identity import chunk_keys
+from kvdock.datapath.identity import HashedChain, chunk_keys
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 
@@ -58,6 +58,26 @@ def lost_lookup(rig: Rig, client: Client, tokens: list[int]) -> s.LookupAnswer:
 
 def leases_of(client: Client, rig: Rig) -> list[s.LeaseView]:
     return [lease for lease in client.leases().leases if lease.session == rig.attachment.session]
+
+
+def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curious: ServerProcess) -> None:
+    tokens, hashes = tokens_of(40, 4), [unique("hash").encode() for _ in range(4)]
+    with Rig(curious.unix) as rig:
+        known = hashes[:2]
+        rig.connector.scheduler.chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
+            namespace, chunk_tokens, known, CHUNK
+        )
+        first = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)
+        assert first == (tuple(range(8)),)
+        rig.wait_store("s", first)
+        assert rig.lookup("a", tokens) == 2 * CHUNK
+        known += hashes[2:]
+        rest = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)
+        assert rest == (tuple(range(8, 16)),)
+        rig.wait_store("s", rest)
+        assert rig.lookup("a", tokens) == 4 * CHUNK, "asked again, with more keys"
+        assert rig.load("a", range(64, 80), 0, 4 * CHUNK).valid_tokens == 4 * CHUNK
+        assert torch.equal(rig.blocks(range(64, 80)), rig.blocks(range(16)))
 
 
 # ---------------------------------------------------------------------- the book

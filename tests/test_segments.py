@@ -30,7 +30,7 @@ from kvdock.datapath.errors import (
     SegmentWrongVersion,
     SlotOutOfBounds,
 )
-from kvdock.datapath.identity import KeyChain, canonical_manifest, chunk_keys, namespace_digest
+from kvdock.datapath.identity import HashedChain, KeyChain, canonical_manifest, chunk_keys, namespace_digest
 from kvdock.datapath.liveness import PoolLock
 from kvdock.datapath.segments import AttachedSegments, SegmentInfo, SegmentPool, create_region, open_region
 
@@ -367,6 +367,18 @@ def test_a_growing_chain_gives_the_same_keys_as_one_call(tokens: list[int], cuts
     fresh = [key for a, b in itertools.pairwise(edges) for key in chain.extend(tokens[a:b])]
     assert fresh == chain.keys == chunk_keys(space, tokens, size)
     assert chain.tokens == len(tokens)
+
+
+def test_keys_of_an_engine_that_hashes_itself_come_from_the_last_hash_of_each_chunk() -> None:
+    space, hashes = namespace_digest({"model": "m"}), [bytes([n]) * 32 for n in range(7)]
+    wanted = [blake2b(space + hashes[n], digest_size=32, person=b"kvdock hashed").digest() for n in (2, 5)]
+    chain = HashedChain(space, 12, known := hashes[:2], 4)
+    for count, keys in ((2, []), (3, wanted[:1]), (5, wanted[:1]), (7, wanted)):
+        known.extend(hashes[len(known) : count])
+        chain.follow(range(100))  # the hashes may lag behind
+        assert chain.keys == keys
+    with pytest.raises(ManifestError, match="chunk_tokens: found 12, wanted a multiple of 5"):
+        HashedChain(space, 12, hashes, 5)
 
 
 @pytest.mark.parametrize("bad", [[1, -1], [1 << 32], ["a"], [1.5], [None]])

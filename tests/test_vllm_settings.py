@@ -11,7 +11,7 @@ import pytest
 from kvdock.connectors.vllm.config import NotSupported, Settings
 from kvdock.connectors.vllm.cores import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
-from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, revision
+from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, revision
 from kvdock.connectors.vllm.room import Room
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
@@ -132,6 +132,20 @@ def test_loads_beside_steps_take_few_multiprocessors_and_the_workers_threads() -
         piece_bytes=1 << 20, load_blocks=BESIDE_STEPS, store_blocks=7, hash_threads=3
     )
     assert beside_steps(CopyTuning(load_blocks=2), 8) == CopyTuning(load_blocks=2, hash_threads=8)
+
+
+@pytest.mark.parametrize(("algorithm", "seed", "fixed", "hashing"), [
+    ("sha256", None, None, ("blake2b-256", "")),  # vLLM's are random: keys come from tokens
+    ("sha256", "7", None, ("vllm sha256", "7")),
+    ("sha256", None, "root", ("vllm sha256", "root")),
+    ("sha256_cbor", "7", "root", ("vllm sha256_cbor", "7")),
+    ("xxhash", "7", "root", ("blake2b-256", "")),  # two prompts could be made to meet
+    ("xxhash_cbor", "7", "root", ("blake2b-256", "")),
+])
+def test_vllms_hashes_make_keys_when_the_next_process_makes_the_same(
+    algorithm: str, seed: str | None, fixed: str | None, hashing: tuple[str, str]
+) -> None:
+    assert hashing_of(algorithm, seed=seed, fixed_seed=fixed) == hashing
 
 
 def test_workers_of_one_machine_are_counted_over_its_engines() -> None:

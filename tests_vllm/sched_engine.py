@@ -94,12 +94,13 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 class SchedEngine:
     """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
-    of the connector. `events`: KV cache events are published, at an endpoint of this process."""
+    of the connector. `events`: KV cache events are published, at an endpoint of this process. `algorithm`: of vLLM's
+    hashes of blocks."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
-        events: bool = False, **extra: Any,
+        events: bool = False, algorithm: str = "sha256", **extra: Any,
     ) -> None:
         self.windows, self.blocks, self.steps = windows, blocks, 0
         self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
@@ -128,7 +129,10 @@ class SchedEngine:
                     max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST,
                     is_encoder_decoder=False, async_scheduling=overlap, watermark=0.0,
                 ),
-                cache_config=CacheConfig(block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching),
+                cache_config=CacheConfig(
+                    block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching,
+                    prefix_caching_hash_algo=algorithm,
+                ),
                 kv_transfer_config=KVTransferConfig(
                     kv_connector="KvdockConnector", kv_connector_module_path="kvdock.connectors.vllm",
                     kv_role="kv_both", kv_load_failure_policy="recompute",
@@ -157,7 +161,7 @@ class SchedEngine:
             for n, (window, size) in enumerate(zip(self.windows, self.sizes, strict=True))
         ]
         kv_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        hash_function = get_hash_fn_by_name("sha256")
+        hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(gcd(*self.sizes), hash_function)
         with set_current_vllm_config(self.config):

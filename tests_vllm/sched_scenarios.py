@@ -7,6 +7,7 @@ Prompts depend on seeds alone.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import Counter
@@ -19,9 +20,11 @@ from lockstep import into_lockstep
 from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
+from kvdock.api.schemas import Lookup
 from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.vllm.room import Room
 from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.datapath.identity import HashedChain, KeyChain
 
 Windows = Sequence[int | None]
 
@@ -54,6 +57,58 @@ def warm(address: str, windows: Windows = (None,), sizes: Sequence[int] = (), **
     engine.run()
     engine.close()
     return figures(engine)
+
+
+def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[str, Any]:
+    """One engine after another, as in processes of their own: each hashes from a root of its own making, by its
+    PYTHONHASHSEED. What each loads of what others have stored, how keys are made, and by which the server finds what it
+    has computed."""
+    found: list[list[Any]] = []
+    for seed in seeds:
+        with hash_seed(seed):
+            engine = SchedEngine(address, algorithm=algorithm, weights_digest=f"hashing {algorithm} {seeds}")
+            request = engine.add("r", prompt(1, 150), max_tokens=20)
+            engine.run()
+            half = engine.scheduler.connector._scheduler._half
+            attached = half.session.attachment
+            assert attached is not None
+            chains = KeyChain(attached.namespace, 32), HashedChain(attached.namespace, 32, request.block_hashes, BLOCK)
+            for chain in chains:
+                chain.follow(request.all_token_ids)
+            by_tokens, by_hashes = (
+                half.client.lookup(Lookup(namespace=attached.namespace.hex(), keys=b"".join(chain.keys))).hit_tokens
+                for chain in chains
+            )
+            found.append([engine.loaded_tokens, half.session.manifest.hash_function, by_tokens, by_hashes])
+            engine.close()
+        assert not engine.wrong_tokens and not engine.bad_reads
+    return {"found": found}
+
+
+def two_seeds(address: str) -> dict[str, Any]:
+    """How a scheduler says that its process has another PYTHONHASHSEED than its worker's."""
+    engine = SchedEngine(address, weights_digest="two seeds")
+    try:
+        with hash_seed("7"):
+            engine.scheduler.connector.set_xfer_handshake_metadata({0: engine.worker.get_handshake_metadata()})
+    except ValueError as error:
+        return {"refused": str(error)}
+    finally:
+        engine.close()
+    return {"refused": ""}
+
+
+@contextmanager
+def hash_seed(seed: str | None) -> Iterator[None]:
+    before = os.environ.pop("PYTHONHASHSEED", None)
+    try:
+        if seed is not None:
+            os.environ["PYTHONHASHSEED"] = seed
+        yield
+    finally:
+        os.environ.pop("PYTHONHASHSEED", None)
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 def pressure(
@@ -228,5 +283,6 @@ def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] =
 
 
 SCENARIOS = {
-    made.__name__: made for made in (warm, pressure, abort, load_error, damaged_before, crowd, wrong_order)
+    made.__name__: made
+    for made in (warm, hashing, two_seeds, pressure, abort, load_error, damaged_before, crowd, wrong_order)
 }

@@ -63,7 +63,8 @@ class Schedulers:
         vllm = HERE.parent / f".venv-vllm-{version}"
         assert vllm.is_dir(), f"no vLLM {version}: make test-vllm"
         with self._log(version).open("w") as log:
+            ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
             return subprocess.Popen(
                 [ENGINE_PYTHON, HERE / "sched_process.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, env={**os.environ, "PYTHONPATH": f"{vllm}:{HERE}", "OMP_NUM_THREADS": "1"},
+                text=True, env={**ours, "PYTHONPATH": f"{vllm}:{HERE}", "OMP_NUM_THREADS": "1"},
             )

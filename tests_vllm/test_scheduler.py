@@ -42,6 +42,37 @@ def test_a_prefix_is_loaded_and_every_position_is_right(
     }
 
 
+def ours(loaded: int) -> list[object]:
+    """Loaded tokens, the manifest's hash function, and tokens that the server finds by keys of tokens and of hashes."""
+    return [loaded, "blake2b-256", 160, 0]
+
+
+def theirs(loaded: int, algorithm: str = "sha256") -> list[object]:
+    return [loaded, f"vllm {algorithm}", 0, 160]
+
+
+@pytest.mark.parametrize(("version", "algorithm", "seeds", "found"), [
+    ("0.24.0", "sha256", [None, None], [ours(0), ours(128)]),  # vLLM's hashes are random here
+    ("0.33.0", "sha256", [None, None], [theirs(0), theirs(128)]),
+    ("0.24.0", "sha256", ["7", "7", "8", None], [theirs(0), theirs(128), theirs(0), ours(0)]),
+    ("0.33.0", "sha256", ["7", "7", "8", None], [theirs(0), theirs(128), theirs(0), theirs(0)]),
+    ("0.24.0", "sha256_cbor", ["7", "7"], [theirs(0, "sha256_cbor"), theirs(128, "sha256_cbor")]),
+    ("0.33.0", "sha256_cbor", [None, None], [theirs(0, "sha256_cbor"), theirs(128, "sha256_cbor")]),
+])
+def test_keys_are_made_from_vllms_hashes_where_other_processes_make_the_same_and_from_tokens_else(
+    version: str, algorithm: str, seeds: list[str | None], found: list[object], server: ServerProcess,
+    schedulers: Schedulers,
+) -> None:
+    assert schedulers.run(version, "hashing", server.unix, algorithm, seeds) == {"found": found}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_scheduler_that_hashes_otherwise_than_its_workers_is_refused(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    assert "the same PYTHONHASHSEED" in schedulers.run(version, "two_seeds", server.unix)["refused"]
+
+
 @every_version
 @every_mode
 @every_groups

@@ -11,6 +11,7 @@ handshake; until it is there every lookup is a miss.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core import kv_cache_utils
 
 from kvdock.api.client import Client
 from kvdock.api.schemas import Manifest
@@ -34,6 +36,7 @@ from kvdock.connectors.vllm.config import NotSupported, Settings
 from kvdock.connectors.vllm.cores import cores_of, hash_threads
 from kvdock.connectors.vllm.events import Events, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
+from kvdock.connectors.vllm.identity import hashing_of
 from kvdock.connectors.vllm.logs import log_among_theirs
 from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
@@ -49,6 +52,7 @@ from kvdock.connectors.vllm.setup import (
     workers_here,
 )
 from kvdock.connectors.vllm.worker_side import WorkerSide
+from kvdock.datapath.identity import HASH_FUNCTION
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -151,7 +155,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
         manifest = manifest_of(
             self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
-            weights_digest=self._settings.weights_digest,
+            weights_digest=self._settings.weights_digest, hashing=self._hashing(),
         )
         device = next(iter(kv_caches.values())).device
         self._worker = WorkerSide(
@@ -213,17 +217,19 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        first, *others = metadata.values()
-        assert isinstance(first, Handshake)
-        if any(other != first for other in others):
+        told = [one for one in metadata.values() if isinstance(one, Handshake)]
+        manifest, *others = (msgspec.json.decode(one.manifest, type=Manifest) for one in told)
+        if any((one.hash_function, one.hash_seed) != self._hashing() for one in (manifest, *others)):
+            raise NotSupported("kvdock needs the same PYTHONHASHSEED in vLLM's scheduler and its workers, or none.")
+        if any(one != told[0] for one in told):
             raise NotSupported("kvdock needs KV of one size and order in all workers of an engine, and theirs differ.")
-        manifest = msgspec.json.decode(first.manifest, type=Manifest)
         client = Client(self._settings.address, timeout_s=self._settings.timeout_s)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
         half = CheckedScheduler(
             session, readers=len(metadata), always=len(self._groups) > 1 or not self._settings.load_async
         )
-        self._events = events_of(self._config, self._cache, self._groups, session)
+        _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
+        self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)
         session.start()
         limits = self._config.scheduler_config
         room = Room(
@@ -234,6 +240,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
+            hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
         )
         for request in self._waiting:
             self._scheduler.arrived(request)
@@ -284,6 +291,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         """KV cache events, when vLLM publishes them: what of the server this instance has met (announcer.py)."""
         return self._events.take() if self._events is not None else ()
+
+    def _hashing(self) -> tuple[str, str]:
+        return hashing_of(
+            self._config.cache_config.prefix_caching_hash_algo, seed=os.environ.get("PYTHONHASHSEED"),
+            fixed_seed=getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None),
+        )
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
         return Identity(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdock.connectors.session import EngineSession
@@ -49,11 +49,12 @@ class Events:
         )
 
 
-def events_of(config: Any, kv_cache_config: Any, groups: Sequence[KVGroup], session: EngineSession) -> Events | None:
+def events_of(
+    config: Any, kv_cache_config: Any, groups: Sequence[KVGroup], session: EngineSession, hash_tokens: int
+) -> Events | None:
     """None when this engine publishes no events."""
     wanted = config.kv_events_config
     if wanted is None or not wanted.enable_kv_cache_events:
         return None
-    _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, config)
     announcer = Announcer(session, session.manifest.chunk_tokens, hash_tokens)
     return Events(announcer, groups, kv_cache_config, hash_tokens)

@@ -1,7 +1,8 @@
 """What KV depends on: the model and its set-up (the manifest's revision), and what a request adds of its own.
 
-Keys are kvdock's own hashes of the tokens (datapath/identity.py): vLLM's are random per process in some versions.
-So a request whose KV depends on more than model and tokens is not cached: neither looked up nor stored.
+Keys come from vLLM's hashes of blocks where other processes make the same ones, else from the tokens. Of an adapter the
+former cover a name, and the latter nothing. So a request whose KV depends on more than model and tokens is not cached:
+neither looked up nor stored.
 """
 
 from __future__ import annotations
@@ -11,10 +12,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvdock.datapath.identity import HASH_FUNCTION
+
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 """Of each weights file so many pieces are hashed, evenly spread: other weights differ in nearly every byte."""
+CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+"""Of vLLM's hash algorithms. Whoever can choose prompts can make two of them meet under another one."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> tuple[str, str]:
+    """The manifest's `hash_function` and `hash_seed`. vLLM's own when the next process makes the same hashes: `seed`,
+    PYTHONHASHSEED, or else this vLLM's `fixed_seed` has to stand for their root. Otherwise the root is random."""
+    root = seed if seed is not None else fixed_seed
+    if algorithm not in CRYPTOGRAPHIC or root is None:
+        return HASH_FUNCTION, ""
+    return f"vllm {algorithm}", root
 
 
 def depends_on_more_than_tokens(request: Any) -> bool:

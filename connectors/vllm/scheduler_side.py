@@ -35,6 +35,7 @@ from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
 from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.room import Room
+from kvdock.datapath.identity import HashedChain
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -68,16 +69,22 @@ class _Store:
 
 class SchedulerSide:
     """`half` is attached; `ranks`: how many workers report on each store; `fails_closed`: this vLLM has no way back
-    from any load that fails; `announcer`: of an engine that publishes KV cache events."""
+    from any load that fails; `announcer`: of an engine that publishes KV cache events; `hash_tokens`: vLLM makes a hash
+    of so many tokens, and keys come from its hashes."""
 
     def __init__(
         self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
-        fails_closed: bool, announcer: Announcer | None = None, clock: Callable[[], float] = time.perf_counter,
+        fails_closed: bool, announcer: Announcer | None = None, hash_tokens: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._half, self._groups, self._room, self._announcer = half, groups, room, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, load_async, fails_closed
         if announcer is not None:
             half.witness = announcer.witness
+        if hash_tokens is not None:
+            half.chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
+                namespace, chunk_tokens, self._tracked[request_id].request.block_hashes, hash_tokens
+            )
         self.figures, self._clock = Figures(), clock
         self._clearing = Clearing(half.session)
         self._tracked: dict[str, _Tracked] = {}

@@ -138,9 +138,10 @@ def undoes_steps(vllm_config: Any) -> bool:
 
 def manifest_of(
     vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
-    num_blocks: int, chunk_tokens: int, weights_digest: str,
+    num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
 ) -> Manifest:
-    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes."""
+    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
+    `hashing`: as hashing_of has it."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
     planes = [
@@ -159,6 +160,8 @@ def manifest_of(
         block_tokens=step_tokens(groups),
         tensor_parallel=place.heads_split,
         writers=place.writers,
+        hash_function=hashing[0],
+        hash_seed=hashing[1],
         groups=tuple(
             Group(
                 kind="full" if group.window_tokens is None else "window", window_tokens=group.window_tokens or 0,

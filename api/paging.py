@@ -1,7 +1,8 @@
 """Lists in pages: at most `limit` items, and a cursor from which the next page goes on.
 
-A cursor is the id to start from. Ids rise and are never reused, so items that come or go between two pages
-shift nothing: no item is shown twice, and none that was there all the time is missed.
+A cursor is the id to start from, or a lease's place. Both rise and are never reused (a place not after its
+millisecond), so items that come or go between two pages shift nothing: no item is shown twice, and none that was there
+all the time is missed.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[s
 
 
 def lone(address: str) -> dict[str, Any]:
-    """Loads that the first step begins after an idle engine was given one request, and after it was given two."""
+    """Loads that the first step begins after an idle engine was given one request, after it was given two, and after
+    one that computes was given another."""
     engine, begun, patience_s = SchedEngine(address, weights_digest="lone"), [], scheduler_side.IDLE_WAIT_S
     engine.add("cold", prompt(1, 150))
     engine.run()
@@ -98,6 +99,12 @@ def lone(address: str) -> dict[str, Any]:
                 engine.add(name, prompt(1, 150))
             begun.append(len(engine.step().kv_connector_metadata.orders.loads))
             engine.run()
+        engine.forget_prefixes()
+        engine.add("four", prompt(4, 20), max_tokens=20)
+        engine.step()
+        engine.add("five", prompt(1, 150))
+        begun.append(len(engine.step().kv_connector_metadata.orders.loads))
+        engine.run()
     finally:
         scheduler_side.IDLE_WAIT_S = patience_s
     engine.close()

@@ -217,9 +217,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        told = [one for one in metadata.values() if isinstance(one, Handshake)]
-        manifest, *others = (msgspec.json.decode(one.manifest, type=Manifest) for one in told)
-        if any((one.hash_function, one.hash_seed) != self._hashing() for one in (manifest, *others)):
+        told = list(metadata.values())
+        manifests = []
+        for one in told:
+            assert isinstance(one, Handshake)
+            manifests.append(msgspec.json.decode(one.manifest, type=Manifest))
+        manifest = manifests[0]
+        if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):
             raise NotSupported("kvdock needs the same PYTHONHASHSEED in vLLM's scheduler and its workers, or none.")
         if any(one != told[0] for one in told):
             raise NotSupported("kvdock needs KV of one size and order in all workers of an engine, and theirs differ.")

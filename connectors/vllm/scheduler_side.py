@@ -1,6 +1,7 @@
 """In the scheduler's process: answers lookups, plans loads and stores, and keeps blocks from being overwritten.
 
-A lookup is pure: it asks the server in the background and answers None until it knows. An admission begins a load.
+A lookup is pure: it asks the server in the background and answers None until it knows; only an engine with nothing else
+to do waits for a moment. An admission begins a load.
 Each step offers the chunks that its end completes; their slots are reserved in the background, and the plan goes
 to the workers with a later step. vLLM frees blocks when it likes, so a store whose blocks are given out anew is dropped
 when it has not gone to the workers yet, and fenced when it has: the workers end it before that step writes.
@@ -119,7 +120,10 @@ class SchedulerSide:
             if self._announcer is not None:
                 self._announcer.know(request, found.keys)
             self._question = run(self._asking, self._fetch, found, self._clock())
-            return None, False
+            if not (self._room.has_only(request) and self._is_attached_everywhere()):
+                return None, False
+            wait([self._question], IDLE_WAIT_S)  # else this step computes nothing, and waits for it as well
+            return self.lookup(request, local_tokens)
         if found is None:
             return None, False
         if found == local_tokens:

@@ -2,7 +2,8 @@
 
 Shares are of one plain copy of as many bytes, by the GPU's clock, medians of ratios taken in turns; checksums are
 on. Every destination was poisoned before and compared byte by byte. Peers: cudaMemcpyBatchAsync with an entry for
-each fragment, and a cudaMemcpyAsync for each. A victim is a memory-bound kernel (c = a + b) beside copies.
+each fragment, and a cudaMemcpyAsync for each. A victim is a memory-bound kernel (c = a + b) beside copies, and so is a
+copy of 256 bytes to the host, as an engine makes of its tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,53 @@ class Bench:
         copier.close()
         say("victims")
 
+    def tokens(self, shape: Shape, tuning: CopyTuning) -> None:
+        """Microseconds until a small copy to the host is there: alone, and beside 1 GiB that goes there as well."""
+        case = self.case(shape)
+        quiet, usual = (
+            CudaCopier(case.layout, device=self.device, tuning=one)
+            for one in (tuning.for_stores(), replace(tuning, direct_store_bytes=0))
+        )
+        case.verify(quiet)
+        parts, own = case.copies([None] * case.parts), cuda.ExternalStream(self.clock.stream, self.device)
+        on_gpu, on_host = torch.ones(64, device=f"cuda:{self.device}"), torch.zeros(64).pin_memory()
+        stream, piece = cuda.Stream(self.device), 16 << 20
+
+        def plain() -> Callable[[], bool]:
+            for at in range(0, self.memory.plain_bytes - piece, piece):
+                self.clock.plain(self.memory.plain_at + at, self.plain_on_gpu.address + at, piece, to_device=False)
+            return lambda: not own.query()
+
+        def stored(copier: CudaCopier) -> Callable[[], bool]:
+            handle = copier.gather(parts)
+            return lambda: not handle.done()
+
+        def small_us() -> float:
+            began = time.perf_counter()
+            with torch.cuda.stream(stream):
+                on_host.copy_(on_gpu, non_blocking=True)
+            stream.synchronize()
+            return (time.perf_counter() - began) * 1e6
+
+        alone = [small_us() for _ in range(200)][100:]
+        self.figures["small_d2h_us_alone"] = round(statistics.median(alone), 1)
+        for name, start in (
+            ("store", partial(stored, quiet)), ("staged_store", partial(stored, usual)), ("memcpy_d2h", plain),
+        ):
+            took = []
+            for _ in range(ROUNDS):
+                torch.cuda.synchronize(self.device)
+                busy = start()
+                while busy():
+                    took.append(small_us())
+            self.figures[f"small_d2h_us_beside_{name}"] = round(statistics.median(took), 1)
+            self.figures[f"small_d2h_us_beside_{name}_max"] = round(max(took), 1)
+        pairs = in_turns(lambda: self.plain_ms(False, case.bytes), lambda: self.clock.store_ms(quiet, parts), ROUNDS)
+        self.figures[f"gather_share_{shape.name}_beside_steps"] = round(median_ratio(pairs), 4)
+        for copier in (quiet, usual):
+            copier.close()
+        say("small copies")
+
     # ------------------------------------------------------------------ peers
 
     def peers(self, shape: Shape) -> None:
@@ -311,6 +359,7 @@ def measure(seed: int, device: int = 0) -> dict[str, object]:
             bench.duplex(largest, tuning)
             bench.chunks()
             bench.victims(largest, tuning)
+            bench.tokens(largest, tuning)
             for shape in SHAPES:
                 if shape.name in ("4k", "32k"):
                     bench.peers(shape)

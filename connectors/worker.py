@@ -102,7 +102,7 @@ class LayoutMismatch(Exception):
 class WorkerHalf:
     """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's among the
     instance's: ranks below the manifest's `writers` store, and rank r loads part r mod writers; `threads` copy when
-    the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured).
+    the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured), stores as its for_stores().
 
     `stream`: where the engine reads and writes its blocks (a CUstream as an integer): copies come after what is on
     it when they begin. None on the CPU, and when every step has ended before its blocks are handed over.
@@ -141,11 +141,13 @@ class WorkerHalf:
         self.session, self.rank, self._stream = session, rank, stream
         self._clock = clock
 
-        chunk_tokens = manifest.chunk_tokens
+        if tuning is None:
+            tuning = device.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
+        storing = tuning.for_stores() if tuning is not None else None
         self._loaders: list[Copier]
         self._storers: list[Copier]
         self._loaders, self._storers = (
-            device.open_copiers(layouts, chunk_tokens=chunk_tokens, threads=threads, tuning=tuning) for _ in range(2)
+            device.open_copiers(layouts, threads=threads, tuning=one) for one in (tuning, storing)
         )
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
@@ -43,6 +43,20 @@ class CopyTuning:
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """Of the CPU, for what of a load is to be sure before it was moved. Not measured: who loads knows the cores."""
+    beside_blocks: int = 2
+    """Thread blocks of a store beside steps: the fewest that fill PCIe."""
+
+    def for_core(self) -> dict[str, int]:
+        values = asdict(self)
+        del values["beside_blocks"]
+        return values
+
+    def for_stores(self) -> CopyTuning:
+        """For stores while the engine computes: by the kernel alone, whatever their size. A copy engine that a store
+        keeps busy lets no other copy to the host in before the store has ended, and an engine copies its tokens there:
+        with 1 GiB on an H200, they came 15 ms late. More thread blocks than fill PCIe would hold up the engine's
+        kernels (bench/LOG.md)."""
+        return replace(self, piece_bytes=1 << 20, direct_blocks=self.beside_blocks, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:
@@ -98,7 +112,7 @@ class CudaCopier:
         require_cuda(device)
         self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
-        self._core = _core.CudaCopier(device=device, **asdict(self.tuning))
+        self._core = _core.CudaCopier(device=device, **self.tuning.for_core())
         self._add(layout)
 
     def beside(self, layout: PagedLayout) -> CudaCopier:

@@ -45,16 +45,12 @@ class Device:
         return tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
 
     def open_copiers(
-        self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
+        self, layouts: Sequence[PagedLayout], *, threads: int, tuning: CopyTuning | None = None
     ) -> list[Copier]:
-        """One for each layout. `threads`: of each CPU copy.
-
-        On a GPU they share staging, as `tuning` says; None: as is best. Raises what CudaCopier raises.
-        """
+        """One for each layout. `threads`: of each CPU copy. On a GPU they share staging, as `tuning` says; None: as is
+        usual. Raises what CudaCopier raises."""
         if self.cuda is None:
             return [CpuCopier(layout, threads=threads) for layout in layouts]
-        if tuning is None:
-            tuning = self.tuning(layouts, chunk_tokens=chunk_tokens)
         first = CudaCopier(layouts[0], device=self.cuda, tuning=tuning)
         return [first, *(first.beside(layout) for layout in layouts[1:])]
 

@@ -30,15 +30,19 @@ from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.datapath")
 
-FORMAT: Final = 2  # of the file, and of what is measured: raised when either changes
+FORMAT: Final = 3  # of the file, and of what is measured: raised when either changes
 SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
 BLOCKS: Final = (4, 8, 16, 32)
+BESIDE_BLOCKS: Final = (1, 2, 4, 8)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
 """Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
 each byte costs. Thread blocks of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of
-a store are not measured: nobody waits for it, and the fewest that fill PCIe disturb the engine least."""
+a staged store are not measured: four fill PCIe."""
+FILLS: Final = 1.1
+"""A store beside steps may take so many times the least: nobody waits for it, and the fewest thread blocks disturb the
+engine least."""
 MARGIN: Final = 0.01
 """Another choice than the usual one is taken when it saves more than so much: half of it is noise."""
 ROUNDS: Final = 5
@@ -75,16 +79,16 @@ class Calibration:
     tuning: CopyTuning
     took_s: float
     load_share: float
-    """Speed of the chosen load beside one plain copy of the same 64 MiB; `store_share` likewise."""
+    """Speed of the chosen load beside one plain copy of the same 64 MiB; `store_share` likewise, of for_stores()."""
     store_share: float
 
     def describe(self) -> str:
         g, t = self.geometry, self.tuning
         return (
             f"{self.device} ({self.uuid[:8]}), {g.planes} planes of {g.run_count} x {g.run_bytes} bytes a block: "
-            f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, {t.load_blocks}/{t.store_blocks} thread blocks "
-            f"(load/store), direct up to {t.direct_load_bytes >> 10}/{t.direct_store_bytes >> 10} KiB "
-            f"with {t.direct_blocks}; load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
+            f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, loads by {t.load_blocks} thread blocks, direct up to "
+            f"{t.direct_load_bytes >> 10} KiB by {t.direct_blocks}, stores by {t.beside_blocks}; "
+            f"load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
         )
 
 
@@ -140,6 +144,7 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways)
     tuning = replace(
         tuning,
+        beside_blocks=fewest(_costs(tuning, "beside_blocks", BESIDE_BLOCKS, lambda one: [bench.beside_steps(one)])),
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
         direct_store_bytes=bench.crossover_bytes(tuning, store=True),
     )
@@ -156,21 +161,33 @@ Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
 def _choose(
     tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
 ) -> CopyTuning:
-    """`tuning` with the best of `choices` for `name`, measured in turns, so that all see the same weather."""
+    """`tuning` with the best of `choices` for `name`."""
+    return replace(tuning, **{name: best(_costs(tuning, name, choices, timers), getattr(tuning, name))})
+
+
+def _costs(
+    tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
+) -> dict[int, float]:
+    """Milliseconds with each choice, measured in turns, so that all see the same weather."""
     with ExitStack() as stack:
         calls = {
             choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
             for choice in choices
         }
         least = _least_in_turns({(choice, i): call for choice in choices for i, call in enumerate(calls[choice])})
-    costs = {choice: sum(least[choice, i] for i in range(len(calls[choice]))) for choice in choices}
-    return replace(tuning, **{name: best(costs, getattr(tuning, name))})
+    return {choice: sum(least[choice, i] for i in range(len(calls[choice]))) for choice in choices}
 
 
 def best(costs_ms: Mapping[int, float], usual: int) -> int:
     """The cheapest choice, or the usual one when the cheapest saves no more than MARGIN."""
     cheapest = min(costs_ms, key=lambda choice: costs_ms[choice])
     return cheapest if costs_ms[cheapest] < (1 - MARGIN) * costs_ms[usual] else usual
+
+
+def fewest(costs_ms: Mapping[int, float]) -> int:
+    """The smallest choice that costs no more than FILLS times the least."""
+    least = min(costs_ms.values())
+    return min(choice for choice, cost in costs_ms.items() if cost <= FILLS * least)
 
 
 def _least_in_turns(calls: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
@@ -217,6 +234,10 @@ class _Bench:
     def long_both_ways(self, tuning: CopyTuning) -> list[Timer]:
         return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]
 
+    def beside_steps(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
+        """Stores as connectors make them, of so many times the scratch."""
+        return self._copies(tuning.for_stores(), True, self._bytes, passes=passes)
+
     def direct(self, tuning: CopyTuning, size_bytes: int, *, store: bool) -> Timer:
         tuning = replace(tuning, direct_load_bytes=self._bytes, direct_store_bytes=self._bytes)
         return self._copies(tuning, store, size_bytes)
@@ -237,7 +258,7 @@ class _Bench:
         return 0
 
     def share(self, tuning: CopyTuning, *, store: bool) -> float:
-        """Speed of staged copies beside as many plain ones of the whole scratch."""
+        """Speed of copies beside as many plain ones of the whole scratch."""
 
         def plain() -> float:
             to, from_ = self._paged.address, self._host.address
@@ -246,16 +267,17 @@ class _Bench:
                 self._watch.copy(*((from_, to) if store else (to, from_)), self._bytes, to_device=not store)
             return self._watch.stop_ms()
 
-        with self.staged(tuning, store=store, passes=PASSES) as staged:
-            least = _least_in_turns({"plain": plain, "staged": staged})
-        return least["plain"] / least["staged"]
+        chosen = self.beside_steps(tuning, passes=PASSES) if store else self.staged(tuning, store=False, passes=PASSES)
+        with chosen as copies:
+            least = _least_in_turns({"plain": plain, "copies": copies})
+        return least["plain"] / least["copies"]
 
     @contextmanager
     def _copies(
         self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1
     ) -> Iterator[Callable[[], float]]:
         """Times a call that moves about `size_bytes`, whole blocks at least, so many times over."""
-        copier = _core.CudaCopier(device=self._device, **asdict(tuning))
+        copier = _core.CudaCopier(device=self._device, **tuning.for_core())
         layout = copier.add_layout(self._layout)
         blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
         slots, ids, starts = array("Q"), array("q"), array("q", [0])

@@ -280,6 +280,31 @@ def test_readers_of_shared_blocks_see_nothing_of_the_loads_beside_them() -> None
             assert all(torch.equal(tensor[:shared], was) for tensor, was in zip(paged.tensors, raw, strict=True))
 
 
+def test_an_engines_own_copy_to_the_host_does_not_wait_for_a_stores_end() -> None:
+    """As it does behind a copy engine that the store keeps busy."""
+    paged, stream = paged_kv(), new_stream()
+    ids, size = range(64), paged.layout.part_bytes(64)
+    for tensor in paged.tensors:
+        tensor.copy_(torch.randn_like(tensor))
+    wanted = checksum(paged.reference(ids))
+    with torch.cuda.stream(stream):
+        token, there = torch.full((64,), 7, device="cuda"), torch.zeros(64, dtype=torch.int64).pin_memory()
+        there.copy_(token, non_blocking=True)  # a first one loads what it needs
+    with slots_in("host", 1, size) as slots, cuda_copier(paged.layout, CopyTuning().for_stores()) as copier:
+        parts = [PartCopy(slots.address(0), ids)] * -(-(256 << 20) // size)
+        for _ in range(5):
+            there.zero_()
+            torch.cuda.synchronize()
+            store, copied = copier.gather(parts), 0
+            while not store.done():
+                with torch.cuda.stream(stream):
+                    there.copy_(token, non_blocking=True)
+                stream.synchronize()
+                copied += 1
+            assert bool((there == 7).all()) and copied > 10  # else one of the first few came with the store's end
+            assert {result.checksum for result in store.result()} == {wanted}
+
+
 def test_loads_and_stores_at_once_keep_their_bytes() -> None:
     paged = paged_kv()
     size = paged.layout.part_bytes(16)

@@ -32,7 +32,7 @@ def layout_of(shape: Shape = SHAPE) -> Paged:
 
 def test_the_cpu_needs_no_pinning_and_copies_with_the_cpu() -> None:
     assert Device.named("cpu") == CPU and CPU.pin is None
-    for copier in CPU.open_copiers([layout_of().layout] * 2, chunk_tokens=16, threads=1):
+    for copier in CPU.open_copiers([layout_of().layout] * 2, threads=1):
         assert isinstance(copier, CpuCopier)
         copier.close()
 
@@ -68,7 +68,7 @@ def test_the_core_takes_exactly_the_values_of_a_tuning() -> None:
     taken = stub[stub.index("class CudaCopier") :]
     taken = taken[taken.index("device: int,") : taken.index(") -> None: ...")]
     names = [line.split(":")[0].strip() for line in taken.splitlines()[1:] if ":" in line]
-    assert names == list(asdict(CopyTuning()))
+    assert names == list(CopyTuning().for_core()) and len(names) == len(asdict(CopyTuning())) - 1
     assert all(name in (_core.CudaCopier.__init__.__doc__ or "") for name in names)
 
 
@@ -160,6 +160,18 @@ def test_another_gpu_driver_or_geometry_has_another_file() -> None:
 def test_another_choice_than_the_usual_one_must_be_clearly_better() -> None:
     assert tunings.best({4: 1.2, 8: 0.995, 16: 1.0, 32: 1.001}, 16) == 16
     assert tunings.best({4: 1.2, 8: 0.98, 16: 1.0, 32: 0.985}, 16) == 8
+
+
+def test_stores_take_the_fewest_thread_blocks_that_are_nearly_as_fast_as_any() -> None:
+    assert tunings.fewest({1: 40.4, 2: 20.7, 4: 20.9, 8: 20.6}) == 2
+    assert tunings.fewest({1: 41.0, 2: 40.5, 4: 40.2, 8: 40.0}) == 1
+    assert tunings.fewest({1: 80.0, 2: 40.0, 4: 20.0, 8: 18.0}) == 8
+
+
+def test_a_store_beside_steps_is_the_kernels_alone() -> None:
+    storing = CopyTuning(beside_blocks=3, direct_blocks=16, direct_store_bytes=0, load_blocks=7).for_stores()
+    assert storing.direct_blocks == 3 and storing.direct_store_bytes > 1 << 50
+    assert storing.load_blocks == 7 and storing.piece_bytes < CopyTuning().piece_bytes, "it needs no staging"
 
 
 def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

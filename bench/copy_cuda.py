@@ -229,7 +229,8 @@ class Bench:
         say("victims")
 
     def tokens(self, shape: Shape, tuning: CopyTuning) -> None:
-        """Microseconds until a small copy to the host is there: alone, and beside 1 GiB that goes there as well."""
+        """Microseconds until a small copy to the host is there: alone, and beside 1 GiB that goes there as well, in
+        pieces as staged stores are. One small copy after the other: those that wait for the end are few, and long."""
         case = self.case(shape)
         quiet, usual = (
             CudaCopier(case.layout, device=self.device, tuning=one)
@@ -267,10 +268,12 @@ class Bench:
                 busy = start()
                 while busy():
                     took.append(small_us())
-            self.figures[f"small_d2h_us_beside_{name}"] = round(statistics.median(took), 1)
-            self.figures[f"small_d2h_us_beside_{name}_max"] = round(max(took), 1)
+            ways = {"p50": statistics.median(took), "p90": sorted(took)[len(took) * 9 // 10], "max": max(took)}
+            self.figures[f"small_d2h_us_beside_{name}"] = {way: round(us, 1) for way, us in ways.items()}
+        case.poison_slots()
         pairs = in_turns(lambda: self.plain_ms(False, case.bytes), lambda: self.clock.store_ms(quiet, parts), ROUNDS)
-        self.figures[f"gather_share_{shape.name}_beside_steps"] = round(median_ratio(pairs), 4)
+        self.figures[f"gather_share_{shape.name}_for_stores"] = round(median_ratio(pairs), 4)
+        case.compare("the timed gather of stores")
         for copier in (quiet, usual):
             copier.close()
         say("small copies")

@@ -43,12 +43,13 @@ class CopyTuning:
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """Of the CPU, for what of a load is to be sure before it was moved. Not measured: who loads knows the cores."""
-    beside_blocks: int = 2
-    """Thread blocks of a store beside steps: the fewest that fill PCIe."""
+    quiet_blocks: int = 2
+    """Thread blocks of a connector's stores, see for_stores(): the fewest that fill PCIe."""
 
     def for_core(self) -> dict[str, int]:
+        """What the core's copier is told."""
         values = asdict(self)
-        del values["beside_blocks"]
+        del values["quiet_blocks"]
         return values
 
     def for_stores(self) -> CopyTuning:
@@ -56,7 +57,8 @@ class CopyTuning:
         keeps busy lets no other copy to the host in before the store has ended, and an engine copies its tokens there:
         with 1 GiB on an H200, they came 15 ms late. More thread blocks than fill PCIe would hold up the engine's
         kernels (bench/LOG.md)."""
-        return replace(self, piece_bytes=1 << 20, direct_blocks=self.beside_blocks, direct_store_bytes=1 << 62)
+        least = 1 << 20  # of staging, which is not used
+        return replace(self, piece_bytes=least, direct_blocks=self.quiet_blocks, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:

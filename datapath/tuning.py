@@ -34,15 +34,15 @@ FORMAT: Final = 3  # of the file, and of what is measured: raised when either ch
 SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
 BLOCKS: Final = (4, 8, 16, 32)
-BESIDE_BLOCKS: Final = (1, 2, 4, 8)
+QUIET_BLOCKS: Final = (1, 2, 4, 8)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
 """Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
 each byte costs. Thread blocks of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of
 a staged store are not measured: four fill PCIe."""
 FILLS: Final = 1.1
-"""A store beside steps may take so many times the least: nobody waits for it, and the fewest thread blocks disturb the
-engine least."""
+"""A connector's store may take so many times as long as with more thread blocks: nobody waits for it, and few disturb
+the engine least."""
 MARGIN: Final = 0.01
 """Another choice than the usual one is taken when it saves more than so much: half of it is noise."""
 ROUNDS: Final = 5
@@ -87,7 +87,7 @@ class Calibration:
         return (
             f"{self.device} ({self.uuid[:8]}), {g.planes} planes of {g.run_count} x {g.run_bytes} bytes a block: "
             f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, loads by {t.load_blocks} thread blocks, direct up to "
-            f"{t.direct_load_bytes >> 10} KiB by {t.direct_blocks}, stores by {t.beside_blocks}; "
+            f"{t.direct_load_bytes >> 10} KiB by {t.direct_blocks}, stores by {t.quiet_blocks}; "
             f"load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
         )
 
@@ -144,7 +144,7 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways)
     tuning = replace(
         tuning,
-        beside_blocks=fewest(_costs(tuning, "beside_blocks", BESIDE_BLOCKS, lambda one: [bench.beside_steps(one)])),
+        quiet_blocks=fewest(_costs(tuning, "quiet_blocks", QUIET_BLOCKS, lambda one: [bench.quiet(one)])),
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
         direct_store_bytes=bench.crossover_bytes(tuning, store=True),
     )
@@ -185,7 +185,7 @@ def best(costs_ms: Mapping[int, float], usual: int) -> int:
 
 
 def fewest(costs_ms: Mapping[int, float]) -> int:
-    """The smallest choice that costs no more than FILLS times the least."""
+    """The smallest choice that costs no more than FILLS times the cheapest."""
     least = min(costs_ms.values())
     return min(choice for choice, cost in costs_ms.items() if cost <= FILLS * least)
 
@@ -234,7 +234,7 @@ class _Bench:
     def long_both_ways(self, tuning: CopyTuning) -> list[Timer]:
         return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]
 
-    def beside_steps(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
+    def quiet(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
         """Stores as connectors make them, of so many times the scratch."""
         return self._copies(tuning.for_stores(), True, self._bytes, passes=passes)
 
@@ -267,7 +267,7 @@ class _Bench:
                 self._watch.copy(*((from_, to) if store else (to, from_)), self._bytes, to_device=not store)
             return self._watch.stop_ms()
 
-        chosen = self.beside_steps(tuning, passes=PASSES) if store else self.staged(tuning, store=False, passes=PASSES)
+        chosen = self.quiet(tuning, passes=PASSES) if store else self.staged(tuning, store=False, passes=PASSES)
         with chosen as copies:
             least = _least_in_turns({"plain": plain, "copies": copies})
         return least["plain"] / least["copies"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from kvdock import _core
 from kvdock.datapath.checksum import checksum, ensure_keys
@@ -47,7 +47,7 @@ def copy_all_ways(layout: _core.PagedLayout, slots_at: int, tuning: CopyTuning, 
         at += -(-layout.block_bytes * count // 4096) * 4096 + 4096
         use.extend(ids[len(use) : len(use) + count])
         starts.append(len(use))
-    copier = _core.CudaCopier(device=0, **asdict(tuning))
+    copier = _core.CudaCopier(device=0, **tuning.for_core())
     blocks = copier.add_layout(layout)
     loaded = copier.scatter(blocks, slots, use, starts, array("q", [0] * len(COUNTS))).checksums()
     stored = copier.gather(blocks, slots, use, starts).checksums()

@@ -37,7 +37,7 @@ class Room:
 
     def has_only(self, request: Any) -> bool:
         """No other request is known."""
-        return len(self._needs) == 1 and request.request_id in self._needs
+        return self._needs.keys() == {request.request_id}
 
     def fits(self, request: Any) -> bool:
         mine = self._needs.get(request.request_id)

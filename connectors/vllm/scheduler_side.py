@@ -95,6 +95,7 @@ class SchedulerSide:
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._asking = ThreadPoolExecutor(1, "kvdock-ask")
         self._question: Future[None] | None = None
+        self._has_waited = False
         self._lives: dict[int, Life] = {}  # of the workers
         self._reserving = ThreadPoolExecutor(1, "kvdock-reserve")
         self._lock = threading.Lock()
@@ -122,7 +123,7 @@ class SchedulerSide:
             self._question = run(self._asking, self._fetch, found, self._clock())
             if not (self._room.has_only(request) and self._is_attached_everywhere()):
                 return None, False
-            wait([self._question], IDLE_WAIT_S)  # else this step computes nothing, and waits for it as well
+            self._wait_for_answer()  # a step without it would compute nothing, and wait for it in build()
             return self.lookup(request, local_tokens)
         if found is None:
             return None, False
@@ -199,9 +200,16 @@ class SchedulerSide:
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
-        if is_idle and self._question is not None:
-            wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        if is_idle:
+            self._wait_for_answer()  # nothing is computed: the loop had better wait than spin
+        self._has_waited = False
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
+
+    def _wait_for_answer(self) -> None:
+        """Once a step."""
+        if self._question is not None and not self._has_waited:
+            self._has_waited = True
+            wait([self._question], IDLE_WAIT_S)
 
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:

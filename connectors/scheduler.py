@@ -1,7 +1,7 @@
 """The scheduler half: tokens to keys, keys to leases and reservations, answers to plans.
 
 It asks the server and remembers what was answered; it never touches a byte. Lookups are filled by a
-background call, so the engine's scheduling loop need not wait: the first question returns None, a later
+background call, so the engine's scheduling loop never waits: the first question returns None, a later
 one the answer. Asking again is free.
 
 Local tokens are whole blocks in every group (multiples of the manifest's block_tokens): others end inside a block that

@@ -11,14 +11,13 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sched_engine import SchedEngine
 
-from kvdock.connectors.vllm import scheduler_side, worker_side
+from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult
@@ -34,12 +33,9 @@ class Job(Future[Any]):
         super().__init__()
         self.queue, self.steps_left, self.work = queue, steps, work
 
-    def make(self) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         while not self.done():
             self.queue.run_first()
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.make()
         return super().result()
 
 
@@ -144,7 +140,6 @@ def into_lockstep(
     are reported before they have copied anything, as a GPU's are before all was copied; `hasty`: in every step."""
     failures: list[Exception] = []
     queues = []
-    moments = random.Random(most_steps)  # of its own: what `source` chooses stays as it was
 
     def delay() -> int:
         return source.randrange(most_steps + 1)
@@ -174,15 +169,7 @@ def into_lockstep(
         for job in jobs:
             job.result()
 
-    def wait_for_a_moment(jobs: Iterable[Future[None]], timeout_s: float) -> None:
-        for job in jobs:
-            if not isinstance(job, Job):  # of a later engine in this process, with threads
-                futures.wait([job], timeout_s)
-            elif moments.random() < 0.5:
-                job.make()
-
     worker_side.wait, worker_side.TELL_AFTER_S = wait, 0.0
-    scheduler_side.wait = wait_for_a_moment
     engine.before_step = tick
     return failures
 

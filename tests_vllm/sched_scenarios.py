@@ -21,7 +21,7 @@ from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
 from kvdock.api.schemas import Lookup
-from kvdock.connectors.vllm import scheduler_side, worker_side
+from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.vllm.room import Room
 from kvdock.connectors.vllm.scheduler_side import SchedulerSide
 from kvdock.datapath.identity import HashedChain, KeyChain
@@ -83,37 +83,6 @@ def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[s
             engine.close()
         assert not engine.wrong_tokens and not engine.bad_reads
     return {"found": found}
-
-
-def lone(address: str) -> dict[str, Any]:
-    """Loads that the first step begins after an idle engine was given one request, after it was given two, and after
-    one that computes was given another. Then what the very first request of an engine loads in its own step: its load
-    is promised only once the workers have said that they are attached, which takes a step."""
-    engine, begun, patience_s = SchedEngine(address, weights_digest="lone"), [], scheduler_side.IDLE_WAIT_S
-    engine.add("cold", prompt(1, 150))
-    engine.run()
-    scheduler_side.IDLE_WAIT_S = 5.0
-    try:
-        for names in (["one"], ["two", "three"]):
-            engine.forget_prefixes()
-            for name in names:
-                engine.add(name, prompt(1, 150))
-            begun.append(len(engine.step().kv_connector_metadata.orders.loads))
-            engine.run()
-        engine.forget_prefixes()
-        engine.add("four", prompt(4, 20), max_tokens=20)
-        engine.step()
-        engine.add("five", prompt(1, 150))
-        begun.append(len(engine.step().kv_connector_metadata.orders.loads))
-        engine.run()
-        late = SchedEngine(address, weights_digest="lone", load_async=False)
-        late.add("first", prompt(1, 150))
-        late.run()
-    finally:
-        scheduler_side.IDLE_WAIT_S = patience_s
-    late.close()
-    engine.close()
-    return figures(engine, begun=begun, at_first=late.seen["sync_loads"])
 
 
 def two_seeds(address: str) -> dict[str, Any]:
@@ -315,5 +284,5 @@ def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] =
 
 SCENARIOS = {
     made.__name__: made
-    for made in (warm, hashing, lone, two_seeds, pressure, abort, load_error, damaged_before, crowd, wrong_order)
+    for made in (warm, hashing, two_seeds, pressure, abort, load_error, damaged_before, crowd, wrong_order)
 }

@@ -42,16 +42,6 @@ def test_a_prefix_is_loaded_and_every_position_is_right(
     }
 
 
-@every_version
-def test_a_request_that_is_alone_begins_its_load_in_its_first_step(
-    version: str, server: ServerProcess, schedulers: Schedulers
-) -> None:
-    """Where others are there to be computed, or to be looked up, nobody waits for the answer."""
-    found = schedulers.run(version, "lone", server.unix)
-    assert found["begun"] == [1, 0, 0] and found["loaded"] >= 384 and found["at_first"] == 1
-    assert not found["wrong_tokens"] and not found["bad_reads"] and not found["unfinished"]
-
-
 def ours(loaded: int) -> list[object]:
     """Loaded tokens, the manifest's hash function, and tokens that the server finds by keys of tokens and of hashes."""
     return [loaded, "blake2b-256", 160, 0]

@@ -35,10 +35,6 @@ class Room:
         most = request.num_prompt_tokens + (request.max_tokens or 0)
         self._needs[request.request_id] = self._blocks_for(min(self._longest, most))
 
-    def has_only(self, request: Any) -> bool:
-        """No other request is known."""
-        return self._needs.keys() == {request.request_id}
-
     def fits(self, request: Any) -> bool:
         mine = self._needs.get(request.request_id)
         if mine is None:

@@ -1,7 +1,6 @@
 """In the scheduler's process: answers lookups, plans loads and stores, and keeps blocks from being overwritten.
 
-A lookup is pure: it asks the server in the background and answers None until it knows; only an engine with nothing else
-to do waits for a moment. An admission begins a load.
+A lookup is pure: it asks the server in the background and answers None until it knows. An admission begins a load.
 Each step offers the chunks that its end completes; their slots are reserved in the background, and the plan goes
 to the workers with a later step. vLLM frees blocks when it likes, so a store whose blocks are given out anew is dropped
 when it has not gone to the workers yet, and fenced when it has: the workers end it before that step writes.
@@ -95,7 +94,6 @@ class SchedulerSide:
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._asking = ThreadPoolExecutor(1, "kvdock-ask")
         self._question: Future[None] | None = None
-        self._has_waited = False
         self._lives: dict[int, Life] = {}  # of the workers
         self._reserving = ThreadPoolExecutor(1, "kvdock-reserve")
         self._lock = threading.Lock()
@@ -121,10 +119,7 @@ class SchedulerSide:
             if self._announcer is not None:
                 self._announcer.know(request, found.keys)
             self._question = run(self._asking, self._fetch, found, self._clock())
-            if not (self._room.has_only(request) and self._is_attached_everywhere()):
-                return None, False
-            self._wait_for_answer()  # a step without it would compute nothing, and wait for it in build()
-            return self.lookup(request, local_tokens)
+            return None, False
         if found is None:
             return None, False
         if found == local_tokens:
@@ -200,16 +195,9 @@ class SchedulerSide:
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
-        if is_idle:
-            self._wait_for_answer()  # nothing is computed: the loop had better wait than spin
-        self._has_waited = False
+        if is_idle and self._question is not None:
+            wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
-
-    def _wait_for_answer(self) -> None:
-        """Once a step."""
-        if self._question is not None and not self._has_waited:
-            self._has_waited = True
-            wait([self._question], IDLE_WAIT_S)
 
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:

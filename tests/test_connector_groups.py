@@ -17,6 +17,10 @@ from engine_helpers import make_engine, poison, prompt, run_one, sampling
 from kvdock.api.client import Client
 from kvdock.connectors.interface import LoadDone
 from kvdock.connectors.worker import LayoutMismatch, WorkerHalf
+from kvdock.datapath.copy import Copier
+from kvdock.datapath.cuda import CopyTuning
+from kvdock.datapath.devices import Device
+from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
 
@@ -208,6 +212,27 @@ def test_what_a_preempted_request_stores_begins_where_its_new_hit_ended(rig: Rig
 def test_a_layout_for_each_group_is_wanted(rig: Rig) -> None:
     with pytest.raises(LayoutMismatch, match="layouts: found 0, wanted one for each of 3 groups"):
         WorkerHalf(rig.connector.session, [])
+
+
+@pytest.mark.parametrize("given", [None, CopyTuning(quiet_blocks=3, direct_store_bytes=0)], ids=["measured", "given"])
+def test_stores_are_told_to_leave_the_engine_alone_and_loads_are_not(rig: Rig, given: CopyTuning | None) -> None:
+    measured, told = CopyTuning(quiet_blocks=1), []
+
+    class Watched(Device):
+        def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning:
+            assert chunk_tokens == CHUNK
+            return measured
+
+        def open_copiers(
+            self, layouts: Sequence[PagedLayout], *, threads: int, tuning: CopyTuning | None = None
+        ) -> list[Copier]:
+            told.append(tuning)
+            return super().open_copiers(layouts, threads=threads, tuning=tuning)
+
+    layout = paged_layout(rig.kv.format, rig.kv.tensors, block_tokens=rig.kv.block_tokens)
+    WorkerHalf(rig.connector.session, [layout] * 3, device=Watched(), tuning=given).close()
+    wanted = given or measured
+    assert told == [wanted, wanted.for_stores()]
 
 
 def test_the_manifest_names_each_groups_window(rig: Rig) -> None:

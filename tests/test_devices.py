@@ -169,9 +169,12 @@ def test_stores_take_the_fewest_thread_blocks_that_are_nearly_as_fast_as_any() -
 
 
 def test_a_store_beside_steps_is_the_kernels_alone() -> None:
-    storing = CopyTuning(quiet_blocks=3, direct_blocks=16, direct_store_bytes=0, load_blocks=7).for_stores()
+    tuning = CopyTuning(quiet_blocks=3, direct_blocks=16, direct_store_bytes=0, load_blocks=7)
+    storing = tuning.for_stores()
     assert storing.direct_blocks == 3 and storing.direct_store_bytes > 1 << 50
-    assert storing.load_blocks == 7 and storing.piece_bytes < CopyTuning().piece_bytes, "it needs no staging"
+    assert storing.piece_bytes < CopyTuning().piece_bytes, "it needs no staging"
+    rest = {name: getattr(tuning, name) for name in ("direct_blocks", "direct_store_bytes", "piece_bytes")}
+    assert replace(storing, **rest) == tuning, "nothing else is changed"
 
 
 def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

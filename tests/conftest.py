@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -13,6 +14,12 @@ from kvdock.api.client import Client
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # a run under nohup
     # Servers under test would inherit that it is ignored; a handler ends with exec, and lets this process live on.
     signal.signal(signal.SIGHUP, lambda number, frame: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_to_collect() -> None:
+    """What other modules left to the garbage collector would go in the midst of a test that counts descriptors."""
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ threads. A Rig is what an engine process has, minus the model: its blocks hold w
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from api_helpers import Engine as Member, ServerProcess, attach, unique
+from bytes_helpers import open_descriptors
 from engine_helpers import config, poison, prompt
 
 from kvdock.api import schemas as s
@@ -187,17 +189,27 @@ def tokens_of(seed: int, chunks: int, tail: int = 0) -> list[int]:
     return prompt(seed, chunks * CHUNK + tail)
 
 
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def mapped_objects() -> int:
-    """Mappings of pool objects (segments and lock files) in this process."""
-    return Path("/proc/self/maps").read_text().count("/dev/shm/kvdock-")
+    """Mappings of what engines map of a pool (segments and lock files) in this process.
+
+    Not of chunk tables: a server that ran in this process leaves its own to the garbage collector."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/dev/shm/kvdock-" in line and "-table" not in line for line in lines)
 
 
 def own_threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kvdock"))
+
+
+@contextmanager
+def no_trace() -> Iterator[None]:
+    """Descriptors, threads and mappings afterwards are those of before, without a garbage collection.
+
+    One before it takes what earlier tests left to the collector, which could go at any time."""
+    gc.collect()
+    before = open_descriptors(), own_threads(), mapped_objects()
+    yield
+    assert (open_descriptors(), own_threads(), mapped_objects()) == before
 
 
 def sweep(server: ServerProcess) -> None:

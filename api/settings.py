@@ -95,6 +95,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # life and death
     heartbeat_s: Seconds = 2.0
+    missed_heartbeats: Positive = 3
+    """A member that misses so many in a row gets nothing new until the next one."""
     settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
     """From a member's death until what it held is reused."""
     ask_s: Seconds = 60.0
@@ -118,8 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def suspect_ms(self) -> int:
-        """Three missed heartbeats."""
-        return round(3 * self.heartbeat_s * 1000)
+        """From a member's last heartbeat until it is suspect."""
+        return round(self.missed_heartbeats * self.heartbeat_s * 1000)
 
     @staticmethod
     def load(values: Mapping[str, object]) -> Settings:

@@ -11,9 +11,10 @@ from api_helpers import ServerProcess
 
 from kvdock.api.client import Client
 
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # a run under nohup
-    # Servers under test would inherit that it is ignored; a handler ends with exec, and lets this process live on.
-    signal.signal(signal.SIGHUP, lambda number, frame: None)
+for ignored in (signal.SIGHUP, signal.SIGINT):  # in a run under nohup, or in a script's background
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        # Servers under test would inherit that it is ignored; a handler ends with exec, and lets this process live on.
+        signal.signal(ignored, lambda number, frame: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -63,7 +63,8 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
 def test_a_server_whose_names_somebody_removed_says_so() -> None:
     settings = {"pool_bytes": 2 * MIB, "segment_bytes": 1 * MIB, "growth": "ahead"}
     with ServerProcess(**settings) as server, Client(server.unix) as client:
-        eventually(lambda: len(server.shared_memory()) == 4)
+        eventually(lambda: client.status().pool.segments == 2)
+        assert len(server.shared_memory()) == 4
         removed = f"kvdock-{server.pool_id:016x}-0001"
         (SHM_DIR / removed).unlink()
         status, answer = call(server.http, "GET", "/readyz")

@@ -58,7 +58,7 @@ def test_it_stops_while_a_client_keeps_its_connection_open() -> None:
         client.status()
         began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20, "its connection would be kept for 75 s"
 
 
 def test_a_killed_servers_leavings_are_removed_by_one_that_shall_not_adopt_them() -> None:
@@ -155,12 +155,12 @@ def test_the_client_imports_no_server() -> None:
 
 
 def test_a_stopped_server_finds_nobody_late_when_it_goes_on() -> None:
-    """Three heartbeats of 0.5 s pass while it is stopped; on its clock it is one second at most."""
-    with ServerProcess(heartbeat_s=0.5) as server, Client(server.unix) as client:
+    """Three heartbeats of 1.2 s pass while it is stopped; on its clock it is one second at most."""
+    with ServerProcess(heartbeat_s=1.2, missed_heartbeats=3) as server, Client(server.unix) as client:
         engine = attach(client)
-        granted = engine.reserve(keys(1), deadline_s=1.4)
+        granted = engine.reserve(keys(1), deadline_s=3.5)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(1.8)
+        time.sleep(3.9)
         server.process.send_signal(signal.SIGCONT)
         assert client.session(engine.session).members[0].state == "live"
         assert engine.commit(granted).ready == 1, "its deadline did not pass either"

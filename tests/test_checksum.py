@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hashlib import shake_128
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
 from kvdock.datapath.checksum import PRIME, checksum, chunk_checksum, ensure_keys
@@ -62,6 +62,7 @@ def test_lengths_around_every_boundary_match_the_reference(cpu_path: str) -> Non
         assert checksum(data[:length]) == reference(data[:length]), length
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=9000), shift=st.integers(0, 63))
 def test_any_bytes_at_any_alignment_match_the_reference_on_all_paths(data: bytes, shift: int) -> None:
     view = memoryview(bytes(shift) + data)[shift:]

@@ -67,8 +67,7 @@ def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None
 def test_its_server_ends_with_a_demo_that_was_killed(tmp_path: Path) -> None:
     with lingering(tmp_path) as (demo, pool):
         demo.kill()
-        eventually(lambda: pool not in pool_objects())
-        assert not list(tmp_path.glob("kvdock-demo-*/kvdock.sock"))
+        eventually(lambda: pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*/kvdock.sock")))
 
 
 def test_a_demo_whose_server_is_lost_says_so(tmp_path: Path) -> None:

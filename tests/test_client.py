@@ -81,10 +81,9 @@ def test_silence_ends_at_the_timeout_and_its_connection_is_never_used_again(tmp_
         began = time.monotonic()
         with pytest.raises(ServerUnavailable, match=r"no answer within 0\.2 s"):
             client.leases(timeout_s=0.2)
-        assert 0.15 < time.monotonic() - began < 2
-        assert asked == [0], "silence is not repeated: the caller set the bound"
-        assert client.leases(timeout_s=5).leases == []
-        assert asked == [0, 1]
+        assert 0.15 < time.monotonic() - began < 4, "the client's own timeout would be 5 s"
+        assert client.leases(timeout_s=20).leases == []
+        assert asked == [0, 1], "silence is not repeated: the caller set the bound"
 
 
 def test_a_connection_the_server_closed_meanwhile_is_replaced(tmp_path: Path) -> None:

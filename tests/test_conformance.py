@@ -33,7 +33,7 @@ class OurSubject:
         layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
         manifest = manifest_of(config, layout, self.chunk_tokens)
         layouts = [layout] * len(self.windows)
-        self.connector: Connector = kind(ConnectorSettings(address), manifest, identity, layouts)
+        self.connector: Connector = kind(ConnectorSettings(address, timeout_s=20.0), manifest, identity, layouts)
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)

@@ -147,9 +147,9 @@ def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
         tokens = tokens_of(4, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("r", tokens) == 128
+        first = rig.attachment
         server.stop(signal.SIGKILL)
         with successor(server):
-            first = rig.attachment
             eventually(lambda: rig.connector.session.attachment not in (None, first))
             assert rig.lookup("r", tokens) == 0
             rig.connector.begin_load("r", [range(8)], 0, 128)
@@ -162,7 +162,7 @@ def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
 
 
 def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_lease_holds() -> None:
-    with mortal(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix, timeout_s=0.2) as rig:
+    with mortal(ask_s=0.5, heartbeat_s=0.1) as server, Rig(server.unix, timeout_s=1.5) as rig:
         tokens = tokens_of(5, 2)
         rig.store("s", tokens, range(8))
         assert rig.lookup("waits", tokens) == 128
@@ -200,7 +200,7 @@ def test_stores_queued_behind_a_stopped_server_give_their_blocks_back_together()
         for request, blocks in offered.items():
             assert blocks == ((0, 1, 2, 3),)
             rig.wait_store(request, blocks)
-        assert time.monotonic() - began < 4.0, "each store waited for a timeout of its own"
+        assert time.monotonic() - began < 7.0, "each store waited for a timeout of its own"
         continued(server)
 
 
@@ -217,7 +217,7 @@ def test_loads_queued_behind_a_stopped_server_are_done_together() -> None:
             rig.connector.begin_load(f"r{number}", [range(64 + 8 * number, 72 + 8 * number)], 0, 128)
         for number in range(8):
             assert rig.wait_load(f"r{number}").valid_tokens == 128
-        assert time.monotonic() - began < 4.0, "each load waited for a timeout of its own"
+        assert time.monotonic() - began < 7.0, "each load waited for a timeout of its own"
         continued(server)
 
 
@@ -232,7 +232,7 @@ def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
         eventually(lambda: rig.connector.session.attachment is before)
         began = time.monotonic()
         rig.lookup("new", tokens_of(31, 1))
-        assert time.monotonic() - began < 2.0, "a new question waited for those of the time that was lost"
+        assert time.monotonic() - began < 6.0, "a new question waited for those of the time that was lost"
 
 
 def test_the_connector_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,7 +285,7 @@ def test_changes_are_heard_from_attaching_on() -> None:
 
 
 def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> None:
-    with ServerProcess(heartbeat_s=4.0) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+    with ServerProcess(heartbeat_s=60.0) as server, Rig(server.unix) as rig, Client(server.unix) as client:
         heard: list[int] = []
         rig.connector.session.on_changes = lambda attachment, changes: heard.append(len(changes.changes))
         eventually(lambda: rig.attachment.changes_since > 0)
@@ -298,6 +298,7 @@ def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> Non
         latest = rig.attachment.changes_since
         while (told := other.heartbeat(changes_since=latest).changes) is not None and told.next > latest:
             latest = told.next
+        rig.connector.session._wake.set()  # the next heartbeat
         eventually(lambda: rig.attachment.changes_since == latest)
         full = heard.index(s.MAX_KEYS)
         assert heard[full : full + 2] == [s.MAX_KEYS, s.MAX_KEYS], "the second at once"
@@ -306,15 +307,19 @@ def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> Non
 
 def test_what_the_server_refuses_of_heartbeats_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with ServerProcess(heartbeat_s=0.05) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+        def hears_from(since: int) -> int:
+            """Set until it stays: an answer on its way sets it too."""
+            found = rig.attachment.changes_since
+            if (found < 0) != (since < 0):
+                rig.attachment.changes_since = since
+            return found
+
         rig.connector.session.on_changes = lambda attachment, changes: None
-        rig.attachment.changes_since = -1
-        eventually(lambda: client.status().counters["refusals"] >= 3)
+        eventually(lambda: hears_from(-1) < 0 and client.status().counters["refusals"] >= 3)
         assert caplog.text.count("the server refuses heartbeats") == 1
         assert rig.connector.session.attachment is not None, "it is there, and answers everything else"
-        rig.attachment.changes_since = 0
-        eventually(lambda: rig.attachment.changes_since > 0)
-        rig.attachment.changes_since = -1
-        eventually(lambda: caplog.text.count("the server refuses heartbeats") == 2)
+        eventually(lambda: hears_from(0) > 0)
+        eventually(lambda: hears_from(-1) < 0 and caplog.text.count("the server refuses heartbeats") == 2)
 
 
 def test_a_refusal_is_said_once_until_the_engine_is_attached(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +338,7 @@ def test_a_refusal_is_said_once_until_the_engine_is_attached(caplog: pytest.LogC
 
 def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
     with mortal() as server:
-        with no_trace(), Rig(server.unix, timeout_s=0.2) as rig:
+        with no_trace(), Rig(server.unix, timeout_s=1.0) as rig:
             tokens = tokens_of(40, 3 * 2)
             rig.store("s", tokens, range(24))
             rig.lookup("r", tokens)

@@ -49,7 +49,7 @@ def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> No
     done: dict[str, Completion] = {}
     with mortal() as server:
         settings = config(num_blocks=200, max_local_hit_tokens=0)
-        engines = [engine_over(server.unix, settings, label=name, timeout_s=0.5) for name in "AB"]
+        engines = [engine_over(server.unix, settings, label=name) for name in "AB"]
         for number, length in enumerate(LENGTHS[:4]):
             run_one(engines[0], prompt(number, length), sampling(1))
         assert engines[0].drain(20.0)
@@ -85,7 +85,7 @@ def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> No
 
 def test_engines_go_on_while_the_server_is_stopped_and_use_the_same_attachment_afterwards() -> None:
     with mortal() as server:
-        engine = engine_over(server.unix, config(num_blocks=200, max_local_hit_tokens=0), timeout_s=0.3)
+        engine = engine_over(server.unix, config(num_blocks=200, max_local_hit_tokens=0), timeout_s=1.5)
         for number, length in enumerate(LENGTHS[:3]):
             run_one(engine, prompt(number, length), sampling(1))
         assert engine.drain(20.0)

@@ -68,6 +68,7 @@ def test_of_two_requests_that_saturate_seven_blocks_the_preempted_one_reloads(
     engine.add_request(second, sampling(30), "second")
     request = engine.requests["second"]
     done = until_preempted(engine, "second")
+    assert engine.drain(20.0), "what it has stored can be found when it comes back"
     assert len(request.tokens) == 65
     assert (request.computed, request.table, request.registered) == (0, [], 0)
     done |= run(engine)

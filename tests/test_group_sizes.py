@@ -61,7 +61,7 @@ class Mixed(Rig):
             1 << 30, (LAYERS, BLOCKS, LARGEST, WIDTH), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
         )
         self.connector = KvdockConnector(
-            ConnectorSettings(address), hybrid(sizes, windows, chunk_tokens, cache_salt=salt),
+            ConnectorSettings(address, timeout_s=20.0), hybrid(sizes, windows, chunk_tokens, cache_salt=salt),
             Identity(unique("instance"), unique("member")), layouts_over(self.memory, sizes),
         )
         self.loads, self.stores = [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import page_helpers as say
@@ -86,9 +87,12 @@ def test_requests_are_newest_first_with_hit_share(page_server: PageServer, open_
 
 def test_new_figures_replace_old_ones_within_two_seconds(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
+    asked: list[str] = []
     page_server.bodies["status"] = say.status(sessions=4711)
+    page_server.on_path = asked.append
     sessions = page.locator("#tiles .tile").filter(has_text="Sessions").locator(".figure")
-    expect(sessions).to_have_text("4,711", timeout=2_500)
+    expect(sessions).to_have_text("4,711")
+    assert asked.count("/v1/status") <= 2, "the first or the second look found it, each a second after the last"
 
 
 # --------------------------------------------------------------------------- charts
@@ -164,7 +168,7 @@ def test_a_hanging_server_makes_figures_look_old_then_recovers(page_server: Page
     page = open_page(page_server.url)
     page_server.hang()
     say.wait_phase(page, "stale", 5_000)
-    expect(page.locator("#age")).to_have_text(re.compile(r"figures are [34]\ss old"))
+    expect(page.locator("#age")).to_have_text(re.compile(r"figures are ([3-9]|\d\d)\ss old"))
     assert page.locator("main").evaluate("node => getComputedStyle(node).filter") == "grayscale(1)"
     say.wait_phase(page, "gone", 5_000)
     expect(page.get_by_role("alert")).to_contain_text("no answer within 5 s")
@@ -232,11 +236,17 @@ def test_a_hidden_tab_asks_nothing(page_server: PageServer, open_page: OpenPage)
     show = "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });" \
            " document.dispatchEvent(new Event('visibilitychange')); }"
     page.evaluate(show, True)
-    page.wait_for_timeout(300)
-    asked: list[str] = []
+    asked: list[str] = ["what was under way"]
     page_server.on_path = asked.append
+    until = time.monotonic() + 8
+    while asked and time.monotonic() < until:
+        asked.clear()
+        page.wait_for_timeout(300)
+    asked.clear()
     page.wait_for_timeout(2_500)
     assert asked == []
     page.evaluate(show, False)
-    page.wait_for_timeout(500)
+    until = time.monotonic() + 8
+    while "/v1/status" not in asked and time.monotonic() < until:
+        page.wait_for_timeout(50)
     assert "/v1/status" in asked

@@ -30,7 +30,7 @@ def engine_at(server: ServerProcess, label: str) -> Engine:
     config = preset("tiny")
     kv = KVCache(config)
     identity = Identity(f"page-{label}", f"page-{label}", label=label)
-    connector = connect(config, kv, ConnectorSettings(server.unix), identity, chunk_tokens=CHUNK_TOKENS)
+    connector = connect(config, kv, ConnectorSettings(server.unix, timeout_s=20.0), identity, chunk_tokens=CHUNK_TOKENS)
     return Engine(config, connector, kv=kv)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from importlib.resources import files
 from urllib.parse import urlsplit
 
@@ -60,11 +61,20 @@ def test_the_page_asks_only_its_own_origin_and_logs_no_error(status_page_url: st
     page.on("console", listen)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(status_page_url)
+    panels = {"/v1/status", "/v1/stats", "/v1/sessions", "/v1/leases"}
+    until = time.monotonic() + 20
+    while not {urlsplit(url).path for url in asked} >= panels and time.monotonic() < until:
+        page.wait_for_timeout(100)
     page.wait_for_timeout(2_500)
     context.close()
     assert wrong == []
     assert {urlsplit(url).netloc for url in asked} == {urlsplit(status_page_url).netloc}
-    assert {urlsplit(url).path for url in asked} >= {"/v1/status", "/v1/stats", "/v1/sessions", "/v1/leases"}
+    assert {urlsplit(url).path for url in asked} >= panels
+
+
+FRAMES = "() => new Promise(done => { let left = 4; const next = () => left-- ? requestAnimationFrame(next) : done();" \
+         " next(); })"
+"""A few pass: charts follow a new width in the next one."""
 
 
 def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer, open_page: OpenPage) -> None:
@@ -81,7 +91,7 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
             " n.scrollWidth > n.clientWidth + 1).map(n => n.outerHTML.slice(0, 80))"
     for width in (320, 390, 600, 760, 761, 768, 900, 961, 1280, 1920):
         page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_timeout(100)  # charts follow in the next frame
+        page.evaluate(FRAMES)
         assert (width, page.evaluate("document.documentElement.scrollWidth")) == (width, width)
         assert (width, page.evaluate(spill)) == (width, [])
 

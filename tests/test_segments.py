@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from bytes_helpers import open_descriptors, shared_objects
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
 from kvdock.datapath import shm
@@ -355,6 +355,7 @@ def test_keys_are_the_documented_chain() -> None:
     assert chunk_keys(space, tokens, 4) == wanted
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=4),

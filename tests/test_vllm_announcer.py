@@ -76,9 +76,10 @@ class Telling:
 
     def stays(self) -> None:
         """Over some heartbeats."""
-        before, since = set(self.believes()), time.monotonic()
-        while time.monotonic() < since + 4 * HEARTBEAT_S:
+        before, beats, since = set(self.believes()), self.announcer._beats, time.monotonic()
+        while self.announcer._beats < beats + 3 or time.monotonic() < since + 4 * HEARTBEAT_S:
             assert self.believes() == before
+            assert time.monotonic() < since + PATIENCE_S
             time.sleep(HEARTBEAT_S / 4)  # the server's heartbeats are awaited, not this process
 
     def clears(self) -> None:

@@ -39,7 +39,8 @@ def crew_engine(crew: Crew, config: EngineConfig, address: str | None, *, salt: 
     if address is not None:
         identity = Identity(unique("instance"), unique("member"), label=f"{crew.size} ranks")
         connector = connect(
-            config, runner.kv, ConnectorSettings(address), identity, chunk_tokens=CHUNK, cache_salt=salt, crew=crew
+            config, runner.kv, ConnectorSettings(address, timeout_s=20.0), identity, chunk_tokens=CHUNK,
+            cache_salt=salt, crew=crew,
         )
     return Engine(config, connector, runner=runner)
 

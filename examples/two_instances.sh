@@ -53,5 +53,6 @@ for port in "$FIRST" "$SECOND"; do
     curl -sS --fail-with-body "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' \
         -d "{\"model\": \"model\", \"prompt\": \"$prompt\", \"max_tokens\": 16, \"temperature\": 0}"
     echo
+    sleep 1 # an answer comes a moment before what was computed for it has been stored
 done
 kvdock status --server "unix:$folder/kvdock.sock"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sched_engine import SchedEngine
@@ -20,6 +23,21 @@ class Chaos:
         self._engine, self._source, self._likely = engine, source, likely
         self.seen: Counter[str] = Counter()
         self._parts: list[tuple[Any, Any]] = []
+        self._looked_at: list[Any] = []
+        """Answers whose parts are looked at in the background: they are promised if they are found whole."""
+        self._lock = threading.Lock()
+        half = self._half = engine.scheduler.connector._scheduler._half
+        file, sees_whole = half._file, half._sees_whole
+
+        def filing(fetch: Any, answer: Any) -> None:
+            with self._looking_at(answer):
+                file(fetch, answer)
+
+        def seeing(request_id: str, attachment: Any, answer: Any, lease: str) -> bool:
+            with self._looking_at(answer):
+                return bool(sees_whole(request_id, attachment, answer, lease))
+
+        half._file, half._sees_whole = filing, seeing
         worker = engine.worker._worker
         self._has_way_back = len(engine.windows) == 1 or worker._by_request
         store, submit, begin = worker._half.store, worker._submit, worker.begin
@@ -39,9 +57,10 @@ class Chaos:
                 piece = source.choice(order.plan.pieces)
                 attachment = worker._session.attachment
                 part = source.choice(piece.parts) if piece.parts else None
-                if part is not None and attachment is not None and part not in self._seen_whole():
-                    self._flip(attachment, part)
-                    self.seen["damaged_loads"] += 1
+                with self._lock:
+                    if part is not None and attachment is not None and part not in self._promised():
+                        self._flip(attachment, part)
+                        self.seen["damaged_loads"] += 1
             return submit(order, is_early)
 
         worker._half.store, worker._submit, worker.begin = noted, endangered, begun
@@ -57,12 +76,22 @@ class Chaos:
             self.seen["forgotten"] += engine.scheduler.reset_prefix_cache()
         engine.step()
 
-    def _seen_whole(self) -> list[Any]:
+    def _promised(self) -> list[Any]:
         """Parts of loads that were promised because they were seen to be whole, or may be."""
-        half = self._engine.scheduler.connector._scheduler._half
+        half = self._half
         answers = [half._requests[name].answer for name in list(half._seen_whole) if name in half._requests]
-        promised = [part for answer in answers if answer is not None for parts in answer.chunks for part in parts]
-        return promised + self._in_step
+        promised = [answer for answer in answers if answer is not None] + self._looked_at
+        return [part for answer in promised for parts in answer.chunks for part in parts] + self._in_step
+
+    @contextmanager
+    def _looking_at(self, answer: Any) -> Iterator[None]:
+        with self._lock:
+            self._looked_at.append(answer)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._looked_at.remove(answer)
 
     def damage(self, count: int) -> None:
         """Some of what was stored. Nothing may be asked for at the time."""

@@ -12,9 +12,34 @@ from engines import ENGINE_PYTHON, HERE
 from schedulers import Schedulers
 
 
+class Spare:
+    """Servers, each started while the one before it is at work."""
+
+    def __init__(self) -> None:
+        self._next = self._start()
+
+    def take(self) -> ServerProcess:
+        taken, self._next = self._next, self._start()
+        return taken
+
+    def close(self) -> None:
+        self._next.close()
+
+    def _start(self) -> ServerProcess:
+        return ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20)
+
+
+@pytest.fixture(scope="session")
+def spare() -> Iterator[Spare]:
+    servers = Spare()
+    yield servers
+    servers.close()
+
+
 @pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as process:
+def server(spare: Spare) -> Iterator[ServerProcess]:
+    """One for each test."""
+    with spare.take() as process:
         yield process
         assert process.stop() == 0, process.log_text()
 

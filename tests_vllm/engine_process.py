@@ -76,7 +76,7 @@ def main() -> None:
 
     transfer: dict[str, Any] = {}
     if said["address"]:
-        extra = {"address": said["address"], "chunk_tokens": 64, **said.get("extra", {})}
+        extra = {"address": said["address"], "chunk_tokens": 64, "timeout_s": 20.0, **said.get("extra", {})}
         transfer = {"kv_transfer_config": {
             "kv_connector": said.get("connector", ["KvdockConnector"])[0],
             "kv_connector_module_path": said.get("connector", ["", "kvdock.connectors.vllm"])[1],

@@ -6,7 +6,8 @@ import json
 import os
 import select
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,13 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether it comes to be."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)  # an engine attaches again within 1.5 s of a server's return
+    return True

@@ -101,7 +101,6 @@ def believed(address: str, windows: list[int | None], sizes: list[int]) -> dict[
     tokens, full = prompt(1, 150), windows.index(None)
     settings: dict[str, Any] = {
         "windows": windows, "sizes": sizes, "events": True, "weights_digest": os.urandom(8).hex(),
-        "timeout_s": PATIENCE_S,
     }
     engine = SchedEngine(address, **settings)
     router = Router(engine)

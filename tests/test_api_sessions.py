@@ -162,9 +162,10 @@ def test_who_asks_with_heartbeats_is_told_what_lookups_find_and_do_not_any_more(
 
 
 def test_a_member_that_stops_beating_gets_no_new_grants_until_it_beats_again() -> None:
-    with ServerProcess(heartbeat_s=1.0, missed_heartbeats=3) as server, Client(server.unix) as client:
+    with ServerProcess(heartbeat_s=0.4, missed_heartbeats=7) as server, Client(server.unix) as client:
         engine = attach(client)
         eventually(lambda: client.session(engine.session).members[0].state == "suspect")
+        assert client.session(engine.session).members[0].heartbeat_age_s >= 7 * 0.4
         with pytest.raises(ApiError) as error:
             engine.reserve(keys(1))
         refused("member_suspect", error)

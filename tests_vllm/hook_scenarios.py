@@ -1,5 +1,4 @@
-"""vLLM's statistics, reset and sleep hooks around a real Scheduler: python hook_scenarios.py ADDRESS [NAME …] runs
-those, or all, and prints what each tells, or the error it ends with, as one line of JSON.
+"""vLLM's statistics, reset and sleep hooks around a real Scheduler.
 
 Each has a namespace of its own at the server. Statistics take the way they take in vLLM: out of the step's output,
 packed and unpacked as between its processes, into its own Prometheus and text loggers.
@@ -7,12 +6,9 @@ packed and unpacked as between its processes, into its own Prometheus and text l
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -228,12 +224,3 @@ SCENARIOS = {
     "reset_while_one_runs": partial(reset_running, preempts=False),
     "reset_preempts_one": partial(reset_running, preempts=True), "sleep": sleep,
 }
-
-if __name__ == "__main__":
-    told: dict[str, Any] = {}
-    for name in sys.argv[2:] or SCENARIOS:
-        try:
-            told[name] = SCENARIOS[name](sys.argv[1])
-        except Exception:  # the others are tests of their own
-            told[name] = {"error": traceback.format_exc()}
-    print(json.dumps(told))

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, Engine
+from engines import Engine
 from prometheus_client.parser import text_string_to_metric_families
+from schedulers import ITSELF, VERSIONS, Schedulers
 
 from kvdock.connectors.vllm.figures import METRICS
 
 pytestmark = pytest.mark.vllm
 
-VERSIONS = ("0.24.0", "0.32.0", "0.33.0")
 PROMPTS = [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333, 530))]
 HITS = [128, 320, 512]
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 """Layers, K and V, heads, head size, bytes of a float32: models.py."""
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def told(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the scenarios of hook_scenarios.py tell, in one process with that vLLM."""
-    version: str = request.param
-    folders = [HERE]
-    if version != "0.32.0":  # which is the one of the environment
-        folders.insert(0, HERE.parent / f".venv-vllm-{version}")
-        assert folders[0].is_dir(), f"no vLLM {version}: make test-vllm"
-    with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as server:
-        done = subprocess.run(
-            [ENGINE_PYTHON, HERE / "hook_scenarios.py", server.unix], capture_output=True, text=True, timeout=170,
-            env={**os.environ, "PYTHONPATH": ":".join(map(str, folders))},
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {"version": version, **json.loads(done.stdout.splitlines()[-1])}
+@pytest.fixture(params=[*VERSIONS, ITSELF])
+def version(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
 
 
-def test_a_load_is_in_prometheus_and_in_the_log(told: dict[str, Any]) -> None:
-    found = told["statistics"]
-    assert "error" not in found, found["error"]
+@pytest.fixture
+def told(version: str, server: ServerProcess, schedulers: Schedulers) -> Callable[[str], dict[str, Any]]:
+    """What a scenario of hook_scenarios.py tells with that vLLM."""
+    return lambda scenario: schedulers.run(version, scenario, server.unix, module="hook_scenarios")
+
+
+def test_a_load_is_in_prometheus_and_in_the_log(told: Callable[[str], dict[str, Any]]) -> None:
+    found = told("statistics")
     cold, warm, lines = found["cold"], found["warm"], "\n".join(found["lines"])
     assert cold["attached"] == 1
     assert "load_tokens_total" not in cold and "load_seconds_count" not in cold
@@ -56,39 +48,39 @@ def test_a_load_is_in_prometheus_and_in_the_log(told: dict[str, Any]) -> None:
     assert "KV Transfer metrics: " in lines and "Loads=1, Load MB=0.001, Avg load GB/s=" in lines
 
 
-def test_figures_of_two_workers_are_added(told: dict[str, Any]) -> None:
+def test_figures_of_two_workers_are_added(told: Callable[[str], dict[str, Any]]) -> None:
     one = {"load_bytes": 5, "load_seconds": [0.5]}
     both = {"load_bytes": 12, "load_seconds": [0.5, 0.25], "fence_seconds": 0.125}
-    assert told["two_workers"] == {"sums": [one, both, None], "untouched": one}
+    assert told("two_workers") == {"sums": [one, both, None], "untouched": one}
 
 
-def test_nothing_stored_before_a_reset_is_loaded_after_it(told: dict[str, Any]) -> None:
-    assert told["reset"] == {"hits": [0, 128, 0, 128], "answer": True, "bad_reads": 0}
+def test_nothing_stored_before_a_reset_is_loaded_after_it(told: Callable[[str], dict[str, Any]]) -> None:
+    assert told("reset") == {"hits": [0, 128, 0, 128], "answer": True, "bad_reads": 0}
 
 
-def test_a_store_that_ends_after_a_reset_is_not_found(told: dict[str, Any]) -> None:
-    found = told["reset_during_store"]
-    assert "error" not in found, found["error"]
+def test_a_store_that_ends_after_a_reset_is_not_found(told: Callable[[str], dict[str, Any]]) -> None:
+    found = told("reset_during_store")
     assert found["published"] >= 4, "nothing was published late: the test shows nothing"
     assert found["answer"] is True and found["bad_reads"] == 0
     assert found["hits"][0] == 0 and found["hits"][-1] == 128
 
 
-def test_what_a_running_request_computes_over_a_reset_is_not_stored(told: dict[str, Any]) -> None:
-    assert told["reset_while_one_runs"] == {"hits": [0, 128], "answer": False, "bad_reads": 0}
+def test_what_a_running_request_computes_over_a_reset_is_not_stored(told: Callable[[str], dict[str, Any]]) -> None:
+    assert told("reset_while_one_runs") == {"hits": [0, 128], "answer": False, "bad_reads": 0}
 
 
-def test_a_request_that_a_reset_preempts_is_computed_and_stored_anew(told: dict[str, Any]) -> None:
-    found = told["reset_preempts_one"]
-    assert "error" not in found, found["error"]
+def test_a_request_that_a_reset_preempts_is_computed_and_stored_anew(told: Callable[[str], dict[str, Any]]) -> None:
+    found = told("reset_preempts_one")
     assert found["answer"] is True and found["hits"][-1] == 128 and found["bad_reads"] == 0
 
 
-def test_sleep_mode_is_refused_at_start_and_when_it_comes(told: dict[str, Any]) -> None:
-    found = told["sleep"]
+def test_sleep_mode_is_refused_at_start_and_when_it_comes(
+    version: str, told: Callable[[str], dict[str, Any]]
+) -> None:
+    found = told("sleep")
     assert "kvdock does not serve sleep mode yet" in found["kvdock"]
     assert "KV tensors that have moved" in found["asleep"]
-    if told["version"] == "0.33.0":  # which asks connectors
+    if version == "0.33.0":  # which asks connectors
         assert found["vllm"] == "KvdockConnector does not support sleep mode."
 
 

@@ -95,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     # life and death
     heartbeat_s: Seconds = 2.0
-    missed_heartbeats: Positive = 3
+    missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
     """A member that misses so many in a row gets nothing new until the next one."""
     settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
     """From a member's death until what it held is reused."""

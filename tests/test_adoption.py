@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import struct
@@ -184,10 +185,10 @@ def test_a_segment_the_table_never_knew_goes_and_its_id_is_free_again() -> None:
             engine.close()
 
 
-def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_every_kill() -> None:
+def test_engines_have_hits_again_soon_and_the_same_tokens_after_every_kill() -> None:
     settings = config(num_blocks=200, max_local_hit_tokens=0)
     wanted = [run_one(make_engine(), prompt(n, length), sampling(8)).output_tokens for n, length in enumerate(LENGTHS)]
-    with mortal(heartbeat_s=1.0) as server:
+    with mortal(heartbeat_s=1.0) as server:  # what is waited for between two of them is noted, too
         engine = engine_over(server.unix, settings)
         for number, length in enumerate(LENGTHS):
             run_one(engine, prompt(number, length), sampling(1))
@@ -199,7 +200,7 @@ def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_ev
         wait = session._wake.wait
 
         def noted(timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
+            waits.append(math.inf if timeout is None else timeout)
             return wait(timeout)
 
         session._wake.wait = noted  # type: ignore[method-assign]  # noted as well as real
@@ -219,5 +220,5 @@ def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_ev
                 assert session.attachment is before, "it came back as who it was"
                 running.stop(signal.SIGKILL)
         assert max(waits) <= 1.5, "the next server is looked for so often"
-        assert min(took) < 2.0, "the machine may stand still in the midst of the others"
+        assert sorted(took)[1] < 2.0, "the machine may stand still in the midst of one"
         engine.close()

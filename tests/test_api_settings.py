@@ -41,6 +41,8 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
         ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=33554432"),
         ({"low_water": 0.5, "high_water": 0.1}, "high_water=0.1"),
         ({"growth": "later"}, "growth='later'"),
+        ({"missed_heartbeats": 0}, "missed_heartbeats=0"),
+        ({"missed_heartbeats": 1_000_001}, "missed_heartbeats=1000001"),
         ({"socket_path": "/" + "x" * 120}, "socket_path="),
     ],
 )

@@ -3,8 +3,10 @@ there is no shared memory it says so before it has begun."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,9 +16,10 @@ from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
-from api_helpers import Engine, attach, eventually, http_connection, keys, raw
+from api_helpers import Engine, attach, eventually, http_connection, keys, raw, small_pool
 from cli_helpers import (
     KVDOCK,
     SMALL,
@@ -32,8 +35,12 @@ from cli_helpers import (
 from kvdock._core import Table
 from kvdock.api import schemas as s
 from kvdock.api.client import Client
+from kvdock.api.clock import ServerClock
+from kvdock.api.drain import Drain
 from kvdock.api.errors import ApiError, StartupError
+from kvdock.api.pool import open_pool
 from kvdock.api.server import Server
+from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.datapath.liveness import remove_stale, server_alive
 from kvdock.datapath.shm import pool_objects
@@ -113,7 +120,30 @@ def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_pat
         engine.close()
 
 
-def test_a_drain_lasts_no_longer_than_it_may(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drain_s", [0.5, 7.0])
+def test_a_drain_lasts_as_long_as_a_call_does_and_no_longer_than_it_may(tmp_path: Path, drain_s: float) -> None:
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock"), drain_s=drain_s))
+    pool, now_s, loop = open_pool(settings, secrets.randbits), 100.0, asyncio.new_event_loop()
+    try:
+        service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+        short, long = Drain(service, lambda: now_s), Drain(service, lambda: now_s)
+        call: Any = loop.create_future()
+        for drain in (short, long):
+            assert not drain.ended(), "before it began"
+            drain.begin([call])
+        now_s += drain_s - 0.01
+        assert not short.ended()
+        now_s += 0.02
+        assert short.ended()
+        now_s -= 0.02
+        call.set_result(None)
+        assert long.ended()
+    finally:
+        loop.close()
+        pool.close()
+
+
+def test_a_server_that_holds_something_ends_when_it_may_no_longer_wait(tmp_path: Path) -> None:
     with ready(tmp_path, "--drain-s", "0.5") as (process, client):
         engine, _, _ = holding(client)
         began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -105,6 +106,12 @@ class StoresTheWrongBlocks(KvdockConnector):
         return super().begin_store(request_id, token_ids, [[*b[1:], b[0]] for b in block_ids], computed_tokens)
 
 
+class WaitsForAnswers(KvdockConnector):
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+        time.sleep(0.3)
+        return super().lookup(request_id, token_ids, local_tokens)
+
+
 class NeverCancels(KvdockConnector):
     def finished(self, request_id: str) -> None:
         return None
@@ -118,6 +125,7 @@ class NeverCancels(KvdockConnector):
         (StoresNoWindows, conformance.what_one_stores_another_loads_byte_for_byte),
         (ReportsTwice, conformance.what_one_stores_another_loads_byte_for_byte),
         (StoresTheWrongBlocks, conformance.what_one_stores_another_loads_byte_for_byte),
+        (WaitsForAnswers, conformance.what_one_stores_another_loads_byte_for_byte),
         (NeverCancels, conformance.nothing_is_held_when_all_requests_have_ended),
     ],
     ids=lambda item: item.__name__,

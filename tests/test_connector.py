@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -376,3 +379,22 @@ def test_a_store_cut_short_offers_nothing_behind_the_gap() -> None:
         held = rig.connector.begin_store("r", tokens, [blocks], CHUNK)
         assert held, "a request that comes back may try again"
         rig.wait_store("r", held)
+
+
+def test_a_connector_beats_in_time_while_it_maps_what_the_pool_grows() -> None:
+    sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.2}
+    with ServerProcess(**sizes) as server, Rig(server.unix) as rig:
+        client, at = rig.connector.session.client, list[float]()
+        beat = client.heartbeat
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            at.append(time.monotonic())
+            return beat(*arguments, **named)
+
+        client.heartbeat = noted  # type: ignore[method-assign]  # noted as well as sent
+        for number in range(3):
+            rig.store(f"s{number}", tokens_of(80 + number, 25), range(100))
+        seen = len(at)
+        eventually(lambda: len(at) >= seen + 10)
+    gaps = sorted(later - one for one, later in itertools.pairwise(at))
+    assert gaps[len(gaps) // 2] < 2 * 0.2, "half of them at least; the machine may stand still in some"

@@ -42,12 +42,11 @@ def attached(engine: Engine) -> bool:
     return kvdock_of(engine).session.attachment is not None
 
 
-@no_trace()
 def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> None:
     """Two engines, requests running, waiting, loading and storing when it happens."""
     wanted = {f"{name}{n}": cold(prompt(n, length), 20) for n, length in enumerate(LENGTHS) for name in "ab"}
     done: dict[str, Completion] = {}
-    with mortal() as server:
+    with no_trace(), mortal() as server:
         settings = config(num_blocks=200, max_local_hit_tokens=0)
         engines = [engine_over(server.unix, settings, label=name) for name in "AB"]
         for number, length in enumerate(LENGTHS[:4]):

@@ -41,7 +41,7 @@ class Telling:
     """A rig that tells a router: `told` is what it believes, as the last hash of each chunk."""
 
     def __init__(self, address: str, **options: Any) -> None:
-        self.rig = Rig(address, timeout_s=PATIENCE_S, **options)
+        self.rig = Rig(address, **options)
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
         self.rig.connector.scheduler.witness = self.announcer.witness
         self.told: set[bytes] = set()

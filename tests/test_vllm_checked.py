@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
-from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, Spectator, tokens_of
+from connector_helpers import PER_CHUNK, Rig, Spectator, tokens_of
 
 from kvdock.api.client import Client
 from kvdock.connectors.scheduler import Fetch
@@ -19,7 +19,7 @@ HIT = len(TOKENS)
 @pytest.fixture
 def rig(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Rig]:
     """With TOKENS stored, in a namespace of the test's own."""
-    with Rig(server.unix, salt=request.node.name, timeout_s=PATIENCE_S) as one:
+    with Rig(server.unix, salt=request.node.name) as one:
         one.store("stored", TOKENS, range(2 * PER_CHUNK))
         yield one
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from typing import Any
 
 import pytest
 from adoption_helpers import next_at
@@ -17,11 +16,6 @@ from kvdock.connectors.vllm.clearing import Clearing
 
 TOKENS = tokens_of(1, 2)
 HIT = len(TOKENS)
-
-
-def patient(address: str, **options: Any) -> Rig:
-    """A machine with much else to do is no lost server."""
-    return Rig(address, timeout_s=PATIENCE_S, **options)
 
 
 def hit(rig: Rig, request: str) -> int:
@@ -43,7 +37,7 @@ def session(rig: Rig) -> EngineSession:
 
 
 def test_one_namespace_is_cleared_and_no_other(server: ServerProcess) -> None:
-    with patient(server.unix) as rig, patient(server.unix, salt="other") as other:
+    with Rig(server.unix) as rig, Rig(server.unix, salt="other") as other:
         for one in (rig, other):
             store(one, "a")
             assert hit(one, "b") == HIT
@@ -54,7 +48,7 @@ def test_one_namespace_is_cleared_and_no_other(server: ServerProcess) -> None:
 
 
 def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: ServerProcess) -> None:
-    with patient(server.unix) as rig:
+    with Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
         assert clearing.ask([7, 8]) and not over(clearing)
         store(rig, "late")
@@ -69,7 +63,7 @@ def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: 
 
 
 def test_a_second_reset_waits_for_its_own_stores(server: ServerProcess) -> None:
-    with patient(server.unix) as rig:
+    with Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
         assert clearing.ask([1])
         clearing.store_ended(1)
@@ -84,7 +78,7 @@ def test_a_second_reset_waits_for_its_own_stores(server: ServerProcess) -> None:
 
 
 def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    with mortal() as server, patient(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         store(rig, "a")
         clearing = Clearing(session(rig))
         server.stop(signal.SIGKILL)
@@ -102,7 +96,7 @@ def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCapt
 
 
 def test_nothing_is_tried_while_no_server_is_there() -> None:
-    with mortal() as server, patient(server.unix) as rig:
+    with mortal() as server, Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
         server.stop(signal.SIGKILL)
         assert not clearing.ask([])
@@ -113,7 +107,7 @@ def test_what_fails_is_tried_again_after_a_pause_that_doubles_and_is_logged_once
     server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = 100.0
-    with patient(server.unix) as rig:
+    with Rig(server.unix) as rig:
         clearing = Clearing(session(rig), clock=lambda: now_s)
         known = rig.attachment.namespace
 
@@ -147,7 +141,7 @@ def test_what_fails_is_tried_again_after_a_pause_that_doubles_and_is_logged_once
 
 def test_a_pause_is_short_again_after_a_try_that_succeeded(server: ServerProcess) -> None:
     now_s = 0.0
-    with patient(server.unix) as rig:
+    with Rig(server.unix) as rig:
         clearing, known = Clearing(session(rig), clock=lambda: now_s), rig.attachment.namespace
         rig.attachment.namespace = bytes(32)
         assert not clearing.ask([])
@@ -170,10 +164,10 @@ def test_a_pause_is_short_again_after_a_try_that_succeeded(server: ServerProcess
 
 def test_others_who_share_it_are_named(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvdock.vllm")
-    with patient(server.unix, instance="mine") as rig, patient(server.unix, salt="other", instance="apart"):
+    with Rig(server.unix, instance="mine") as rig, Rig(server.unix, salt="other", instance="apart"):
         clearing = Clearing(session(rig))
         clearing.tell_of_others()
         assert not caplog.text
-        with patient(server.unix, instance="neighbour"):
+        with Rig(server.unix, instance="neighbour"):
             clearing.tell_of_others()
     assert "neighbour" in caplog.text and "mine" not in caplog.text and "apart" not in caplog.text

@@ -19,11 +19,13 @@ class Spare:
         self._next = self._start()
 
     def take(self) -> ServerProcess:
-        taken, self._next = self._next, self._start()
+        following = self._start()
+        taken, self._next = self._next, following
         return taken
 
     def close(self) -> None:
-        self._next.close()
+        with self._next:
+            pass  # it ends well once it has begun
 
     def _start(self) -> ServerProcess:
         return ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20)

@@ -85,11 +85,11 @@ class Engine:
         self.close()
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+def comes_true(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Whether it comes to be."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
             return False
-        time.sleep(0.2)  # an engine attaches again within 1.5 s of a server's return
+        time.sleep(0.2)
     return True

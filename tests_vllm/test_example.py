@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def free_ports(count: int) -> list[str]:
 
 
 def run_example(seconds: float, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """However it ends, nothing that it started goes on: the script ends its children when it is told to end."""
+    """However it ends, nothing that it started goes on."""
     with subprocess.Popen(
         SCRIPT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
     ) as script:
@@ -40,7 +41,11 @@ def run_example(seconds: float, environ: dict[str, str]) -> subprocess.Completed
             out, err = script.communicate(timeout=seconds)
         finally:
             if script.poll() is None:
-                os.killpg(script.pid, signal.SIGTERM)
+                script.terminate()  # it ends its children, servers among them that remove their memory
+                with suppress(subprocess.TimeoutExpired):
+                    script.wait(30)
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(SCRIPT, script.returncode, out, err)
 
 

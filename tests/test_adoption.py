@@ -185,7 +185,7 @@ def test_a_segment_the_table_never_knew_goes_and_its_id_is_free_again() -> None:
             engine.close()
 
 
-def test_engines_have_hits_again_soon_and_the_same_tokens_after_every_kill() -> None:
+def test_engines_have_hits_again_within_two_seconds_and_the_same_tokens_after_every_kill() -> None:
     settings = config(num_blocks=200, max_local_hit_tokens=0)
     wanted = [run_one(make_engine(), prompt(n, length), sampling(8)).output_tokens for n, length in enumerate(LENGTHS)]
     with mortal(heartbeat_s=1.0) as server:  # what is waited for between two of them is noted, too
@@ -196,29 +196,26 @@ def test_engines_have_hits_again_soon_and_the_same_tokens_after_every_kill() -> 
         session = kvdock_of(engine).session
         before, running = session.attachment, server
         waits: list[float] = []
-        took: list[float] = []
         wait = session._wake.wait
 
         def noted(timeout: float | None = None) -> bool:
             waits.append(math.inf if timeout is None else timeout)
             return wait(timeout)
 
-        session._wake.wait = noted  # type: ignore[method-assign]  # noted as well as real
+        session._wake.wait = noted  # type: ignore[method-assign]  # real, its length kept
         for _ in range(3):
             running.stop(signal.SIGKILL)
             missed = run_one(engine, prompt(0, LENGTHS[0]), sampling(8))
             assert (missed.output_tokens, missed.metrics.loaded_tokens) == (wanted[0], 0), "meanwhile it has misses"
             with next_at(server) as running:
                 began = time.monotonic()
-                eventually(lambda: session.attachment is not None)
+                eventually(lambda: session.attachment is not None, timeout_s=2.0)
                 for number, length in enumerate(LENGTHS):
                     done = run_one(engine, prompt(number, length), sampling(8))
                     assert done.output_tokens == wanted[number]
                     assert done.metrics.loaded_tokens == length // CHUNK * CHUNK
-                    if number == 0:
-                        took.append(time.monotonic() - began)
+                    assert time.monotonic() - began < 2.0 or number
                 assert session.attachment is before, "it came back as who it was"
                 running.stop(signal.SIGKILL)
         assert max(waits) <= 1.5, "the next server is looked for so often"
-        assert sorted(took)[1] < 2.0, "the machine may stand still in the midst of one"
         engine.close()

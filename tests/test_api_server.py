@@ -58,7 +58,7 @@ def test_it_stops_while_a_client_keeps_its_connection_open() -> None:
         client.status()
         began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 20, "its connection would be kept for 75 s"
+        assert time.monotonic() - began < 3
 
 
 def test_a_killed_servers_leavings_are_removed_by_one_that_shall_not_adopt_them() -> None:
@@ -160,7 +160,7 @@ def test_a_stopped_server_finds_nobody_late_when_it_goes_on() -> None:
         engine = attach(client)
         granted = engine.reserve(keys(1), deadline_s=3.5)
         server.process.send_signal(signal.SIGSTOP)
-        time.sleep(3.9)
+        time.sleep(3.9)  # more than its three heartbeats, and than the deadline
         server.process.send_signal(signal.SIGCONT)
         assert client.session(engine.session).members[0].state == "live"
         assert engine.commit(granted).ready == 1, "its deadline did not pass either"

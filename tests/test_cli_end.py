@@ -116,7 +116,7 @@ def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_pat
         began = time.monotonic()
         engine.release(lease, 0)
         ended(process)
-        assert time.monotonic() - began < 20 and pool not in pool_objects()
+        assert time.monotonic() - began < 5 and pool not in pool_objects()
         engine.close()
 
 
@@ -149,7 +149,7 @@ def test_a_server_that_holds_something_ends_when_it_may_no_longer_wait(tmp_path:
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         ended(process)
-        assert 0.5 <= time.monotonic() - began < 20
+        assert 0.5 <= time.monotonic() - began < 5
         engine.close()
 
 
@@ -172,7 +172,7 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.S
         began = time.monotonic()
         process.send_signal(second)
         ended(process)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 5
         engine.close()
 
 
@@ -228,7 +228,7 @@ def test_ctrl_c_does_not_wait_for_a_call_in_flight(tmp_path: Path) -> None:
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0 and time.monotonic() - began < 20
+        assert process.returncode == 0 and time.monotonic() - began < 4
         connection.close()
 
 
@@ -268,7 +268,7 @@ def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: si
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         ended(process)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 5
         assert pool not in pool_objects()
         engine.close()
 

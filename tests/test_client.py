@@ -81,7 +81,7 @@ def test_silence_ends_at_the_timeout_and_its_connection_is_never_used_again(tmp_
         began = time.monotonic()
         with pytest.raises(ServerUnavailable, match=r"no answer within 0\.2 s"):
             client.leases(timeout_s=0.2)
-        assert 0.15 < time.monotonic() - began < 4, "the client's own timeout would be 5 s"
+        assert 0.15 < time.monotonic() - began < 2
         assert client.leases(timeout_s=20).leases == []
         assert asked == [0, 1], "silence is not repeated: the caller set the bound"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from api_helpers import ServerProcess, unique
+from connector_helpers import PATIENCE_S
 
 from kvdock.connectors import conformance
 from kvdock.connectors.conformance import Bench
@@ -34,7 +35,7 @@ class OurSubject:
         layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
         manifest = manifest_of(config, layout, self.chunk_tokens)
         layouts = [layout] * len(self.windows)
-        self.connector: Connector = kind(ConnectorSettings(address, timeout_s=20.0), manifest, identity, layouts)
+        self.connector: Connector = kind(ConnectorSettings(address, timeout_s=PATIENCE_S), manifest, identity, layouts)
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -108,7 +109,7 @@ class StoresTheWrongBlocks(KvdockConnector):
 
 class WaitsForAnswers(KvdockConnector):
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
-        time.sleep(0.3)
+        time.sleep(1.2 * conformance.LONGEST_CALL_S)  # the defect: the engine's thread waits
         return super().lookup(request_id, token_ids, local_tokens)
 
 

@@ -391,7 +391,7 @@ def test_a_connector_beats_in_time_while_it_maps_what_the_pool_grows() -> None:
             at.append(time.monotonic())
             return beat(*arguments, **named)
 
-        client.heartbeat = noted  # type: ignore[method-assign]  # noted as well as sent
+        client.heartbeat = noted  # type: ignore[method-assign]  # sent, its moment kept
         for number in range(3):
             rig.store(f"s{number}", tokens_of(80 + number, 25), range(100))
         seen = len(at)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from api_helpers import ServerProcess, attach, manifest, unique
-from connector_helpers import Rig
+from connector_helpers import PATIENCE_S, Rig
 from hypothesis import given, settings, strategies as st
 
 from kvdock.api import schemas as s
@@ -61,7 +61,7 @@ class Mixed(Rig):
             1 << 30, (LAYERS, BLOCKS, LARGEST, WIDTH), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
         )
         self.connector = KvdockConnector(
-            ConnectorSettings(address, timeout_s=20.0), hybrid(sizes, windows, chunk_tokens, cache_salt=salt),
+            ConnectorSettings(address, timeout_s=PATIENCE_S), hybrid(sizes, windows, chunk_tokens, cache_salt=salt),
             Identity(unique("instance"), unique("member")), layouts_over(self.memory, sizes),
         )
         self.loads, self.stores = [], []

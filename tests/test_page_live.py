@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import ServerProcess
+from connector_helpers import PATIENCE_S
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
 
@@ -30,7 +31,8 @@ def engine_at(server: ServerProcess, label: str) -> Engine:
     config = preset("tiny")
     kv = KVCache(config)
     identity = Identity(f"page-{label}", f"page-{label}", label=label)
-    connector = connect(config, kv, ConnectorSettings(server.unix, timeout_s=20.0), identity, chunk_tokens=CHUNK_TOKENS)
+    settings = ConnectorSettings(server.unix, timeout_s=PATIENCE_S)
+    connector = connect(config, kv, settings, identity, chunk_tokens=CHUNK_TOKENS)
     return Engine(config, connector, kv=kv)
 
 

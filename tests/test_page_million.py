@@ -52,15 +52,13 @@ def full_server() -> Iterator[ServerProcess]:
 def test_a_million_chunks_are_shown_and_kept_up_to_date(full_server: ServerProcess, open_page: OpenPage) -> None:
     page = open_page(full_server.http)
     with Client(full_server.unix) as client:
-        took_s = 1.0
-        for _ in range(5):  # the browser draws meanwhile
-            began = time.monotonic()
-            ready = client.status().chunks.ready
-            took_s = min(took_s, time.monotonic() - began)
+        began = time.monotonic()
+        ready = client.status().chunks.ready
+        took_s = time.monotonic() - began
     assert ready > 0.95 * CHUNKS, "the pool's rounding may cost a few"
     assert took_s < 0.5, f"status took {took_s:.2f} s: it must not walk the chunks"
     expect(page.locator("#pool")).to_contain_text(f"{ready:,}")
     shown = page.get_by_text("updated ").first
     before = shown.inner_text()
-    expect(shown).not_to_have_text(before)
+    expect(shown).not_to_have_text(before, timeout=3_000)
     expect(page.locator("#pill")).to_have_text("Ready")

@@ -108,7 +108,7 @@ def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(ServerUnavailable, match=r"no answer within 0\.3 s"):
             transport.call("GET", "/", None, 0.3)
-        assert 0.25 < time.monotonic() - began < 30, "it trickles for minutes"
+        assert 0.25 < time.monotonic() - began < 1.0
         stop.set()
         transport.close()
 

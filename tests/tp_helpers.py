@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from api_helpers import unique
-from connector_helpers import CHUNK
+from connector_helpers import CHUNK, PATIENCE_S
 from engine_helpers import poison
 
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
@@ -39,7 +39,7 @@ def crew_engine(crew: Crew, config: EngineConfig, address: str | None, *, salt: 
     if address is not None:
         identity = Identity(unique("instance"), unique("member"), label=f"{crew.size} ranks")
         connector = connect(
-            config, runner.kv, ConnectorSettings(address, timeout_s=20.0), identity, chunk_tokens=CHUNK,
+            config, runner.kv, ConnectorSettings(address, timeout_s=PATIENCE_S), identity, chunk_tokens=CHUNK,
             cache_salt=salt, crew=crew,
         )
     return Engine(config, connector, runner=runner)

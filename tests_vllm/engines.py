@@ -91,5 +91,5 @@ def comes_true(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     while not holds():
         if time.monotonic() > end:
             return False
-        time.sleep(0.2)
+        time.sleep(0.2)  # between two looks
     return True

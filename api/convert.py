@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from kvdock._core import TableError
-from kvdock.api.errors import ApiError
-from kvdock.api.schemas import KEY_BYTES, Manifest, PartDone
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.schemas import KEY_BYTES, Manifest, PartDone
 
 _HEX = frozenset("0123456789abcdef")
 

@@ -26,15 +26,15 @@ from starlette.types import ASGIApp
 
 from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
-from kvdock.api.drain import Drain
-from kvdock.api.errors import StartupError
-from kvdock.api.handover import HAND_OVER
-from kvdock.api.hot_path import HotPath
-from kvdock.api.keeper import Keeper
-from kvdock.api.listen import bind_tcp, bind_unix
-from kvdock.api.pool import Pool, open_pool
+from kvdock.api.http.hot_path import HotPath
+from kvdock.api.http.listen import bind_tcp, bind_unix
+from kvdock.api.pool.drain import Drain
+from kvdock.api.pool.handover import HAND_OVER
+from kvdock.api.pool.keeper import Keeper
+from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
+from kvdock.protocol.errors import StartupError
 
 log = logging.getLogger("kvdock.api")
 

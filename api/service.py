@@ -13,8 +13,6 @@ from collections.abc import Callable
 import msgspec
 
 from kvdock._core import Reservation as Granted, TableError
-from kvdock.api import schemas as s
-from kvdock.api.attach import attach
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import (
     committed_parts,
@@ -26,18 +24,20 @@ from kvdock.api.convert import (
     lookup_limit,
     store_limit,
 )
-from kvdock.api.errors import ApiError
-from kvdock.api.forms import Form, LookupReply, ReserveReply
-from kvdock.api.history import TABLE_COUNTERS, Counters, History, RecentRequests
-from kvdock.api.limits import Limits, check_grants
-from kvdock.api.pool import Pool
-from kvdock.api.pulse import Pulse
-from kvdock.api.registry import Names, NamespaceRecord, Registry, SessionRecord
+from kvdock.api.pool.attach import attach
+from kvdock.api.pool.limits import check_grants, limits_of
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord
 from kvdock.api.settings import Settings
-from kvdock.api.tally import Tally
-from kvdock.api.timing import Timings
 from kvdock.api.tokens import hash_tokens
-from kvdock.datapath.identity import HASH_FUNCTION
+from kvdock.api.views.history import TABLE_COUNTERS, Counters, History, RecentRequests
+from kvdock.api.views.pulse import Pulse
+from kvdock.api.views.tally import Tally
+from kvdock.api.views.timing import Timings
+from kvdock.protocol import schemas as s
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.forms import Form, LookupReply, ReserveReply
+from kvdock.protocol.keys import HASH_FUNCTION
 
 
 class CacheService:
@@ -60,7 +60,7 @@ class CacheService:
         self.wall_s = wall_s
         self.registry = Registry(pool.table.first_incarnation)
         self.names = Names(keep=4 * settings.table_grants)
-        self.limits = Limits.of(settings)
+        self.limits = limits_of(settings)
         self.configuring = asyncio.Lock()
         """Held while limits change: a change is checked against the limits it replaces."""
         self.draining = False

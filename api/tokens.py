@@ -12,9 +12,9 @@ import re
 
 import msgspec
 
-from kvdock.api.errors import ApiError
-from kvdock.api.wire_types import MAX_TOKENS, Token
-from kvdock.datapath.identity import KeyChain
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.keys import KeyChain
+from kvdock.protocol.wire_types import MAX_TOKENS, Token
 
 LONG_BODY_BYTES = 64 << 10
 """Shorter bodies are decoded in one go."""

@@ -29,10 +29,10 @@ from typing import TypeAlias
 
 from bench import table
 from bench.serving import MIB, PART_BYTES, Engine, ServerProcess, chain
-from kvdock.api import schemas as s
-from kvdock.api.calls import SyncCalls
-from kvdock.api.client import Client
-from kvdock.api.http_client import HttpClient
+from kvdock.client.calls import SyncCalls
+from kvdock.client.client import Client
+from kvdock.client.http_client import HttpClient
+from kvdock.protocol import schemas as s
 
 CLIENTS = 8
 RESIDENT = 100_000

@@ -15,7 +15,7 @@ from bench.cuda_rig import GIB, SHAPES, Case, Clock, Pinned3, segments
 from kvdock import _core
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.cuda import CudaCopier
-from kvdock.datapath.segments import SegmentInfo
+from kvdock.shm.segment import SegmentInfo
 
 ROUNDS = 7
 PASSES = 4

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from kvdock import _core
+from kvdock.api.pool.segments import SegmentPool
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.datapath.pinning import CudaPin, Pinned
-from kvdock.datapath.segments import AttachedSegments, SegmentInfo, SegmentPool
+from kvdock.datapath.segments import AttachedSegments
+from kvdock.shm.segment import SegmentInfo
 
 GIB: Final = 1 << 30
 POISON: Final = 0xA5

@@ -2,9 +2,9 @@
 
     python -m bench.restart --json
 
-A pool of `--chunks` chunks is left behind and adopted in this process, as the server does it (api/adopt.py): all of the
-judging, rebuilding and checking, without starting Python. That engines have hits again within 2 s of the new server,
-and the same tokens, is a test (tests/test_adoption.py).
+A pool of `--chunks` chunks is left behind and adopted in this process, as the server does it (api/pool/adopt.py): the
+pool is judged, rebuilt and checked, without a new Python process. A test shows that engines have hits again within 2 s
+of the new server, with the same tokens (tests/api/test_adoption.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tempfile
 import time
 
 from kvdock._core import Table
-from kvdock.api.adopt import adopt_pool
+from kvdock.api.pool.adopt import adopt_pool
+from kvdock.api.pool.lock import PoolLock
+from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
-from kvdock.datapath import shm
-from kvdock.datapath.liveness import PoolLock
-from kvdock.datapath.segments import SegmentPool
+from kvdock.shm import objects as shm
 
 PART_BYTES = 4096
 CHAIN_KEYS = 512

@@ -17,12 +17,13 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from kvdock.api import schemas as s, server
-from kvdock.api.client import Client
-from kvdock.api.forms import PACKED
-from kvdock.api.listen import bind_unix
+from kvdock.api import server
+from kvdock.api.http.listen import bind_unix
 from kvdock.api.settings import Settings
+from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
+from kvdock.protocol import schemas as s
+from kvdock.protocol.forms import PACKED
 
 MIB = 1 << 20
 PART_BYTES = 4096

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 from bench.serving import MIB
-from kvdock.api.client import Client
-from kvdock.api.errors import ServerUnavailable
-from kvdock.api.schemas import Group, Manifest, Status
+from kvdock.client.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.interface import LoadDone, StoreDone
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
+from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.schemas import Group, Manifest, Status
 
 BLOCK, CHUNK, HEAD = 16, 64, 512
 PLANES = 4

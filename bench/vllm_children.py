@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdock.api.client import Client
+from kvdock.client.client import Client
 
 START_S = 150.0
 END_S = 30.0

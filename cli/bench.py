@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdock import _core
-from kvdock.api import schemas as s
-from kvdock.api.client import Client
 from kvdock.cli.bench_engine import BLOCK_TOKENS, BenchEngine, Shape
 from kvdock.cli.operator import print_json, reached
 from kvdock.cli.outcome import FAILED, Refused
 from kvdock.cli.words import size
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
 
 LOOKUP_KEYS = (2, 32, 512)
 TINY = Shape(layers=1, heads=1, head_size=16, chunk_blocks=1)

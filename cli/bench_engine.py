@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvdock.api.client import Client
-from kvdock.api.schemas import Group, Manifest
 from kvdock.cli.operator import delete
 from kvdock.cli.outcome import FAILED, Refused
+from kvdock.client.client import Client
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
 from kvdock.connectors.interface import Progress
 from kvdock.connectors.session import Attachment, Identity, Refused as NotAdmitted
-from kvdock.datapath.identity import chunk_keys
 from kvdock.datapath.layout import PagedLayout, paged_layout
+from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.schemas import Group, Manifest
 
 FORMAT = "NL_X_NB_TWO_BS_NH_HS"
 BLOCK_TOKENS = 16

@@ -29,10 +29,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from kvdock.api.client import Client
 from kvdock.api.server import ending_signals
 from kvdock.api.settings import effective
 from kvdock.cli.outcome import DONE, FAILED, Refused
+from kvdock.client.client import Client
 from kvdock.engine import tokenizer
 
 CHUNK_TOKENS = 256

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdock.api.client import Client
-from kvdock.api.errors import ApiError, ServerUnavailable, SettingsError
 from kvdock.api.settings import Settings, effective
 from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
 from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.outcome import DONE, FAILED
 from kvdock.cli.words import duration, printable, size
+from kvdock.client.client import Client
+from kvdock.protocol.errors import ApiError, ServerUnavailable, SettingsError
 
 if TYPE_CHECKING:  # the extension may not load, and doctor is to say so
     from kvdock.datapath.tuning import Calibration
@@ -149,8 +149,8 @@ def _wanted_bytes(settings: Settings) -> int:
 
 def _stale_pools(machine: Machine) -> Finding:
     try:
-        from kvdock.datapath.liveness import server_alive
-        from kvdock.datapath.shm import pool_objects
+        from kvdock.api.pool.lock import server_alive
+        from kvdock.shm.objects import pool_objects
     except ImportError:
         return Finding("pools", "note", "not looked at: the extension does not load")
     if not machine.shm_dir.is_dir():

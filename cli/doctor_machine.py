@@ -71,7 +71,7 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
         )
         return
     try:
-        from kvdock.datapath.capacity import Capacity
+        from kvdock.api.pool.capacity import Capacity
     except ImportError:
         yield Finding("shared memory", "note", "not looked at: the extension does not load")
         return

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdock.api.client import Client
-from kvdock.api.schemas import Leases, LeaseView, MemberView, Sessions, SessionView
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.words import duration, printable, size
+from kvdock.client.client import Client
+from kvdock.protocol.schemas import Leases, LeaseView, MemberView, Sessions, SessionView
 
 
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:

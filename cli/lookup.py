@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvdock.api.admin_schemas import NamespaceView
-from kvdock.api.client import Client
-from kvdock.api.schemas import Lookup
 from kvdock.cli.operator import namespaces, print_json, reached
 from kvdock.cli.outcome import FAILED, WRONG, Refused
 from kvdock.cli.words import printable
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import NamespaceView
+from kvdock.protocol.schemas import Lookup
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 

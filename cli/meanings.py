@@ -1,6 +1,6 @@
 """What each setting means, once: `kvdock serve --help` and docs/settings.md say these words.
 
-Invariant: the names are those of api.settings.Settings, in the same order (tests/test_cli.py).
+Invariant: the names are those of api.settings.Settings, in the same order (tests/cli/test_cli.py).
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from typing import TypeVar
 import msgspec
 from rich.console import Console
 
-from kvdock.api import admin_schemas as a
-from kvdock.api.client import Client
-from kvdock.api.errors import ServerUnavailable
-from kvdock.api.schemas import MAX_KEYS
 from kvdock.api.settings import Settings
 from kvdock.cli.outcome import FAILED, WRONG, Refused
+from kvdock.client.client import Client
+from kvdock.protocol import admin_schemas as a
+from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.schemas import MAX_KEYS
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvdock.api.errors import StartupError
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
+from kvdock.protocol.errors import StartupError
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
@@ -63,7 +63,7 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
 
 def make_room(settings: Settings) -> None:
     """The server at the socket, if there is one, ends and leaves its pool to this one."""
-    from kvdock.api.handover import ask_to_leave
+    from kvdock.api.pool.handover import ask_to_leave
 
     if settings.adopt == "never":
         raise StartupError("not_adoptable", "--takeover keeps the pool, and --adopt=never removes it: choose one")

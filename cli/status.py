@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvdock.api.schemas import Status
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.operator import print_json, reached
 from kvdock.cli.words import duration, figure, printable, size
+from kvdock.protocol.schemas import Status
 
 
 def show_status(server: str, *, as_json: bool, console: Console) -> None:

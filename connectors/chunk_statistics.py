@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kvdock.connectors.interface import Connector, GroupBlocks, Progress
 from kvdock.connectors.wrappers import Wrapper, WrapperError
-from kvdock.datapath.identity import KEY_BYTES, chunk_keys
+from kvdock.protocol.keys import KEY_BYTES, chunk_keys
 
 
 @dataclass

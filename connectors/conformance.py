@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvdock.api.client import Client
+from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, Connector, LoadDone, StoreDone
 
 ANSWER_S = 10.0

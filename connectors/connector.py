@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvdock.api.client import Client
-from kvdock.api.schemas import Manifest
+from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
 from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
@@ -27,6 +26,7 @@ from kvdock.connectors.worker import WorkerHalf
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
+from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.connector")
 

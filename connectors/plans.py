@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdock.api.schemas import Part, WritePart
+from kvdock.protocol.schemas import Part, WritePart
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from kvdock.api.client import Client
-from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import MAX_KEYS, CancelLease, Lookup, LookupAnswer, Reserve
+from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, GroupBlocks
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.identity import KeyChain
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.keys import KeyChain
+from kvdock.protocol.schemas import MAX_KEYS, CancelLease, Lookup, LookupAnswer, Reserve
 
 Witness = Callable[[Attachment], Callable[[Sequence[bytes]], None]]
 """Is called before the server is asked, and what it returns with the keys that are there by the answer."""

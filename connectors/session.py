@@ -16,9 +16,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvdock.api.client import Client
-from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import (
+from kvdock.client.client import Client
+from kvdock.connectors.grants import GrantBook
+from kvdock.datapath.liveness import MemberLiveness
+from kvdock.datapath.pinning import Pin, SegmentPinner
+from kvdock.datapath.segments import AttachedSegments
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import (
     MAX_KEYS,
     AttachSession,
     Changes,
@@ -29,11 +33,8 @@ from kvdock.api.schemas import (
     Segment,
     SessionAttached,
 )
-from kvdock.connectors.grants import GrantBook
-from kvdock.datapath.errors import AttachError, SegmentNotPinned
-from kvdock.datapath.liveness import MemberLiveness, pool_exists
-from kvdock.datapath.pinning import Pin, SegmentPinner
-from kvdock.datapath.segments import AttachedSegments
+from kvdock.shm.errors import AttachError, SegmentNotPinned
+from kvdock.shm.objects import pool_exists
 
 log = logging.getLogger("kvdock.connector")
 

@@ -19,9 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvdock.api.client import Client
-from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
+from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
@@ -29,6 +27,8 @@ from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
 
 log = logging.getLogger("kvdock.connector")
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from typing_extensions import Buffer
 
-# ------------------------------------------------------------------ table (csrc/table*.cpp, csrc/bind_table.cpp)
+# ------------------------------------------------------------------ table (csrc/table*.cpp, csrc/bind/table.cpp)
 
 class TableError(Exception):
     """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
@@ -245,7 +245,7 @@ class Table:
     def check_integrity(self) -> None:
         """Walks everything, rebuilds what is derived and compares; raises TableError('corrupt', …)."""
 
-# ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind_bytes.cpp)
+# ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 
 class LayoutError(ValueError):
     """Strides that no copy can follow; `found` and `wanted` name the values."""

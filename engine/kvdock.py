@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvdock.api.schemas import Group, Manifest
 from kvdock.connectors.connector import ConnectorSettings, KvdockConnector, open_rank
 from kvdock.connectors.ranks import Peers
 from kvdock.connectors.session import Identity
@@ -14,6 +13,7 @@ from kvdock.engine.config import EngineConfig
 from kvdock.engine.crew import Crew
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.rank import Rank
+from kvdock.protocol.schemas import Group, Manifest
 
 
 def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, cache_salt: str = "") -> Manifest:

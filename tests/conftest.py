@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from api_helpers import ServerProcess
 
-from kvdock.api.client import Client
+from kvdock.client.client import Client
 
 for ignored in (signal.SIGHUP, signal.SIGINT):  # in a run under nohup, or in a script's background
     if signal.getsignal(ignored) is signal.SIG_IGN:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from kvdock.api.schemas import Changes
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.protocol.schemas import Changes
 
 UNTOLD_CHUNKS = 1 << 14
 """Known and not there, or not yet: of more the oldest are forgotten. Each takes some 1.5 KB."""

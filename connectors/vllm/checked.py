@@ -13,12 +13,12 @@ import ctypes
 import logging
 
 from kvdock import _core
-from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import LookupAnswer, Part, ReportMismatch
 from kvdock.connectors.scheduler import MISS, Fetch, SchedulerHalf
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
-from kvdock.datapath.errors import AttachError
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import LookupAnswer, Part, ReportMismatch
+from kvdock.shm.errors import AttachError
 
 log = logging.getLogger("kvdock.vllm")
 

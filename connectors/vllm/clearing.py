@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from kvdock.api.admin_schemas import ClearCache
-from kvdock.api.errors import ApiError, ServerUnavailable
 from kvdock.connectors.session import EngineSession
+from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 log = logging.getLogger("kvdock.vllm")
 

@@ -28,8 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core import kv_cache_utils
 
-from kvdock.api.client import Client
-from kvdock.api.schemas import Manifest
+from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.config import NotSupported, Settings
@@ -52,7 +51,8 @@ from kvdock.connectors.vllm.setup import (
     workers_here,
 )
 from kvdock.connectors.vllm.worker_side import WorkerSide
-from kvdock.datapath.identity import HASH_FUNCTION
+from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.vllm")
 

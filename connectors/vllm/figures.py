@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvdock.api.schemas import Manifest
 from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.protocol.schemas import Manifest
 
 Value = int | float | list[float]
 Data = dict[str, Value]

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvdock.datapath.identity import HASH_FUNCTION
+from kvdock.protocol.keys import HASH_FUNCTION
 
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64

@@ -21,8 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from kvdock.api.errors import ApiError, ServerUnavailable
-from kvdock.api.schemas import Abort
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
 from kvdock.connectors.scheduler import Fetch, StoreBatch, StoreOffer
 from kvdock.connectors.session import Attachment
@@ -35,7 +33,9 @@ from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
 from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.room import Room
-from kvdock.datapath.identity import HashedChain
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.keys import HashedChain
+from kvdock.protocol.schemas import Abort
 
 log = logging.getLogger("kvdock.vllm")
 

@@ -10,10 +10,10 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from kvdock.api.schemas import Group, Manifest
 from kvdock.connectors.vllm.config import NotSupported, Settings
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
 from kvdock.connectors.vllm.identity import revision
+from kvdock.protocol.schemas import Group, Manifest
 
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")

@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from kvdock.api.client import Client
-from kvdock.api.schemas import Manifest
+from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.connectors.vllm.background import run
@@ -36,6 +35,7 @@ from kvdock.connectors.worker import Loading, WorkerHalf
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
+from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.vllm")
 

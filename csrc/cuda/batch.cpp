@@ -1,8 +1,8 @@
-#include "batch.h"
+#include "cuda/batch.h"
 
 #include <algorithm>
 
-#include "../checksum.h"
+#include "copy/checksum.h"
 
 namespace kvdock::cuda {
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "copier.h"
+#include "cuda/copier.h"
 
 namespace kvdock::cuda {
 

@@ -1,4 +1,4 @@
-#include "copier.h"
+#include "cuda/copier.h"
 
 #include <sys/eventfd.h>
 #include <sys/prctl.h>
@@ -9,9 +9,9 @@
 #include <cstring>
 #include <system_error>
 
-#include "../checksum.h"
-#include "../errors.h"
-#include "batch.h"
+#include "copy/checksum.h"
+#include "base/errors.h"
+#include "cuda/batch.h"
 
 namespace kvdock::cuda {
 

@@ -30,10 +30,10 @@
 #include <thread>
 #include <vector>
 
-#include "../copy.h"
-#include "device.h"
-#include "kernel_args.h"
-#include "memory.h"
+#include "copy/copy.h"
+#include "cuda/device.h"
+#include "cuda/kernel_args.h"
+#include "cuda/memory.h"
 
 namespace kvdock::cuda {
 

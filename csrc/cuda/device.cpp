@@ -1,12 +1,12 @@
-#include "device.h"
+#include "cuda/device.h"
 
 #include <array>
 #include <cstring>
 #include <map>
 
-#include "../checksum.h"
-#include "../errors.h"
-#include "kernel_image.h"
+#include "copy/checksum.h"
+#include "base/errors.h"
+#include "cuda/kernel_image.h"
 
 namespace kvdock::cuda {
 

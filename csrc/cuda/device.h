@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "driver.h"
+#include "cuda/driver.h"
 
 namespace kvdock::cuda {
 

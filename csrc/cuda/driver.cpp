@@ -1,8 +1,8 @@
-#include "driver.h"
+#include "cuda/driver.h"
 
 #include <dlfcn.h>
 
-#include "../errors.h"
+#include "base/errors.h"
 
 namespace kvdock::cuda {
 

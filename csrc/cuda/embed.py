@@ -14,7 +14,7 @@ def main(targets: str, output: str, image: str | None = None) -> None:
     rows = [", ".join(str(byte) for byte in data[at : at + 32]) for at in range(0, len(data), 32)]
     body = ",\n".join(rows) or "0"
     Path(output).write_text(
-        '#include "kernel_image.h"\n\n'
+        '#include "cuda/kernel_image.h"\n\n'
         "namespace kvdock::cuda {\n\n"
         f'const char kKernelTargets[] = "{targets}";\n'
         f"const size_t kKernelImageBytes = {len(data)};\n"

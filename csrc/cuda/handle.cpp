@@ -1,8 +1,8 @@
 // What the caller of a Copier holds.
 #include <chrono>
 
-#include "../errors.h"
-#include "batch.h"
+#include "base/errors.h"
+#include "cuda/batch.h"
 
 namespace kvdock::cuda {
 

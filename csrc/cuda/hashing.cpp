@@ -2,9 +2,9 @@
 #include <deque>
 #include <system_error>
 
-#include "../checksum.h"
-#include "../errors.h"
-#include "batch.h"
+#include "copy/checksum.h"
+#include "base/errors.h"
+#include "cuda/batch.h"
 
 namespace kvdock::cuda {
 

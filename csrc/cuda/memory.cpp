@@ -1,9 +1,9 @@
-#include "memory.h"
+#include "cuda/memory.h"
 
 #include <map>
 #include <shared_mutex>
 
-#include "../errors.h"
+#include "base/errors.h"
 
 namespace kvdock::cuda {
 

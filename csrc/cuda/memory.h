@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "device.h"
+#include "cuda/device.h"
 
 namespace kvdock::cuda {
 

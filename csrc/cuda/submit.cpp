@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../checksum.h"
-#include "batch.h"
+#include "copy/checksum.h"
+#include "cuda/batch.h"
 
 namespace kvdock::cuda {
 

@@ -1,0 +1,130 @@
+"""/docs: the OpenAPI document as one plain HTML page. No script, nothing fetched from elsewhere.
+
+Every call with its parameters, body and answers; every struct with its fields; every error code with an
+anchor of its own name, which is what a problem's `type` points at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from kvdock.protocol.errors import CODES
+
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+code,pre{font:14px/1.5 ui-monospace,monospace}
+summary{cursor:pointer;padding:.3rem 0}
+table{border-collapse:collapse;width:100%;margin:.5rem 0 1rem}
+th,td{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-bottom:1px solid #8884}
+section{margin:0 0 1rem}
+pre{overflow-x:auto;background:#8881;padding:.5rem}
+.method{display:inline-block;min-width:4.5rem;font-weight:600}
+"""
+
+_LINKS = (
+    '<p><a href="openapi.json">openapi.json</a> · <a href="#structs">Structs</a> · '
+    '<a href="#errors">Errors</a> · <a href=".">Status page</a></p>'
+)
+_ERRORS_INTRO = (
+    "<p>One shape: problem details (RFC 9457) with <code>code</code>, <code>found</code> and <code>wanted</code>.</p>"
+)
+
+
+def docs_page(schema: dict[str, Any]) -> str:
+    info = schema["info"]
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width,initial-scale=1">',
+        f"<title>{escape(info['title'])}: API</title><link rel=\"stylesheet\" href=\"docs.css\"></head><body>",
+        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info.get('description', ''))}</p>",
+        _LINKS,
+        "<h2>Calls</h2>", *_calls(schema),
+        '<h2 id="structs">Structs</h2>', *_structs(schema),
+        '<h2 id="errors">Errors</h2>', _ERRORS_INTRO, *_errors(),
+        "</body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def docs_style() -> str:
+    return _STYLE
+
+
+def _calls(schema: dict[str, Any]) -> Iterator[str]:
+    for path, methods in schema["paths"].items():
+        for method, call in methods.items():
+            yield (
+                f'<details><summary><code><span class="method">{method.upper()}</span> {escape(path)}</code> '
+                f"{escape(call['summary'])}</summary>"
+            )
+            for paragraph in call["description"].split("\n\n"):
+                yield f"<p>{_code_spans(paragraph)}</p>"
+            for sample in call["x-codeSamples"]:
+                yield f"<pre>{escape(sample['source'])}</pre>"
+            rows = [(f"{item['name']} ({item['in']})", _kind(item["schema"])) for item in call.get("parameters", [])]
+            if "requestBody" in call:
+                rows.append(("body", _content(call["requestBody"])))
+            for status, reply in call["responses"].items():
+                rows.append((status, f"{_content(reply)} {_code_spans(reply['description'])}"))
+            yield from _table(rows)
+            yield "</details>"
+
+
+def _structs(schema: dict[str, Any]) -> Iterator[str]:
+    for name, struct in sorted(schema["components"]["schemas"].items()):
+        yield f'<section id="struct-{escape(name)}"><h3><code>{escape(name)}</code></h3>'
+        yield f"<p>{escape(struct.get('description', ''))}</p>"
+        required = set(struct.get("required", []))
+        rows = [
+            (field if field in required else f"{field} (optional)", _kind(kind))
+            for field, kind in struct.get("properties", {}).items()
+        ] + [(str(index), _kind(kind)) for index, kind in enumerate(struct.get("prefixItems", []))]
+        yield from _table(rows)
+        yield "</section>"
+
+
+def _errors() -> Iterator[str]:
+    yield "<table><thead><tr><th>code</th><th>status</th><th>meaning</th></tr></thead><tbody>"
+    for code, (status, title) in CODES.items():
+        yield f'<tr id="{code}"><td><code>{code}</code></td><td>{status}</td><td>{escape(title)}</td></tr>'
+    yield "</tbody></table>"
+
+
+def _table(rows: list[tuple[str, str]]) -> Iterator[str]:
+    yield "<table><tbody>"
+    for name, html in rows:
+        yield f"<tr><th><code>{escape(name)}</code></th><td>{html}</td></tr>"
+    yield "</tbody></table>"
+
+
+def _content(body: dict[str, Any]) -> str:
+    return " ".join(_kind(content["schema"]) for content in body.get("content", {}).values())
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A type as readers write it, with links to structs. Returns HTML."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#struct-{name}"><code>{name}</code></a>'
+    for joint in ("anyOf", "oneOf"):
+        if joint in schema:
+            return " or ".join(_kind(item) for item in schema[joint])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(repr(item))}</code>" for item in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items') or {})}"
+    limits = [f"{name} {schema[name]}" for name in ("minimum", "maximum", "pattern", "default") if name in schema]
+    return escape(" ".join([str(schema.get("type", "any")), *([f"({', '.join(limits)})"] if limits else [])]))
+
+
+def _code_spans(text: str) -> str:
+    """Escaped text with `code` in backticks marked up, and error codes linked to their table."""
+    pieces = [escape(piece) for piece in text.split("`")]
+    pieces[1::2] = [
+        f'<a href="#{piece}"><code>{piece}</code></a>' if piece in CODES else f"<code>{piece}</code>"
+        for piece in pieces[1::2]
+    ]
+    return "".join(pieces)

@@ -1,0 +1,102 @@
+"""The short way of engine calls: Unix socket to endpoint, past the router and its middlewares.
+
+Only calls that engines make often, only by POST, only over the Unix socket, which no browser reaches: the guard's
+checks have nothing to guard there. Everything else, and the same calls over TCP, goes through the app. Both ways
+call the same endpoints and refuse with the same problems.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvdock._core import TableError
+from kvdock.api.http import endpoints
+from kvdock.api.http.endpoints import Endpoint
+from kvdock.api.http.wire import read_all, refusal
+from kvdock.api.service import CacheService
+from kvdock.protocol.errors import ApiError, problem_of
+from kvdock.protocol.forms import JSON, form_of_answer, form_of_body
+from kvdock.protocol.version import API_VERSION, VERSION_HEADER
+
+_BY_PATH: dict[str, Endpoint[Any]] = {
+    "/v1/lookups": endpoints.LOOKUP,
+    "/v1/reservations": endpoints.RESERVE,
+    "/v1/releases": endpoints.RELEASE_MANY,
+}
+_BY_VERB: dict[tuple[str, str], Endpoint[Any]] = {
+    ("leases", "release"): endpoints.RELEASE,
+    ("reservations", "commit"): endpoints.COMMIT,
+    ("sessions", "heartbeat"): endpoints.HEARTBEAT,
+}
+_PROBLEM = b"application/problem+json"
+_VERSION_NAME, _VERSION = VERSION_HEADER.lower().encode(), str(API_VERSION).encode()
+_FIXED_HEADERS = [(b"cache-control", b"no-store"), (_VERSION_NAME, _VERSION)]
+
+
+class HotPath:
+    """ASGI: answers hot calls itself, passes the rest on."""
+
+    def __init__(self, app: ASGIApp, service: CacheService) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint, id_in_path = hot_endpoint(scope)
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        content_type = accept = declared = ""
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                content_type = value.decode("latin-1")
+            elif name == b"content-length":
+                declared = value.decode("latin-1")
+            elif name == b"accept":
+                accept = value.decode("latin-1")
+            elif name == _VERSION_NAME and value != _VERSION:
+                await self._app(scope, receive, send)  # it says what it thinks of other versions
+                return
+        service = self._service
+        started_ns = service.perf_ns()
+        status, media_type = 200, b""
+        try:
+            sent = form_of_body(content_type)
+            wanted = form_of_answer(accept, sent)
+            raw = await read_all(receive, declared, service.settings.body_limit_bytes)
+            content = await endpoint.answer(service, raw, sent, wanted, id_in_path)
+            media_type = wanted.media_type.encode()
+        except (ApiError, TableError) as error:
+            service.counters.refusals += 1
+            problem = refusal(error, scope["path"])
+            status, media_type, content = problem.status, _PROBLEM, JSON.encode(problem)
+        except ClientDisconnect:
+            return
+        except Exception:  # the client gets its 500 first; then the traceback goes to the log
+            problem = problem_of("internal", "unexpected failure; see the server's log", path=scope["path"])
+            await _send(send, problem.status, _PROBLEM, JSON.encode(problem))
+            raise
+        await _send(send, status, media_type, content)
+        service.timings.add("POST", endpoint.route, service.perf_ns() - started_ns)
+
+
+def hot_endpoint(scope: Scope) -> tuple[Endpoint[Any] | None, str]:
+    """The endpoint of a hot call and the id in its path; (None, '') for everything else."""
+    if scope["type"] != "http" or scope["method"] != "POST" or scope.get("client") or scope["query_string"]:
+        return None, ""
+    path: str = scope["path"]
+    endpoint = _BY_PATH.get(path)
+    if endpoint is not None:
+        return endpoint, ""
+    match path.split("/"):
+        case ["", "v1", kind, id_in_path, verb] if id_in_path:
+            return _BY_VERB.get((kind, verb)), id_in_path
+    return None, ""
+
+
+async def _send(send: Send, status: int, media_type: bytes, content: bytes) -> None:
+    length = str(len(content)).encode()
+    headers = [(b"content-type", media_type), (b"content-length", length), *_FIXED_HEADERS]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,89 @@
+"""Binding the two listening sockets: a live server's address is refused, a dead one's is taken over."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvdock.protocol.errors import StartupError
+
+
+@contextmanager
+def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
+    """Bound, not yet listening; port 0: the system chooses. StartupError(address_in_use | bad_address)."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise StartupError("bad_address", f"host {host!r}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartupError("address_in_use", f"port {port} on {host} is in use: choose another") from error
+            raise StartupError("bad_address", f"cannot listen on {host}:{port}: {error.strerror}") from error
+        yield sock
+
+
+@contextmanager
+def bind_unix(path: str) -> Iterator[socket.socket]:
+    """Bound with mode 0600; the file goes away at the end if it is still this one.
+
+    StartupError: socket_in_use when a live server answers there, bad_address when something else is.
+    """
+    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        umask = os.umask(0o177)  # nobody else may connect, not even between bind and a chmod
+        try:
+            sock.bind(path)
+            sock.listen()  # at once: an address that refuses would look stale to another server
+        except OSError as error:
+            raise StartupError("bad_address", f"cannot make the socket {path}: {error.strerror}") from error
+        finally:
+            os.umask(umask)
+        inode = _inode(path)
+        try:
+            yield sock
+        finally:
+            if _inode(path) == inode:
+                Path(path).unlink()
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = Path(path).lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StartupError("bad_address", f"socket path {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(mode):
+        raise StartupError("bad_address", f"{path} exists and is no socket: choose another socket_path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            pass  # nobody listens: its server is dead
+        except OSError as error:
+            raise StartupError("socket_in_use", f"socket {path}: {error}") from error
+        else:
+            raise StartupError("socket_in_use", f"another server answers at {path}: choose another socket_path")
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise StartupError("bad_address", f"cannot replace the stale socket {path}: {error.strerror}") from error
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_ino
+    except FileNotFoundError:
+        return None

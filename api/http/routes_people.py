@@ -1,0 +1,152 @@
+"""What people, probes and scrapers read: health, lists, status, history, metrics, the status page and /docs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib.resources import files
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.staticfiles import StaticFiles
+
+from kvdock.api.http.docs_page import docs_page, docs_style
+from kvdock.api.http.openapi import doc, openapi_schema
+from kvdock.api.http.routes_engine import service_of
+from kvdock.api.http.wire import answer
+from kvdock.api.paging import DEFAULT_LIMIT, Cursor, Limit
+from kvdock.api.views import probes, views
+from kvdock.api.views.metrics import CONTENT_TYPE, metrics_text
+from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import SessionDetail
+from kvdock.protocol.errors import CODES
+
+_WELL_OR_NOT = (200, CODES["not_ready"].status)
+PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
+
+router = APIRouter()
+
+
+def add_page(app: FastAPI) -> None:
+    """`/` and `/static` from the installed folder kvdock.web."""
+    index = str(files("kvdock.web") / "index.html")
+
+    async def page() -> FileResponse:
+        return FileResponse(index, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
+
+    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
+    app.mount("/static", PageFiles(directory=index.removesuffix("/index.html")), name="static")
+
+
+class PageFiles(StaticFiles):
+    """Files of the page, by what they are: the folder is a Python package too."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if PurePosixPath(path).suffix not in PAGE_SUFFIXES:
+            return "", None
+        return super().lookup_path(path)
+
+
+# ------------------------------------------------------------------ probes
+
+
+@router.get("/livez", tags=["health"], **doc("The event loop turns", answer=s.Health, statuses=_WELL_OR_NOT))
+async def livez(request: Request) -> Response:
+    return _health(probes.live(service_of(request)))
+
+
+@router.get("/startupz", tags=["health"], **doc("The server has started", answer=s.Health, statuses=_WELL_OR_NOT))
+async def startupz(request: Request) -> Response:
+    return _health(probes.started(service_of(request)))
+
+
+@router.get("/readyz", tags=["health"], **doc("Slots can be given out", answer=s.Health, statuses=_WELL_OR_NOT))
+@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=s.Health, statuses=_WELL_OR_NOT))
+async def readyz(request: Request) -> Response:
+    return _health(probes.ready(service_of(request)))
+
+
+def _health(health: s.Health) -> Response:
+    response = answer(health)
+    response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
+    return response
+
+
+# ------------------------------------------------------------------ lists, and the pool at a glance
+
+
+@router.get("/v1/sessions", tags=["sessions"], **doc("Who is attached", answer=s.Sessions, errors=("bad_argument",)))
+async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.sessions(service_of(request), limit, cursor))
+
+
+@router.get("/v1/sessions/{session}", tags=["sessions"], **doc(
+    "One session: members, grants, bytes held", answer=SessionDetail, errors=("unknown_session", "bad_argument")
+))
+async def show_session(
+    request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0
+) -> Response:
+    return answer(views.session(service_of(request), session, limit, cursor))
+
+
+@router.get("/v1/leases", tags=["reading"], **doc(
+    "Open leases and reservations, oldest first", answer=s.Leases, errors=("bad_argument",)
+))
+async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.leases(service_of(request), limit, cursor))
+
+
+@router.get("/v1/segments", tags=["pool"], **doc(
+    "The pool's shared memory, and its lock file", answer=s.Segments, errors=("bad_argument",)
+))
+async def segments(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.segments(service_of(request), limit, cursor))
+
+
+@router.get("/v1/status", tags=["pool"], **doc("The server at a glance", answer=s.Status))
+async def status(request: Request) -> Response:
+    return answer(views.status(service_of(request)))
+
+
+@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as series", answer=s.Stats))
+async def stats(request: Request) -> Response:
+    return answer(views.stats(service_of(request)))
+
+
+@router.get("/v1/requests", tags=["pool"], **doc(
+    "The last lookups and stores, newest first", answer=s.Requests, errors=("bad_argument",)
+))
+async def requests(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(views.requests(service_of(request), limit, cursor))
+
+
+@router.get("/metrics", tags=["health"], **doc("Prometheus text", text="text/plain"))
+async def metrics(request: Request) -> Response:
+    return Response(metrics_text(service_of(request)), headers={
+        "content-type": CONTENT_TYPE, "cache-control": "no-store"
+    })
+
+
+async def _document(request: Request) -> dict[str, Any]:
+    """Made once, in a thread: it takes some 50 ms."""
+    app = request.app
+    assert isinstance(app, FastAPI)
+    return await asyncio.to_thread(openapi_schema, app)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def document(request: Request) -> Response:
+    return Response(msgspec.json.encode(await _document(request)), media_type="application/json")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(await asyncio.to_thread(docs_page, await _document(request)))
+
+
+@router.get("/docs.css", include_in_schema=False)
+async def docs_css() -> Response:
+    return Response(docs_style(), media_type="text/css")

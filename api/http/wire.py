@@ -1,0 +1,145 @@
+"""Between HTTP and structs: bodies in, answers and problems out. Decides nothing.
+
+Invariants: no more than `body_limit_bytes` of a body is ever held; every error leaves as problem
+details; a body is JSON or MessagePack by its content type (a web page's cross-site form can never be one).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from kvdock._core import TableError
+from kvdock.protocol.errors import CODES, ApiError, problem_of
+from kvdock.protocol.forms import JSON, invalid_body
+from kvdock.protocol.schemas import Answer, Problem
+
+T = TypeVar("T")
+
+log = logging.getLogger("kvdock.api")
+
+_ENCODER = msgspec.json.Encoder()
+NO_STORE = {"cache-control": "no-store"}
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""On every answer. Pages of this server load nothing from elsewhere and are framed by nobody."""
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The decoded body. Raises ApiError: unsupported_media_type, too_large, malformed_json, invalid_body."""
+    media_type = request.headers.get("content-type", "")
+    if media_type.partition(";")[0].strip().lower() != JSON.media_type:
+        raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted=JSON.media_type)
+    raw = await read_limited(request)
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise invalid_body(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError("malformed_json", str(error), wanted="one JSON object") from error
+
+
+async def read_limited(request: Request) -> bytes | bytearray:
+    """The whole body. Raises ApiError(too_large)."""
+    limit: int = request.app.state.settings.body_limit_bytes
+    return await read_all(request.receive, request.headers.get("content-length", ""), limit)
+
+
+async def read_all(receive: Receive, declared: str, limit: int) -> bytes | bytearray:
+    """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError(too_large).
+
+    Pieces are put together as they arrive: joining megabytes at the end would keep the loop.
+    """
+    if declared.isdecimal() and int(declared) > limit:
+        raise ApiError("too_large", "the body is longer than body_limit_bytes", found=int(declared), wanted=limit)
+    body = bytearray()
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise ApiError("too_large", "the body is longer than body_limit_bytes", found=size, wanted=limit)
+        more = message.get("more_body", False)
+        if not more and not body:
+            return piece
+        body += piece
+        if not more:
+            return body
+
+
+def answer(body: Answer) -> Response:
+    return Response(_ENCODER.encode(body), media_type="application/json", headers=NO_STORE)
+
+
+def no_content() -> Response:
+    return Response(status_code=204, headers=NO_STORE)
+
+
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        _ENCODER.encode(problem),
+        status_code=problem.status,
+        media_type="application/problem+json",
+        headers={**NO_STORE, **(headers or {})},
+    )
+
+
+# --------------------------------------------------------------------------- exception → problem
+
+
+def refusal(error: ApiError | TableError, path: str) -> Problem:
+    """What a call that was refused answers."""
+    if isinstance(error, ApiError):
+        return problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=path)
+    code = error.code if error.code in CODES else "internal"
+    if CODES[code].status >= 500:
+        log.error("%s: the table answered %s: %s", path, error.code, error)
+    return problem_of(code, str(error), found=error.found, wanted=error.wanted, path=path)
+
+
+async def on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | TableError)
+    return problem_response(refusal(error, request.url.path))
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_argument")
+    wanted = (error.headers or {}).get("Allow")
+    problem = problem_of(code, str(error.detail), found=request.method, wanted=wanted, path=request.url.path)
+    return problem_response(problem, error.headers)
+
+
+async def on_bad_parameters(request: Request, error: Exception) -> Response:
+    """Path and query parameters, which FastAPI checks."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"])
+    problem = problem_of("bad_argument", f"{where}: {first['msg']}", found=where, path=request.url.path)
+    return problem_response(problem)
+
+
+async def on_failure(request: Request, error: Exception) -> Response:
+    """The server's own fault. The traceback goes to the log (uvicorn writes it), never to the client."""
+    problem = problem_of("internal", "unexpected failure; see the server's log", path=request.url.path)
+    return problem_response(problem, SECURITY_HEADERS)  # made outside of Guard, which adds them elsewhere

@@ -1,0 +1,129 @@
+"""Attaching a member: manifest → namespace → session → member, checked whole before anything is made."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import MemberRecord, Registry, SessionRecord, digest16
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.keys import namespace_digest
+from kvdock.protocol.schemas import AttachSession, Manifest, Member
+
+
+def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) -> SessionRecord:
+    """The session that `body.member` now belongs to; repeating the call changes nothing.
+
+    Raises ApiError: bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
+    lock_not_visible; and what the table refuses (member_dead, table_full).
+    """
+    manifest, member = _canonical(body.manifest), body.member
+    _check_manifest(manifest, pool)
+    session = registry.of_instance(body.instance)
+    if session is not None:
+        _check_same_manifest(session, manifest)
+    _check_member(session, member)
+    if not pool.lock_held(member.lock_offset):
+        raise ApiError(
+            "lock_not_visible",
+            f"hold byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
+            found=member.lock_offset,
+            wanted="a held byte",
+        )
+    if session is None:
+        session = _open_session(body, manifest, pool, registry, now_ms)
+    table_id = pool.table.add_member(
+        session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms, member.lock_offset
+    )
+    came_back = pool.unheard.pop(table_id, None) is not None
+    if member.pinned_through is not None:
+        pool.table.report_pinned(table_id, member.pinned_through)
+    if member.id not in session.members:
+        session.members[member.id] = MemberRecord(
+            member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
+            retired_before=0 if came_back else len(pool.retired),
+        )
+    return session
+
+
+def _canonical(manifest: Manifest) -> Manifest:
+    """One spelling, so one namespace: a group that says the manifest's block size says nothing."""
+    groups = tuple(
+        msgspec.structs.replace(group, block_tokens=msgspec.UNSET)
+        if group.block_tokens == manifest.block_tokens else group
+        for group in manifest.groups
+    )
+    return msgspec.structs.replace(manifest, groups=groups)
+
+
+def _check_manifest(manifest: Manifest, pool: Pool) -> None:
+    if manifest.chunk_tokens % manifest.block_tokens:
+        raise ApiError(
+            "bad_argument", "chunk_tokens is a multiple of block_tokens",
+            found=manifest.chunk_tokens, wanted=f"a multiple of {manifest.block_tokens}",
+        )
+    for index, (group, block_tokens) in enumerate(zip(manifest.groups, manifest.block_sizes, strict=True)):
+        if manifest.block_tokens % block_tokens:
+            raise ApiError(
+                "bad_argument", f"groups[{index}]: the manifest's block_tokens is a multiple of the group's",
+                found=block_tokens, wanted=f"a divisor of {manifest.block_tokens}",
+            )
+        if (group.kind == "window") != (group.window_tokens > 0):
+            raise ApiError(
+                "bad_argument", f"groups[{index}]: window_tokens goes with kind window, and only with it",
+                found=f"{group.kind}, {group.window_tokens}", wanted="window and > 0, or neither",
+            )
+    largest = max(group.part_bytes for group in manifest.groups)
+    chunk_bytes = sum(group.part_bytes for group in manifest.groups) * manifest.writers
+    if largest > pool.largest_part_bytes or chunk_bytes > pool.limit_bytes:
+        raise ApiError(
+            "pool_too_small", "not even one chunk of this manifest fits: raise pool_bytes and segment_bytes",
+            found=f"part {largest}, chunk {chunk_bytes} bytes",
+            wanted=f"part <= {pool.largest_part_bytes}, chunk <= {pool.limit_bytes} bytes",
+        )
+
+
+def _check_same_manifest(session: SessionRecord, manifest: Manifest) -> None:
+    attached = session.namespace.manifest
+    differing = [name for name in Manifest.__struct_fields__ if getattr(attached, name) != getattr(manifest, name)]
+    if differing:
+        raise ApiError(
+            "layout_mismatch", f"instance {session.instance} is attached with another manifest",
+            found={name: _plain(manifest, name) for name in differing},
+            wanted={name: _plain(attached, name) for name in differing},
+        )
+
+
+def _plain(manifest: Manifest, name: str) -> object:
+    plain: object = msgspec.to_builtins(getattr(manifest, name))
+    return plain
+
+
+def _check_member(session: SessionRecord | None, member: Member) -> None:
+    if len(set(member.ranks)) != len(member.ranks):
+        raise ApiError("bad_argument", "each rank once", found=member.ranks, wanted=sorted(set(member.ranks)))
+    if session is None:
+        return
+    known = session.members.get(member.id)
+    if known is not None and not known.same_as(member):
+        raise ApiError(
+            "id_reused", f"member {member.id} is attached with other ranks or another lock",
+            found=[*member.ranks, member.scheduler, member.lock_offset],
+            wanted=[*known.ranks, known.scheduler, known.lock_offset],
+        )
+
+
+def _open_session(
+    body: AttachSession, manifest: Manifest, pool: Pool, registry: Registry, now_ms: int
+) -> SessionRecord:
+    digest = namespace_digest(msgspec.to_builtins(manifest))
+    space = pool.table.add_namespace(
+        digest,
+        chunk_tokens=manifest.chunk_tokens,
+        block_tokens=manifest.block_tokens,
+        writers=manifest.writers,
+        groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
+    )
+    namespace = registry.add_namespace(space, digest, manifest)
+    table_id = pool.table.open_session(digest16(body.instance), space, now_ms)
+    return registry.add_session(table_id, body.instance, body.label, namespace)

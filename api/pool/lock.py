@@ -1,0 +1,173 @@
+"""The server's hold on its pool, and the pools that dead servers left. shm/locks.py says what the lock file means."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvdock._core import MemberLock, lock_holder_alive
+from kvdock.shm import objects as shm
+from kvdock.shm.errors import PoolGone, PoolInUse
+from kvdock.shm.locks import LOCK_FILE_BYTES, SERVER_OFFSET
+
+
+class PoolLock:
+    """The server's hold on its pool. `fd` is its own descriptor of the lock file, `inode` its identity.
+
+    The hold ends with close(), or with the address space.
+    """
+
+    def __init__(self, path: Path, fd: int, lock: MemberLock) -> None:
+        self.path = path
+        self.fd = fd
+        self.inode = os.fstat(fd).st_ino
+        self._lock = lock
+
+    @classmethod
+    def create(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR, *, address: str = "") -> PoolLock:
+        """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use.
+
+        `address`: where the pool is served, so that the next server there finds it.
+        """
+        path = shm.lock_path(pool_id, shm_dir)
+        fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        folder = -1
+        try:
+            shm.allocate(fd, LOCK_FILE_BYTES, path.name)
+            os.pwrite(fd, address.encode()[:LOCK_FILE_BYTES], 0)
+            lock = MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
+            # link(2) would link the symbolic link itself; with a folder descriptor it is followed.
+            folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        finally:
+            if folder >= 0:
+                os.close(folder)
+        return cls(path, fd, lock)
+
+    @classmethod
+    def adopt(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
+        """Takes over a dead server's pool. PoolInUse while it lives, PoolGone when there is nothing left."""
+        path = shm.lock_path(pool_id, shm_dir)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise PoolGone(f"lock file {path}", found="no such file", wanted="the lock file of a pool") from error
+        try:
+            lock = _take(path, SERVER_OFFSET)
+            # A remover may have taken the lock and unlinked the file between our open and our lock.
+            if not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
+                lock.close()
+                raise PoolGone(f"lock file {path}", found="another or no file", wanted="the one that was opened")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, lock)
+
+    def member_alive(self, offset: int) -> bool:
+        """True while someone holds that byte."""
+        return lock_holder_alive(self.fd, offset)
+
+    def touch(self) -> None:
+        """Says that the server lives, to those who will one day ask since when it does not."""
+        os.utime(self.fd)
+
+    def close(self, *, unlink: bool) -> None:
+        """Gives the pool up; unlink=True removes the lock file, after everything else of the pool is gone."""
+        if self.fd < 0:
+            return
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        self._lock.close()
+        os.close(self.fd)
+        self.fd = -1
+
+
+def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
+    """Whether a server holds the pool now."""
+    try:
+        fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return lock_holder_alive(fd, SERVER_OFFSET)
+    finally:
+        os.close(fd)
+
+
+class LeftPool(NamedTuple):
+    """A pool whose server is dead."""
+
+    pool_id: int
+    address: str
+    idle_s: float
+    """How long ago, by the wall clock, its server last said that it lives."""
+
+
+def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
+    """The dead servers' pools that have a lock file and that this process may open; the last to die first."""
+    found = []
+    for pool_id in shm.pool_objects(shm_dir):
+        try:
+            alive, left = _look(pool_id, shm_dir)
+        except (FileNotFoundError, PermissionError):
+            continue
+        if not alive:
+            found.append(left)
+    return sorted(found, key=lambda left: left.idle_s)
+
+
+def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
+    """Whether its server lives, and what its lock file says."""
+    fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        left = LeftPool(pool_id, address, time.time() - os.fstat(fd).st_mtime)
+        return lock_holder_alive(fd, SERVER_OFFSET), left
+    finally:
+        os.close(fd)
+
+
+def remove_stale(
+    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False
+) -> list[str]:
+    """Unlinks what dead servers left; returns the names. Live pools stay whole, and those that `spare` chooses.
+
+    A server may die at any moment, so each pool is judged by itself, and once more when its lock is held; the lock
+    of a pool that stays is not touched, for its next server may be looking at it. Engines that still map an
+    unlinked object keep their memory until they unmap it. Pools of other users, which this process may not open,
+    stay too.
+    """
+    removed: list[str] = []
+    for pool_id, names in shm.pool_objects(shm_dir).items():
+        path = shm.lock_path(pool_id, shm_dir)
+        try:
+            alive, left = _look(pool_id, shm_dir)
+            if alive or spare(left):
+                continue
+            lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing: nobody can adopt meanwhile
+            if spare(_look(pool_id, shm_dir)[1]):
+                lock.close()
+                continue
+        except FileNotFoundError:
+            lock = None  # a removal that was cut short, or one that has just ended
+        except (BlockingIOError, PermissionError):
+            continue
+        for name in sorted(names, key=lambda name: name == path.name):  # the lock file last
+            (Path(shm_dir) / name).unlink(missing_ok=True)
+            removed.append(name)
+        if lock is not None:
+            lock.close()
+    return removed
+
+
+def _take(path: Path, offset: int) -> MemberLock:
+    try:
+        return MemberLock(str(path), offset)
+    except BlockingIOError as error:
+        raise PoolInUse(f"byte {offset} of {path}", found="held", wanted="free") from error

@@ -1,0 +1,355 @@
+"""The pool as one thing: lock file, table region, segments and the table over them.
+
+Ownership: made by `open_pool` in that order, undone by `close` in the reverse one; when opening fails
+half-way nothing is left behind. The table and all methods are used from the event loop; only the
+making and removing of a segment (a fraction of a second per GiB) runs in a thread.
+Invariants: the table knows a segment only once all of its memory is allocated, and a segment's memory
+goes only after the table has forgotten it; growth and resizing never overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
+from kvdock.api.pool.adopt import Adopted, AdoptionRefused, address_of, adopt_pool, is_strangers, left_at
+from kvdock.api.pool.limits import limits_of
+from kvdock.api.pool.lock import PoolLock, remove_stale
+from kvdock.api.pool.segments import SegmentPool
+from kvdock.api.settings import Settings
+from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.errors import ApiError, StartupError
+from kvdock.protocol.schemas import Segment
+from kvdock.shm import objects as shm
+from kvdock.shm.errors import PoolFull, PoolTooSmall
+from kvdock.shm.segment import SegmentInfo
+
+KEY_BYTES = 32
+FIRST_SEGMENT_BYTES = 256 << 20
+"""Allocating a whole GiB takes 0.25 s, and nobody is served before the first segment is there."""
+FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+RETIRE_SLICE_CHUNKS = 64
+log = logging.getLogger("kvdock.api")
+
+
+class Pool:
+    """`table` may be called directly; what concerns memory goes through here."""
+
+    def __init__(
+        self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, undo: ExitStack,
+        now_s: Callable[[], float], adopted: Adopted | None = None,
+    ) -> None:
+        self.table = table
+        self.pool_id = segments.pool_id
+        self.incarnation = table.incarnation
+        self.clock_ms = adopted.found["clock_ms"] if adopted else 0
+        """Where the server clock goes on from."""
+        self.limit_bytes = settings.pool_bytes
+        self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
+        self.lock_path = str(lock.path)
+        self.growth_error = ""
+        """Why the last attempt to grow failed; '' while it may grow, and after the next that succeeds."""
+        self.retired: list[int] = []
+        """Ids of removed segments, in that order."""
+        self.unheard: dict[int, int] = {
+            member.member: member.lock_offset for member in table.members() if member.state == "suspect"
+        }
+        """Members of an adopted pool that have not come back yet: table id → lock offset."""
+        self._lock = lock
+        self._segments = segments
+        self._undo = undo
+        self._added: list[SegmentInfo] = []
+        self._retiring: list[int] = []
+        self._limits = limits_of(settings)
+        self._segment_bytes = settings.segment_bytes
+        self._now_s = now_s
+        self._retry_s = FIRST_RETRY_S
+        self._retry_at_s = 0.0
+        self._growing = asyncio.Lock()
+        if adopted:
+            self._added = list(segments.segments)
+            self._retiring = list(adopted.retiring)
+            self.retired = list(adopted.retired)
+            self._choose_retiring()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Removes every object of the pool. Engines that still map one keep their memory until they unmap it.
+
+        `keep`: leaves them all, with byte 0 of the lock file free, for a later server.
+        """
+        if keep:
+            self._undo.pop_all()
+            self._segments.close(unlink=False)
+            self._lock.close(unlink=False)
+        self._undo.close()
+
+    # ---------------------------------------------------------------- members
+
+    def lock_held(self, offset: int) -> bool:
+        """Whether someone holds that byte of the lock file."""
+        return self._lock.member_alive(offset)
+
+    def say_alive(self) -> None:
+        """For those who will one day find the pool without a server."""
+        self._lock.touch()
+
+    def missing(self) -> list[str]:
+        """Names of its objects that somebody removed: engines that start now cannot attach."""
+        names = [*(info.name for info in self._added), self._lock.path.name]
+        return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
+
+    # ---------------------------------------------------------------- memory
+
+    @property
+    def ready(self) -> bool:
+        """There is memory to give out."""
+        return bool(self._added)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._segments.allocated_bytes
+
+    @property
+    def prefaulted_bytes(self) -> int:
+        return self._segments.prefaulted_bytes()
+
+    @property
+    def segment_count(self) -> int:
+        return len(self._added)
+
+    @property
+    def retiring(self) -> list[int]:
+        """Ids of the segments that are being drained."""
+        return list(self._retiring)
+
+    def can_grow(self) -> bool:
+        """False at the limit, and for a while after an attempt that failed."""
+        return (not self.growth_error or self._now_s() >= self._retry_at_s) and self._segments.can_grow()
+
+    @property
+    def segment_infos(self) -> Sequence[SegmentInfo]:
+        """In rising order of their ids, those that are being drained included."""
+        return self._added
+
+    def segments(self, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
+        """All of them, or those that `infos` names."""
+        return [
+            Segment(
+                id=info.id, name=info.name, bytes=info.bytes, data_offset=info.data_offset,
+                prefaulted_bytes=self._segments.prefaulted_bytes(info.id),
+                used_bytes=self.table.segment_used_bytes(info.id), retiring=info.id in self._retiring,
+            )
+            for info in (self._added if infos is None else infos)
+        ]
+
+    async def make_room(self, space: int, keys: bytes, chunk_bytes: int) -> None:
+        """Grows before a store that needs memory the pool does not have yet: growing beats evicting."""
+        free_bytes = self.table.free_bytes()
+        if free_bytes >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
+            return
+        missing = 0
+        for start in range(0, len(keys), KEY_BYTES):
+            missing += self.table.state_of(space, keys[start : start + KEY_BYTES]) == "absent"
+            if start % (512 * KEY_BYTES) == 0:
+                await asyncio.sleep(0)  # some 0.5 ms each
+        await self.grow_until(missing * chunk_bytes)
+
+    async def grow_until(self, free_bytes: int) -> None:
+        """Adds segments until so much is free or the pool may not grow. Concurrent calls share the work."""
+        async with self._growing:
+            while self.table.free_bytes() < free_bytes and self.can_grow():
+                await self._grow()
+
+    async def grow_once(self) -> bool:
+        """One more segment, if the pool may grow."""
+        before = self.segment_count
+        async with self._growing:
+            if self.segment_count == before and self.can_grow():
+                await self._grow()
+        return self.segment_count > before
+
+    async def grow_first(self) -> None:
+        """The first segment. Raises PoolTooSmall."""
+        async with self._growing:
+            if not self.ready:
+                await self._grow()
+                if self.growth_error:
+                    raise StartupError("pool_too_small", self.growth_error)
+
+    async def _grow(self) -> None:
+        """One more segment; after a refusal none is tried for a while, and a longer one each time."""
+        try:
+            info = await asyncio.to_thread(self._segments.grow)
+            try:
+                self.table.add_segment(info.id, info.data_offset, info.data_bytes)
+            except TableError:
+                await asyncio.to_thread(self._segments.retire, info.id)
+                raise
+        except (PoolFull, PoolTooSmall, OSError, TableError) as error:
+            self.growth_error = str(error)
+            self._retry_at_s = self._now_s() + self._retry_s
+            log.warning(
+                "the pool cannot grow beyond %d bytes, next try in %g s: %s",
+                self.allocated_bytes, self._retry_s, error,
+            )
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            return
+        self.growth_error, self._retry_s = "", FIRST_RETRY_S
+        self._added.append(info)
+        log.info("segment %s added: %d bytes", info.name, info.bytes)
+
+    # ---------------------------------------------------------------- limits
+
+    async def resize(self, limits: Limits) -> None:
+        """New caps and a new size. A smaller one only begins here: `drain` goes on with it.
+
+        Raises ApiError(no_memory) when the machine cannot hold the pool; then nothing has changed.
+        """
+        async with self._growing:
+            more_bytes = limits.pool_bytes - max(self.limit_bytes, self.allocated_bytes)
+            if more_bytes > 0:
+                missing = limits.pool_bytes - self.allocated_bytes
+                available = await asyncio.to_thread(self._segments.available_bytes)
+                if missing > available:
+                    raise ApiError(
+                        "no_memory", "shared memory or the control group has less room than the pool would take",
+                        found=missing, wanted=f"<= {available} bytes more than the pool has",
+                    )
+            self._limits = limits
+            self.limit_bytes = self._segments.limit_bytes = limits.pool_bytes
+            self._retry_at_s = 0.0
+            self._choose_retiring()
+            self._limit_table()
+
+    async def drain(self) -> None:
+        """Takes what nobody holds out of retiring segments, and removes those that are empty; in slices."""
+        for segment in tuple(self._retiring):
+            before = -1
+            in_use = self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
+            while in_use not in (0, before):
+                await asyncio.sleep(0)
+                before, in_use = in_use, self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
+            if in_use == 0:
+                async with self._growing:
+                    await self._remove(segment)
+
+    async def _remove(self, segment: int) -> None:
+        """From here on nobody is told of it, and its id is told to all who were."""
+        self.table.remove_segment(segment)
+        self._added = [info for info in self._added if info.id != segment]
+        self._retiring.remove(segment)
+        self.retired.append(segment)
+        await asyncio.to_thread(self._segments.retire, segment)
+        self._limit_table()
+        log.info("segment %d removed: %d bytes are allocated", segment, self.allocated_bytes)
+
+    def _choose_retiring(self) -> None:
+        """The segments with the fewest bytes in use, until the others fit; what is retiring stays so."""
+        staying = [info for info in self._added if info.id not in self._retiring]
+        excess_bytes = sum(info.bytes for info in staying) - self.limit_bytes
+        for info in sorted(staying, key=lambda info: (self.table.segment_used_bytes(info.id), -info.id)):
+            if excess_bytes <= 0:
+                return
+            self._retiring.append(info.id)
+            excess_bytes -= info.bytes
+
+    def _limit_table(self) -> None:
+        """The table's caps are shares of its limit, which is never below what it has."""
+        self.table.set_limits(
+            limit_bytes=max(self.limit_bytes, self.allocated_bytes),
+            session_cap=self._limits.session_cap, total_cap=self._limits.total_cap,
+        )
+
+
+def open_pool(
+    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic
+) -> Pool:
+    """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says; what else dead
+    servers left is removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow.
+
+    Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
+    """
+    adopted = _adopt(settings, left_at(address_of(settings)))
+    _clear_up(address_of(settings))
+    if adopted:
+        return Pool(
+            settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,
+            now_s=now_s, adopted=adopted,
+        )
+    return _new_pool(settings, randbits, now_s)
+
+
+def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
+    """None: there is nothing to adopt, or it is not wanted. A refusal is loud, and final for that pool."""
+    if settings.adopt == "never" or not left:
+        if settings.adopt == "require":
+            raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
+        return None
+    pool_id = left[0]
+    try:
+        adopted = adopt_pool(settings, pool_id)
+    except AdoptionRefused as error:
+        if settings.adopt == "require":
+            raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
+        log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
+        return None
+    log.warning("took over pool %016x: %s", pool_id, ", ".join(f"{name} {n}" for name, n in adopted.found.items()))
+    return adopted
+
+
+def _clear_up(address: str) -> None:
+    for name in remove_stale(spare=lambda left: is_strangers(left, address)):
+        if name.endswith(".lock"):  # each pool has one, and it goes last
+            log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
+
+
+def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float]) -> Pool:
+    pool_id, incarnation = randbits(64), randbits(22) + 1  # adopting servers count on
+    with ExitStack() as undo:
+        try:
+            lock = PoolLock.create(pool_id, address=address_of(settings))
+            undo.callback(lock.close, unlink=True)
+            region = _make_region(settings, pool_id, undo)  # first: the pool must fit into what the table leaves
+            segments = SegmentPool(
+                pool_id,
+                limit_bytes=settings.pool_bytes,
+                segment_bytes=settings.segment_bytes,
+                first_bytes=FIRST_SEGMENT_BYTES,
+                prefault_threads=settings.prefault_threads,
+            )
+            undo.callback(segments.close, unlink=True)
+        except PoolTooSmall as error:
+            raise StartupError("pool_too_small", _advice(settings, error)) from error
+        table = Table(
+            region,
+            pool_id=pool_id,
+            lock_inode=lock.inode,
+            incarnation=incarnation,
+            limit_bytes=settings.pool_bytes,
+            max_records=settings.table_records,
+            max_grants=settings.table_grants,
+            ask_ms=round(settings.ask_s * 1000),
+            settle_ms=round(settings.settle_s * 1000),
+            suspect_ms=settings.suspect_ms,
+            session_cap=settings.session_cap,
+            total_cap=settings.total_cap,
+        )
+        return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s)
+
+
+def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:
+    name = shm.region_name(pool_id)
+    region = shm.create_region(name, Table.region_bytes(settings.table_records, settings.table_grants))
+    undo.callback(shm.unlink, name)
+    return region
+
+
+def _advice(settings: Settings, error: PoolTooSmall) -> str:
+    return (
+        f"pool_bytes={settings.pool_bytes} does not fit beside the chunk table: {error}. "
+        "Choose a smaller pool_bytes, or give more shared memory (docker run --shm-size)."
+    )

@@ -1,0 +1,149 @@
+"""What people read: totals, the last requests, and one sample a second. All of it bounded.
+
+Counters only rise. The page draws series it has never heard of: a series is a row of SERIES, and
+nothing else knows its name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvdock.protocol.schemas import PoolView, RequestView, Series, Stats
+
+
+class Counters(msgspec.Struct):
+    """Totals since start. A lookup repeated within its epoch counts as a renewal, not as a lookup."""
+
+    lookups: int = 0
+    lookup_renewals: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    peeks: int = 0
+    limited_lookups: int = 0
+    unpinned_lookups: int = 0
+    unpinned_chunks: int = 0
+    unpinned_tokens: int = 0
+    """What hits lost because a rank of the session had not pinned where it lies."""
+    loaded_chunks: int = 0
+    loaded_bytes: int = 0
+    """Of chunks in leases handed out; a lookup whose lease is cancelled counts no less."""
+    reservations: int = 0
+    short_reservations: int = 0
+    unpinned_reservations: int = 0
+    attached_members: int = 0
+    dead_members: int = 0
+    refusals: int = 0
+    """Answers that were problems."""
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    aborted_chunks: int = 0
+    evicted_chunks: int = 0
+    mismatches: int = 0
+
+
+TABLE_COUNTERS = ("stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "mismatches")
+"""Counted by the table: what happens inside it is seen only there."""
+
+
+class Sample(NamedTuple):
+    """Everything a series may be computed from, at one moment."""
+
+    counters: Counters
+    pool: PoolView
+    elapsed_s: float
+
+
+Unit = Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
+Compute = Callable[[Sample, Sample], float | None]
+"""(previous sample, this one) → value; None: nothing happened that could be measured."""
+
+
+class SeriesSpec(NamedTuple):
+    name: str
+    title: str
+    unit: Unit
+    chart: str
+    compute: Compute
+
+
+def _rate(field: str) -> Compute:
+    def per_second(before: Sample, after: Sample) -> float | None:
+        grown = int(getattr(after.counters, field)) - int(getattr(before.counters, field))
+        return grown / after.elapsed_s if after.elapsed_s > 0 else None
+
+    return per_second
+
+
+def _pool(field: str) -> Compute:
+    return lambda before, after: float(getattr(after.pool, field))
+
+
+def _hit_ratio(before: Sample, after: Sample) -> float | None:
+    asked = after.counters.lookup_tokens - before.counters.lookup_tokens
+    return (after.counters.hit_tokens - before.counters.hit_tokens) / asked if asked > 0 else None
+
+
+SERIES: tuple[SeriesSpec, ...] = (
+    SeriesSpec("hit_ratio", "Tokens found", "ratio", "Hit ratio", _hit_ratio),
+    SeriesSpec("lookup_tokens", "Looked up", "per_s", "Tokens", _rate("lookup_tokens")),
+    SeriesSpec("hit_tokens", "Found", "per_s", "Tokens", _rate("hit_tokens")),
+    SeriesSpec("stored_bytes", "Stored", "bytes_per_s", "Traffic", _rate("stored_bytes")),
+    SeriesSpec("loaded_bytes", "Loaded", "bytes_per_s", "Traffic", _rate("loaded_bytes")),
+    SeriesSpec("ready_bytes", "Ready", "bytes", "Pool", _pool("ready_bytes")),
+    SeriesSpec("reserved_bytes", "Being written", "bytes", "Pool", _pool("reserved_bytes")),
+    SeriesSpec("quarantined_bytes", "Quarantined", "bytes", "Pool", _pool("quarantined_bytes")),
+    SeriesSpec("free_bytes", "Free", "bytes", "Pool", _pool("free_bytes")),
+    SeriesSpec("lookups", "Lookups", "per_s", "Calls", _rate("lookups")),
+    SeriesSpec("reservations", "Reservations", "per_s", "Calls", _rate("reservations")),
+    SeriesSpec("evicted_chunks", "Evicted", "per_s", "Evictions", _rate("evicted_chunks")),
+)
+
+
+class History:
+    """A ring of values per series. `sample` is called once an interval, by one task."""
+
+    def __init__(self, values: int, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._rings: list[deque[float | None]] = [deque(maxlen=values) for _ in SERIES]
+        self._before: Sample | None = None
+        self._sampled_at_s = 0.0
+
+    def sample(self, counters: Counters, pool: PoolView, now_s: float) -> None:
+        elapsed_s = now_s - self._sampled_at_s
+        after = Sample(msgspec.structs.replace(counters), pool, elapsed_s)
+        if self._before is not None:
+            for spec, ring in zip(SERIES, self._rings, strict=True):
+                ring.append(spec.compute(self._before, after))
+        self._before, self._sampled_at_s = after, now_s
+
+    def view(self, now_s: float) -> Stats:
+        series = [
+            Series(name=spec.name, title=spec.title, unit=spec.unit, chart=spec.chart, values=list(ring))
+            for spec, ring in zip(SERIES, self._rings, strict=True)
+        ]
+        return Stats(interval_s=self._interval_s, age_s=max(0.0, now_s - self._sampled_at_s), series=series)
+
+
+class RecentRequests:
+    """The last calls that asked for chunks or stored them, newest first."""
+
+    def __init__(self, keep: int) -> None:
+        self._ring: deque[RequestView] = deque(maxlen=keep)
+        self._count = 0
+        """Of all that were added: the newest has this number, and numbers are the cursors of its pages."""
+
+    def add(self, request: RequestView) -> None:
+        self._count += 1
+        self._ring.appendleft(request)
+
+    def view(self, limit: int, cursor: int) -> tuple[list[RequestView], str | None]:
+        """From request number `cursor` (0: the newest) back in time, and the cursor of those before."""
+        start = max(0, self._count - cursor) if cursor else 0
+        end = start + limit
+        following = str(self._count - end) if end < len(self._ring) else None
+        return list(islice(self._ring, start, end)), following

@@ -1,0 +1,169 @@
+"""One method for each call of the API, whatever carries its bytes: client.py and http_client.py send them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import TypeVar
+
+import msgspec
+
+from kvdock.client.releases import ReleaseQueue
+from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol.calls import Call, page
+
+A = TypeVar("A")
+
+
+class SyncCalls(ABC):
+    """One method per call. Each takes `timeout_s`; None means the client's own.
+
+    Raises ServerUnavailable when there is no answer and ApiError when the answer is a refusal; nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._releases = ReleaseQueue()
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """`unix:/path` or `http://host:port`."""
+
+    @abstractmethod
+    def _do(
+        self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,
+        query: dict[str, str] | None = None,
+    ) -> A: ...
+
+    def _carrying(
+        self, call: Call[A], body: s.Carrier, timeout_s: float | None, session: str | None, *ids: str
+    ) -> A:
+        loaded, taken = self._releases.load(session, body)
+        try:
+            return self._do(call, loaded, timeout_s, *ids)
+        except BaseException as error:
+            if taken and session is not None:
+                self._releases.put_back(session, taken, error)
+            raise
+
+    # ---------------------------------------------------------------- sessions
+
+    def attach(self, body: s.AttachSession, *, timeout_s: float | None = None) -> s.SessionAttached:
+        return self._do(c.ATTACH, body, timeout_s)
+
+    def heartbeat(self, session: str, body: s.Heartbeat, *, timeout_s: float | None = None) -> s.HeartbeatAnswer:
+        return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
+
+    def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
+        """The member's word on everything it holds, and so on what it has queued."""
+        self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
+
+    def sessions(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> s.Sessions:
+        return self._do(c.SESSIONS, None, timeout_s, query=page(limit, cursor))
+
+    def session(
+        self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.SessionDetail:
+        """With its members and a page of its grants."""
+        return self._do(c.SESSION, None, timeout_s, session, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- reading
+
+    def lookup(self, body: s.Lookup, *, timeout_s: float | None = None) -> s.LookupAnswer:
+        return self._carrying(c.LOOKUP, body, timeout_s, body.session)
+
+    def release(self, lease: str, body: s.ReleaseLease, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.RELEASE, body, timeout_s, lease)
+
+    def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
+        """Queued: the next lookup, reserve, commit or heartbeat of the session carries it. Raises ValueError.
+
+        The ranks' word is given now, so their copies have ended. A session that beats is never late by more than
+        a heartbeat; one that does not is flushed by `flush` and `close`.
+        """
+        self._releases.add(session, lease, ranks)
+
+    def flush(self, session: str, *, timeout_s: float | None = None) -> list[s.ReleaseRefused]:
+        """Sends what release_later queued for the session; returns what was refused."""
+        refused: list[s.ReleaseRefused] = []
+        while taken := self._releases.take(session):
+            try:
+                answer = self._do(c.RELEASE_MANY, s.ReleaseMany(session=session, releases=taken), timeout_s)
+            except BaseException as error:
+                self._releases.put_back(session, taken, error)
+                raise
+            refused += answer.refused_releases
+        return refused
+
+    def renew(self, lease: str, body: s.RenewLease, *, timeout_s: float | None = None) -> s.LeaseView:
+        return self._do(c.RENEW, body, timeout_s, lease)
+
+    def cancel(self, lease: str, body: s.CancelLease, *, timeout_s: float | None = None) -> None:
+        """By the member that asked, when no rank was or will be handed the plan."""
+        self._do(c.CANCEL, body, timeout_s, lease)
+
+    def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
+        return self._do(c.MISMATCH, body, timeout_s)
+
+    def leases(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> s.Leases:
+        return self._do(c.LEASES, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- writing
+
+    def reserve(self, body: s.Reserve, *, timeout_s: float | None = None) -> s.ReserveAnswer:
+        return self._carrying(c.RESERVE, body, timeout_s, body.session)
+
+    def commit(self, reservation: str, body: s.Commit, *, timeout_s: float | None = None) -> s.CommitAnswer:
+        return self._carrying(c.COMMIT, body, timeout_s, body.session, reservation)
+
+    def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.ABORT, body, timeout_s, reservation)
+
+    # ---------------------------------------------------------------- the pool, and what people read
+
+    def segments(self, *, timeout_s: float | None = None) -> s.Segments:
+        """All of them, however many pages they fill."""
+        found = self._do(c.SEGMENTS, None, timeout_s)
+        while found.next is not None:
+            more = self._do(c.SEGMENTS, None, timeout_s, query=page(None, found.next))
+            found = msgspec.structs.replace(more, segments=[*found.segments, *more.segments])
+        return found
+
+    def status(self, *, timeout_s: float | None = None) -> s.Status:
+        return self._do(c.STATUS, None, timeout_s)
+
+    def stats(self, *, timeout_s: float | None = None) -> s.Stats:
+        return self._do(c.STATS, None, timeout_s)
+
+    def requests(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> s.Requests:
+        return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- administration
+
+    def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
+        """Walks the whole table: give it time."""
+        return self._do(c.CLEAR, body, timeout_s)
+
+    def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        return self._do(c.DELETE, body, timeout_s)
+
+    def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
+        """`duration_s` 0 unpins."""
+        return self._do(c.PIN, body, timeout_s)
+
+    def config(self, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIG, None, timeout_s)
+
+    def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIGURE, body, timeout_s)
+
+    def namespaces(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.Namespaces:
+        return self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))

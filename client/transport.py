@@ -1,0 +1,240 @@
+"""The client's connections: persistent HTTP/1.1 over a Unix socket or TCP, for any number of threads.
+
+A hand-made exchange of exactly what a kvdock server sends: one request, one answer with a Content-Length. It costs a
+third of http.client's, whose parser builds a mail message of every header (bench/LOG.md).
+
+Invariants: a connection is used by one thread at a time; one that timed out, broke or answered anything odd is
+closed, never reused; a process that inherited the pool by fork gets no connection at all, because what the parent
+was granted is not the child's to use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from kvdock.protocol.errors import ServerUnavailable
+
+RECEIVE_BYTES = 1 << 16
+MAX_PIECE_BYTES = 1 << 20
+MAX_HEAD_BYTES = 1 << 14
+MAX_ANSWER_BYTES = 1 << 28
+_STATUS = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)[ \r]")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*(?=\r\n)", re.IGNORECASE)
+_CODED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
+_CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*\bclose\b", re.IGNORECASE)
+_END = b"\r\n\r\n"
+
+
+class BadAnswer(Exception):
+    """What came back is not one whole HTTP answer."""
+
+
+class Address(NamedTuple):
+    """`unix:/path` or `http://host:port`."""
+
+    text: str
+    socket_path: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ValueError naming the text."""
+        if text.startswith("unix:"):
+            path = text.removeprefix("unix:").removeprefix("//")
+            if path.startswith("/"):
+                return cls(text, path, "", 0)
+        else:
+            url = urlsplit(text)
+            if url.scheme == "http" and url.hostname and url.path in ("", "/") and not url.query:
+                return cls(text, "", url.hostname, url.port or 80)
+        raise ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
+
+    @property
+    def authority(self) -> str:
+        """Of the Host header."""
+        if self.socket_path:
+            return "localhost"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        if not self.socket_path:
+            sock = socket.create_connection((self.host, self.port), timeout_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # Blocking, with the kernel's timeout: a full backlog makes a non-blocking connect fail at once.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+            sock.connect(self.socket_path)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+
+class Connection:
+    """One connection. Timeouts are the kernel's, set when they change: a call is one send and one receive."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        """Connects. Raises OSError, TimeoutError."""
+        try:
+            self._sock = address.connect(timeout_s)
+        except BlockingIOError as error:
+            raise TimeoutError from error
+        self._sock.settimeout(None)
+        self._timeout_s = 0.0
+
+    def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes, bool]:
+        """(status, body, whether the connection may be used again). Raises OSError, TimeoutError, BadAnswer."""
+        deadline_s = time.monotonic() + timeout_s
+        self._set_timeout(timeout_s)
+        try:
+            sent = self._sock.send(request)
+            while sent < len(request):
+                self._set_timeout(deadline_s - time.monotonic())
+                sent += self._sock.send(memoryview(request)[sent:])
+            data = self._sock.recv(RECEIVE_BYTES)
+            while (end := data.find(_END)) < 0:
+                if not data or len(data) > MAX_HEAD_BYTES:
+                    raise BadAnswer(f"{len(data)} bytes without the end of a header")
+                data += self._more(deadline_s)
+            status, length, reusable = _parse_head(data[: end + 2])
+            missing = end + 4 + length - len(data)
+            if missing < 0:
+                raise BadAnswer(f"{-missing} bytes after the answer")
+            if missing:
+                data += self._rest(missing, deadline_s)
+        except BlockingIOError as error:  # what a timeout of the kernel's looks like
+            raise TimeoutError from error
+        return status, data[end + 4 :], reusable
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _rest(self, missing: int, deadline_s: float) -> bytes:
+        pieces = []
+        while missing:
+            pieces.append(self._more(deadline_s, min(missing, MAX_PIECE_BYTES)))
+            missing -= len(pieces[-1])
+        return b"".join(pieces)
+
+    def _more(self, deadline_s: float, at_most: int = RECEIVE_BYTES) -> bytes:
+        self._set_timeout(deadline_s - time.monotonic())
+        piece = self._sock.recv(at_most)
+        if not piece:
+            raise BadAnswer("the connection ended within an answer")
+        return piece
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s == self._timeout_s:
+            return
+        if timeout_s <= 0:
+            raise TimeoutError
+        value = _timeval(timeout_s)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._timeout_s = timeout_s
+
+
+def _timeval(timeout_s: float) -> bytes:
+    whole_s = int(timeout_s)
+    return struct.pack("@ll", whole_s, max(1, int((timeout_s - whole_s) * 1e6)))  # 0 would mean no timeout
+
+
+def _parse_head(head: bytes) -> tuple[int, int, bool]:
+    """(status, bytes of the body, whether the connection may be used again)."""
+    status = _STATUS.match(head)
+    if status is None:
+        raise BadAnswer(f"an answer that begins {head[:32]!r}")
+    code = int(status[1])
+    lengths = _LENGTH.findall(head)
+    if _CODED.search(head) or len(lengths) > 1 or (not lengths and code != 204):
+        raise BadAnswer("an answer without one Content-Length")
+    length = int(lengths[0]) if lengths else 0
+    if length > MAX_ANSWER_BYTES:
+        raise BadAnswer(f"an answer of {length} bytes, at most {MAX_ANSWER_BYTES}")
+    return code, length, head.startswith(b"HTTP/1.1") and not _CLOSE.search(head)
+
+
+class Transport:
+    """A small pool of connections to one server; `call` is thread-safe."""
+
+    def __init__(self, address: Address, headers: bytes = b"", keep: int = 8) -> None:
+        """`headers`: those of every request, each ended by CRLF."""
+        self.address = address
+        self._head = f" HTTP/1.1\r\nHost: {address.authority}\r\n".encode("ascii") + headers
+        self._keep = keep
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []  # guarded by _lock, as is _closed
+        self._closed = False
+
+    def call(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, media_type: bytes = b"application/json"
+    ) -> tuple[int, bytes]:
+        """(status, body). `timeout_s` bounds the whole call, retry included.
+
+        Every call of the API may be repeated, so one that meets a lost connection (the server closed
+        an idle one, or restarted) is sent once more on a fresh one. Silence is not repeated: the caller
+        set the bound. Raises ServerUnavailable.
+        """
+        if os.getpid() != self._pid:
+            raise ServerUnavailable(f"{self.address.text}: this process was forked from the client's own")
+        request = f"{method} {path}".encode("ascii") + self._head
+        if body is None:
+            request += b"\r\n"
+        else:
+            request += b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (media_type, len(body), body)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            try:
+                return self._exchange(self._take(timeout_s), request, timeout_s)
+            except TimeoutError:
+                raise
+            except (OSError, BadAnswer):
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError from None
+                return self._exchange(Connection(self.address, remaining_s), request, remaining_s)
+        except TimeoutError as error:
+            raise ServerUnavailable(f"{self.address.text}: no answer within {timeout_s:g} s") from error
+        except (OSError, BadAnswer) as error:
+            raise ServerUnavailable(f"{self.address.text}: {error or type(error).__name__}") from error
+
+    def close(self) -> None:
+        """Closes idle connections; one in use is closed when its call ends."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self, timeout_s: float) -> Connection:
+        with self._lock:
+            if self._closed:
+                raise ServerUnavailable(f"{self.address.text}: the client is closed")
+            if self._idle:
+                return self._idle.pop()
+        return Connection(self.address, timeout_s)
+
+    def _exchange(self, connection: Connection, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            status, content, reusable = connection.exchange(request, timeout_s)
+        except BaseException:
+            # Whatever happened, an answer may still be on its way: the next call must not read it.
+            connection.close()
+            raise
+        with self._lock:
+            if reusable and not self._closed and len(self._idle) < self._keep:
+                self._idle.append(connection)
+                return status, content
+        connection.close()
+        return status, content

@@ -1,0 +1,56 @@
+#include "base/pause.h"
+
+#ifdef KVDOCK_PAUSE_POINTS
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace kvdock {
+
+namespace {
+
+struct PausePage {
+  char point[56];    // written by the test; empty: none
+  uint32_t skip;     // how often to pass it first
+  uint32_t reached;  // set here
+};
+
+PausePage* control() {
+  const char* path = std::getenv("KVDOCK_PAUSE_PAGE");
+  int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+  if (fd < 0) return nullptr;
+  void* page = mmap(nullptr, sizeof(PausePage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  return page == MAP_FAILED ? nullptr : static_cast<PausePage*>(page);
+}
+
+}  // namespace
+
+void pause_at(const char* point) {
+  static PausePage* const page = control();
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // what was stored before the point is stored when it is reached
+  if (!page || std::strncmp(page->point, point, sizeof page->point) != 0) return;
+  if (page->skip > 0) {
+    --page->skip;
+    return;
+  }
+  std::atomic_ref<uint32_t>(page->reached).store(1, std::memory_order_release);
+  while (std::strncmp(page->point, point, sizeof page->point) == 0) usleep(1000);
+}
+
+void bind_pause(pybind11::module_& m) {
+  m.def("pause_at", [](const std::string& point) {
+    const pybind11::gil_scoped_release released;
+    pause_at(point.c_str());
+  });
+}
+
+}  // namespace kvdock
+
+#endif

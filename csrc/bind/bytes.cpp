@@ -1,0 +1,241 @@
+// Bindings of what moves and guards bytes. Shapes are checked here; the GIL is dropped around every
+// call that can take more than a few microseconds.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <system_error>
+
+#include "bind/parts.h"
+#include "bind/bind.h"
+#include "copy/checksum.h"
+#include "copy/copy.h"
+#include "base/errors.h"
+#include "segment/header.h"
+#include "segment/liveness.h"
+#include "segment/mapping.h"
+
+namespace py = pybind11;
+
+namespace kvdock {
+
+namespace {
+
+PyObject* g_layout_error = nullptr;  // new references, owned by the module for the life of the process
+PyObject* g_copy_error = nullptr;
+PyObject* g_cuda_error = nullptr;
+
+py::object to_python(const Value& value) {
+  return std::visit([](const auto& v) -> py::object { return py::cast(v); }, value);
+}
+
+void translate(std::exception_ptr failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Refused& e) {
+    PyObject* const types[] = {g_layout_error, g_copy_error, g_cuda_error};  // in the order of Refusal
+    PyObject* type = types[int(e.kind())];
+    py::object error = py::reinterpret_borrow<py::object>(type)(e.what());
+    error.attr("found") = to_python(e.found());
+    error.attr("wanted") = to_python(e.wanted());
+    PyErr_SetObject(type, error.ptr());
+  } catch (const std::system_error& e) {
+    // OSError(errno, text) picks the subclass itself: BlockingIOError, FileNotFoundError, …
+    py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(e.code().value(), e.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+}
+
+int mapping_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+  auto& mapping = py::handle(self).cast<Mapping&>();
+  if (mapping.data() == nullptr) {
+    PyErr_SetString(PyExc_ValueError, "the mapping is closed");
+    view->obj = nullptr;
+    return -1;
+  }
+  if (PyBuffer_FillInfo(view, self, mapping.data(), Py_ssize_t(mapping.bytes()), !mapping.writable(), flags) != 0)
+    return -1;
+  mapping.pin();
+  return 0;
+}
+
+void mapping_releasebuffer(PyObject* self, Py_buffer*) { py::handle(self).cast<Mapping&>().unpin(); }
+
+void close_mapping(Mapping& mapping) {
+  if (mapping.pinned()) throw py::buffer_error("cannot close: buffers of this mapping are still in use");
+  py::gil_scoped_release nogil;  // unmapping a populated gigabyte takes tens of milliseconds
+  mapping.close();
+}
+
+void bind_mapping(py::module_& m) {
+  py::class_<Mapping>(m, "Mapping", py::custom_type_setup([](PyHeapTypeObject* type) {
+                        type->ht_type.tp_as_buffer = &type->as_buffer;
+                        type->as_buffer.bf_getbuffer = mapping_getbuffer;
+                        type->as_buffer.bf_releasebuffer = mapping_releasebuffer;
+                      }))
+      .def(py::init<int, size_t, bool>(), py::arg("fd"), py::arg("bytes"), py::kw_only(), py::arg("writable") = true)
+      .def_property_readonly("address",
+                             [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def_property_readonly("bytes", &Mapping::bytes)
+      .def("populate", &Mapping::populate, py::arg("offset"), py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("advise_huge", &Mapping::advise_huge)
+      .def("close", close_mapping);
+}
+
+void bind_liveness(py::module_& m) {
+  py::class_<MemberLock>(m, "MemberLock")
+      .def(py::init<const std::string&, int64_t>(), py::arg("path"), py::arg("offset"))
+      .def_property_readonly("offset", &MemberLock::offset)
+      .def("close", &MemberLock::close);
+  m.def("lock_holder_alive", &lock_holder_alive, py::arg("fd"), py::arg("offset"));
+}
+
+void check_header_fits(const Mapping& mapping) {
+  if (mapping.data() == nullptr || mapping.bytes() < kSegmentHeaderBytes)
+    throw py::value_error("segment header: found a mapping of " +
+                          std::to_string(mapping.data() == nullptr ? 0 : mapping.bytes()) + " bytes, wanted at least " +
+                          std::to_string(kSegmentHeaderBytes));
+}
+
+void write_header(Mapping& mapping, uint64_t pool_id, uint32_t segment, uint64_t data_offset) {
+  check_header_fits(mapping);
+  if (!mapping.writable()) throw py::value_error("segment header: found a read-only mapping, wanted a writable one");
+  if (data_offset < kSegmentHeaderBytes || data_offset % kSlotAlign != 0 || data_offset >= mapping.bytes())
+    throw py::value_error("data_offset: found " + std::to_string(data_offset) + ", wanted a multiple of " +
+                          std::to_string(kSlotAlign) + " within " + std::to_string(mapping.bytes()) + " bytes");
+  write_segment_header(mapping.data(), mapping.bytes(), pool_id, segment, data_offset);
+}
+
+py::tuple read_header(const Mapping& mapping) {
+  check_header_fits(mapping);
+  SegmentHeader header;
+  const HeaderState state = read_segment_header(mapping.data(), mapping.bytes(), &header);
+  constexpr const char* kNames[] = {"ok", "not_ready", "wrong_version", "corrupt"};
+  py::dict fields;
+  fields["magic"] = header.magic;
+  fields["version"] = header.version;
+  fields["pool_id"] = header.pool_id;
+  fields["segment"] = header.segment;
+  fields["bytes"] = header.bytes;
+  fields["data_offset"] = header.data_offset;
+  fields["crc"] = header.crc;
+  return py::make_tuple(kNames[int(state)], fields);
+}
+
+void bind_segment_header(py::module_& m) {
+  m.attr("SEGMENT_VERSION") = kSegmentVersion;
+  m.attr("SEGMENT_HEADER_BYTES") = kSegmentHeaderBytes;
+  m.attr("SLOT_ALIGN") = kSlotAlign;
+  m.def("segment_header_write", write_header, py::arg("mapping"), py::arg("pool_id"), py::arg("segment"),
+        py::arg("data_offset"));
+  m.def("segment_header_read", read_header, py::arg("mapping"));
+}
+
+std::vector<uint64_t> gather_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
+                                     const py::buffer& starts, int threads) {
+  const Integers<uint64_t> slot(slots, "slots");
+  const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts");
+  const auto parts = parts_of(slot.view(), ids.view(), start.view(), {});
+  const py::gil_scoped_release released;
+  return gather(layout, parts, threads);
+}
+
+std::vector<uint64_t> scatter_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
+                                      const py::buffer& starts, const py::buffer& skips, int threads) {
+  const Integers<uint64_t> slot(slots, "slots");
+  const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
+  require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
+          std::to_string(slot.view().size()));
+  const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
+  const py::gil_scoped_release released;
+  return scatter(layout, parts, threads);
+}
+
+void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, int threads) {
+  const Integers<uint64_t> target(to, "to"), source(from, "from");
+  require(target.view().size() == source.view().size(), "from (entries)", std::to_string(source.view().size()),
+          std::to_string(target.view().size()));
+  const py::gil_scoped_release released;
+  memcpy_pieces(target.view(), source.view(), bytes, threads);
+}
+
+uint64_t checksum_buffer(const py::buffer& data) {
+  // Any exporter of contiguous bytes, asked for as such: its element type does not matter.
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  struct Release {
+    Py_buffer* held;
+    ~Release() { PyBuffer_Release(held); }
+  } const release{&view};
+  const py::gil_scoped_release released;
+  return checksum(static_cast<const char*>(view.buf), size_t(view.len));
+}
+
+void set_keys(const py::bytes& nh, const py::bytes& level2) {
+  const std::string_view first(nh), second(level2);
+  if (first.size() != 2 * kStripeBytes || second.size() % 32 != 0)
+    throw py::value_error("checksum keys: found " + std::to_string(first.size()) + " and " +
+                          std::to_string(second.size()) + " bytes, wanted 8192 and a multiple of 32");
+  const py::gil_scoped_release released;
+  set_checksum_keys(first.data(), second.data(), second.size() / 32);
+}
+
+// A negative number has no place in a layout: it is named, not wrapped around.
+size_t natural(long long value, const char* name) {
+  if (value < 0)
+    throw Refused(Refusal::layout, std::string(name) + ": found " + std::to_string(value) + ", wanted at least 0",
+                  value, std::string("at least 0"));
+  return size_t(value);
+}
+
+using PlaneTuple = std::tuple<uint64_t, long long, long long, long long, long long>;
+
+PagedLayout make_layout(const std::vector<PlaneTuple>& tuples, long long num_blocks, long long block_tokens) {
+  std::vector<Plane> planes;
+  for (const auto& [base, block_stride, run_bytes, run_count, run_stride] : tuples)
+    planes.push_back({uintptr_t(base), natural(block_stride, "block stride"), natural(run_bytes, "run bytes"),
+                      natural(run_count, "run count"), natural(run_stride, "run stride")});
+  return PagedLayout(std::move(planes), natural(num_blocks, "num_blocks"), natural(block_tokens, "block_tokens"));
+}
+
+void bind_copy(py::module_& m) {
+  m.def("set_checksum_keys", set_keys, py::arg("nh"), py::arg("level2"));
+  m.def("checksum", checksum_buffer, py::arg("data"));
+  m.def("cpu_paths", &cpu_paths);
+  m.def("use_cpu_path", [](const std::string& name) {
+    if (!use_cpu_path(name)) throw py::value_error("cpu path: found '" + name + "', wanted one of cpu_paths() or ''");
+  }, py::arg("name"));
+  py::class_<PagedLayout>(m, "PagedLayout")
+      .def(py::init(&make_layout), py::arg("planes"), py::kw_only(), py::arg("num_blocks"), py::arg("block_tokens"))
+      .def_property_readonly("block_bytes", &PagedLayout::block_bytes)
+      .def_property_readonly("num_blocks", &PagedLayout::num_blocks)
+      .def_property_readonly("block_tokens", &PagedLayout::block_tokens);
+  m.def("gather", gather_buffers, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
+        py::kw_only(), py::arg("threads"));
+  m.def("scatter", scatter_buffers, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
+        py::arg("skips"), py::kw_only(), py::arg("threads"));
+  m.def("memcpy_pieces", memcpy_buffers, py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(),
+        py::arg("threads"));
+}
+
+PyObject* new_error(py::module_& m, const char* qualified, const char* name, PyObject* base = PyExc_ValueError) {
+  PyObject* type = PyErr_NewException(qualified, base, nullptr);
+  if (type == nullptr) throw py::error_already_set();
+  m.attr(name) = py::reinterpret_borrow<py::object>(type);
+  return type;
+}
+
+}  // namespace
+
+void bind_bytes(py::module_& m) {
+  g_layout_error = new_error(m, "kvdock._core.LayoutError", "LayoutError");
+  g_copy_error = new_error(m, "kvdock._core.CopyError", "CopyError");
+  g_cuda_error = new_error(m, "kvdock._core.CudaError", "CudaError", PyExc_RuntimeError);
+  py::register_local_exception_translator(translate);
+  bind_mapping(m);
+  bind_liveness(m);
+  bind_segment_header(m);
+  bind_copy(m);
+}
+
+}  // namespace kvdock

@@ -1,0 +1,249 @@
+#include "copy/copy.h"
+#include "base/pause.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "copy/checksum.h"
+#include "base/errors.h"
+
+namespace kvdock {
+
+namespace {
+
+constexpr size_t kGrain = 16;                      // every run, stride and address is a multiple of it
+constexpr size_t kUnitStripes = 64;                // work handed to a thread at a time
+constexpr size_t kBytesPerThread = size_t(1) << 20;  // below this a thread costs more than it brings
+
+enum class Direction { gather, scatter };
+
+[[noreturn]] void refuse(Refusal kind, const std::string& what, long long found, const std::string& wanted) {
+  throw Refused(kind, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
+}
+
+void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
+  const std::string name = "plane " + std::to_string(index) + ": ";
+  const auto aligned = [&](const char* what, size_t value) {
+    if (value % kGrain != 0) refuse(Refusal::layout, name + what, (long long)(value), "a multiple of 16");
+  };
+  aligned("base address", plane.base);
+  aligned("block stride", plane.block_stride);
+  aligned("run bytes", plane.run_bytes);
+  if (plane.base == 0) refuse(Refusal::layout, name + "base address", 0, "an address");
+  if (plane.run_bytes == 0) refuse(Refusal::layout, name + "run bytes", 0, "at least 16");
+  if (plane.run_count == 0) refuse(Refusal::layout, name + "run count", 0, "at least 1");
+  const std::string one_run = "at least the run's " + std::to_string(plane.run_bytes);
+  if (plane.run_count > 1) {
+    aligned("run stride", plane.run_stride);
+    if (plane.run_stride < plane.run_bytes)
+      refuse(Refusal::layout, name + "run stride", (long long)(plane.run_stride), one_run);
+  }
+  if (num_blocks > 1 && plane.block_stride < plane.run_bytes)
+    refuse(Refusal::layout, name + "block stride", (long long)(plane.block_stride), one_run);
+}
+
+// ------------------------------------------------------------------ walking a part in slot order
+
+struct Fragment {
+  char* paged = nullptr;
+  size_t bytes = 0;
+  bool skipped = false;
+};
+
+// Yields the paged side of a part's bytes from any position on, run by run.
+class Walk {
+ public:
+  Walk(const PagedLayout& layout, const Part& part, size_t position) : layout_(layout), part_(part) {
+    const size_t blocks = part.block_ids.size();
+    plane_ = layout.plane_at(position / blocks);
+    while (position < layout.bytes_before(plane_) * blocks) --plane_;
+    const Plane& plane = layout.planes()[plane_];
+    const size_t inside = position - layout.bytes_before(plane_) * blocks;
+    block_ = inside / plane.block_bytes();
+    run_ = inside % plane.block_bytes() / plane.run_bytes;
+    offset_ = inside % plane.run_bytes;
+  }
+
+  // The next fragment; bytes == 0 at the end of the part.
+  Fragment next() {
+    if (plane_ == layout_.planes().size()) return {};
+    const Plane& plane = layout_.planes()[plane_];
+    const uintptr_t at = plane.base + size_t(part_.block_ids[block_]) * plane.block_stride + run_ * plane.run_stride;
+    const bool skipped = block_ < part_.skip_blocks;
+    const Fragment fragment{reinterpret_cast<char*>(at + offset_), plane.run_bytes - offset_, skipped};
+    offset_ = 0;
+    if (++run_ == plane.run_count) {
+      run_ = 0;
+      if (++block_ == part_.block_ids.size()) {
+        block_ = 0;
+        ++plane_;
+      }
+    }
+    return fragment;
+  }
+
+ private:
+  const PagedLayout& layout_;
+  const Part& part_;
+  size_t plane_, block_, run_, offset_;
+};
+
+// Stripes [first, last) of one part, and their share of its checksum.
+struct Unit {
+  size_t part;
+  size_t first, last;
+  uint64_t sum = 0;
+};
+
+// Copies one unit, stripe by stripe. A stripe may span many fragments and a fragment many stripes.
+template <Direction kDirection>
+void copy_unit(const PagedLayout& layout, const Part& part, const CpuPath& path, const ChecksumKeys& keys, Unit* unit) {
+  const size_t part_bytes = part.block_ids.size() * layout.block_bytes();
+  size_t position = unit->first * kStripeBytes;
+  const size_t end = std::min(unit->last * kStripeBytes, part_bytes);
+  char* slot = reinterpret_cast<char*>(part.slot);
+  Walk walk(layout, part, position);
+  Fragment here = walk.next(), coming = walk.next();
+  PartSum total(keys);
+  while (position < end) {
+    StripeSums sums{};
+    const size_t stripe = position / kStripeBytes;
+    const size_t stripe_bytes = std::min(kStripeBytes, end - position);
+    for (size_t done = 0; done < stripe_bytes;) {
+      const size_t bytes = std::min(here.bytes, stripe_bytes - done);
+      const uint32_t *first = keys.first + done / 4, *second = keys.second + done / 4;
+      char* flat = slot + position + done;
+      if (kDirection == Direction::gather) {
+        const char* ahead = here.bytes > bytes ? here.paged + bytes : coming.paged;
+        path.copy(here.paged, flat, bytes, first, second, ahead, &sums);
+      } else if (here.skipped) {
+        path.hash(flat, nullptr, bytes, first, second, flat + bytes, &sums);
+      } else {
+        path.copy(flat, here.paged, bytes, first, second, flat + bytes, &sums);
+      }
+      done += bytes;
+      here.paged += bytes;
+      here.bytes -= bytes;
+      if (here.bytes == 0) {
+        here = coming;
+        coming = walk.next();
+      }
+    }
+    if (stripe_bytes != kStripeBytes) hash_padding(path, keys, stripe_bytes, &sums);
+    total.add(stripe, sums);
+    position += stripe_bytes;
+    KVDOCK_PAUSE(kDirection == Direction::gather ? "copy.gathering" : "copy.scattering");
+  }
+  unit->sum = total.value();
+}
+
+// ------------------------------------------------------------------ splitting over threads
+
+// Runs work(i) for i in [0, count) on up to `threads` threads, this one included.
+template <class Work>
+void run_parallel(size_t count, size_t threads, const Work& work) {
+  std::atomic<size_t> next{0};
+  const auto loop = [&] {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    store_fence();
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < std::min(threads, count); ++t) {
+    try {
+      others.emplace_back(loop);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: fewer do the same work
+    }
+  }
+  loop();
+  for (std::thread& other : others) other.join();
+}
+
+size_t useful_threads(size_t bytes, int threads) {
+  return std::clamp<size_t>(bytes / kBytesPerThread, 1, size_t(threads));
+}
+
+template <Direction kDirection>
+std::vector<uint64_t> copy_parts(const PagedLayout& layout, std::span<const Part> parts, int threads) {
+  if (threads < 1) refuse(Refusal::copy, "threads", threads, "at least 1");
+  check_parts(layout, parts);
+  size_t all_stripes = 0, most_stripes = 0;
+  for (const Part& part : parts) {
+    const size_t stripes = stripes_of(part.block_ids.size() * layout.block_bytes());
+    all_stripes += stripes;
+    most_stripes = std::max(most_stripes, stripes);
+  }
+  const auto keys = checksum_keys(most_stripes);
+  const size_t workers = useful_threads(all_stripes * kStripeBytes, threads);
+  const size_t step = std::clamp<size_t>(all_stripes / (4 * workers), 1, kUnitStripes);
+  std::vector<Unit> units;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const size_t stripes = stripes_of(parts[i].block_ids.size() * layout.block_bytes());
+    for (size_t first = 0; first < stripes; first += step) units.push_back({i, first, std::min(first + step, stripes)});
+  }
+  const CpuPath& path = cpu_path();
+  run_parallel(units.size(), workers,
+               [&](size_t i) { copy_unit<kDirection>(layout, parts[units[i].part], path, *keys, &units[i]); });
+  std::vector<uint64_t> checksums(parts.size(), 0);
+  for (const Unit& unit : units) checksums[unit.part] = add_mod_p(checksums[unit.part], unit.sum);
+  return checksums;
+}
+
+}  // namespace
+
+PagedLayout::PagedLayout(std::vector<Plane> planes, size_t num_blocks, size_t block_tokens)
+    : planes_(std::move(planes)), bytes_before_{0}, num_blocks_(num_blocks), block_tokens_(block_tokens) {
+  if (planes_.empty()) refuse(Refusal::layout, "planes", 0, "at least 1");
+  if (num_blocks == 0) refuse(Refusal::layout, "num_blocks", 0, "at least 1");
+  if (block_tokens == 0) refuse(Refusal::layout, "block_tokens", 0, "at least 1");
+  for (size_t i = 0; i < planes_.size(); ++i) {
+    Plane& plane = planes_[i];
+    check_plane(i, plane, num_blocks);
+    if (plane.run_stride == plane.run_bytes) {  // neighbouring runs are one
+      plane.run_bytes *= plane.run_count;
+      plane.run_count = 1;
+    }
+    bytes_before_.push_back(bytes_before_.back() + plane.block_bytes());
+  }
+}
+
+size_t PagedLayout::plane_at(size_t block_byte) const {
+  return size_t(std::upper_bound(bytes_before_.begin(), bytes_before_.end(), block_byte) - bytes_before_.begin()) - 1;
+}
+
+void check_parts(const PagedLayout& layout, std::span<const Part> parts) {
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string name = "part " + std::to_string(i) + ": ";
+    if (parts[i].slot == 0 || parts[i].slot % kGrain != 0)
+      refuse(Refusal::copy, name + "slot address", (long long)(parts[i].slot), "a multiple of 16");
+    if (parts[i].skip_blocks > parts[i].block_ids.size())
+      refuse(Refusal::copy, name + "skipped blocks", (long long)(parts[i].skip_blocks),
+             "at most the part's " + std::to_string(parts[i].block_ids.size()));
+    for (const int64_t id : parts[i].block_ids) {
+      if (id < 0 || size_t(id) >= layout.num_blocks())
+        refuse(Refusal::copy, name + "block id", id, "0.." + std::to_string(layout.num_blocks() - 1));
+    }
+  }
+}
+
+std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads) {
+  return copy_parts<Direction::gather>(layout, parts, threads);
+}
+
+std::vector<uint64_t> scatter(const PagedLayout& layout, std::span<const Part> parts, int threads) {
+  return copy_parts<Direction::scatter>(layout, parts, threads);
+}
+
+void memcpy_pieces(std::span<const uint64_t> to, std::span<const uint64_t> from, size_t bytes, int threads) {
+  const size_t group = std::max<size_t>(1, kUnitStripes * kStripeBytes / std::max<size_t>(bytes, 1));
+  const size_t groups = (to.size() + group - 1) / group;
+  run_parallel(groups, size_t(std::max(threads, 1)), [&](size_t g) {
+    for (size_t i = g * group; i < std::min(to.size(), (g + 1) * group); ++i)
+      std::memcpy(reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), bytes);
+  });
+}
+
+}  // namespace kvdock

@@ -1,0 +1,64 @@
+#include "segment/mapping.h"
+#include "base/pause.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace kvdock {
+
+namespace {
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+}  // namespace
+
+Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(bytes), writable_(writable) {
+  struct stat st;
+  if (fstat(fd, &st) != 0) fail("fstat");
+  if (bytes == 0 || size_t(st.st_size) < bytes)
+    throw std::invalid_argument("mapping: found an object of " + std::to_string(st.st_size) +
+                                " bytes, wanted at least " + std::to_string(bytes ? bytes : 1));
+  void* p = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
+  if (p == MAP_FAILED) fail("mmap");
+  if (madvise(p, bytes, MADV_DONTFORK) != 0) {
+    const int error = errno;
+    munmap(p, bytes);
+    errno = error;
+    fail("madvise(MADV_DONTFORK)");
+  }
+  data_ = static_cast<char*>(p);
+  KVDOCK_PAUSE("map.mapped");
+}
+
+Mapping::~Mapping() { close(); }
+
+void Mapping::close() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+  data_ = nullptr;
+}
+
+void Mapping::populate(size_t offset, size_t bytes) {
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  if (data_ == nullptr) throw std::invalid_argument("populate: the mapping is closed");
+  if (offset % page != 0 || offset > bytes_ || bytes > bytes_ - offset)
+    throw std::invalid_argument("populate: found [" + std::to_string(offset) + ", +" + std::to_string(bytes) +
+                                "), wanted a page-aligned range within " + std::to_string(bytes_) + " bytes");
+  KVDOCK_PAUSE("prefault.before");
+  while (bytes != 0 && madvise(data_ + offset, bytes, MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINVAL) return;  // alignment was checked: the kernel is older than 5.14
+    if (errno != EINTR && errno != EAGAIN) fail("madvise(MADV_POPULATE_WRITE)");
+  }
+  KVDOCK_PAUSE("prefault.after");
+}
+
+bool Mapping::advise_huge() { return data_ != nullptr && madvise(data_, bytes_, MADV_HUGEPAGE) == 0; }
+
+}  // namespace kvdock

@@ -1,0 +1,101 @@
+// Which chunk goes first. The table decides what may go (READY leaves without pins); a policy decides the order.
+//
+// Ownership: derived; rebuilt by offering every candidate again.
+// Thread safety: none; the table's mutex guards it.
+// Invariants: one entry per record and generation; an entry that is no longer a candidate is dropped when it
+//   surfaces; one used since it was listed is listed again: O(log n), amortised over the uses.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "table/layout.h"
+
+namespace kvdock {
+
+struct Candidate {
+  uint32_t record;
+  uint64_t generation;
+  uint64_t last_used;  // use tick when listed
+};
+
+inline bool older(const Candidate& a, const Candidate& b) {
+  return a.last_used != b.last_used ? a.last_used < b.last_used : a.generation < b.generation;
+}
+
+// Its last use, if the candidate may still be evicted.
+using Probe = std::function<std::optional<uint64_t>(const Candidate&)>;
+
+class EvictionPolicy {
+ public:
+  virtual ~EvictionPolicy() = default;
+  // `shape` groups records whose parts have the same sizes: evicting one makes room for another.
+  virtual void offer(uint32_t shape, const Candidate& c) = 0;
+  // The candidate to evict next; it stays listed until it is gone.
+  virtual std::optional<Candidate> choose(uint32_t shape, const Probe& probe) = 0;
+  virtual std::vector<uint32_t> shapes() const = 0;
+  virtual bool lists(uint32_t record, uint64_t generation) const = 0;
+};
+
+class LruPolicy final : public EvictionPolicy {
+ public:
+  void offer(uint32_t shape, const Candidate& c) override {
+    if (listed_.size() <= c.record) listed_.resize(c.record + 1 + c.record / 2, 0);
+    if (listed_[c.record] == c.generation) return;
+    listed_[c.record] = c.generation;
+    push(heaps_[shape], c);
+  }
+
+  std::optional<Candidate> choose(uint32_t shape, const Probe& probe) override {
+    auto& heap = heaps_[shape];
+    while (!heap.empty()) {
+      Candidate c = heap.front();
+      std::optional<uint64_t> used = probe(c);
+      if (used && *used == c.last_used) return c;
+      std::pop_heap(heap.begin(), heap.end(), later);
+      heap.pop_back();
+      if (used) {
+        c.last_used = *used;
+        push(heap, c);
+      } else if (listed_[c.record] == c.generation) {
+        listed_[c.record] = 0;
+      }
+    }
+    return std::nullopt;
+  }
+
+  std::vector<uint32_t> shapes() const override {
+    std::vector<uint32_t> out;
+    for (auto& [shape, heap] : heaps_)
+      if (!heap.empty()) out.push_back(shape);
+    return out;
+  }
+
+  bool lists(uint32_t record, uint64_t generation) const override {
+    return record < listed_.size() && listed_[record] == generation;
+  }
+
+ private:
+  static bool later(const Candidate& a, const Candidate& b) { return older(b, a); }
+  void push(std::vector<Candidate>& heap, const Candidate& c) {
+    heap.push_back(c);
+    std::push_heap(heap.begin(), heap.end(), later);
+    // Entries of records that were deleted sink; sweep them out when they are the larger half.
+    if (heap.size() >= 1024 && heap.size() > 2 * swept_) sweep(heap);
+  }
+  void sweep(std::vector<Candidate>& heap) {
+    std::erase_if(heap, [this](const Candidate& c) { return listed_[c.record] != c.generation; });
+    std::make_heap(heap.begin(), heap.end(), later);
+    swept_ = std::max<size_t>(heap.size(), 512);
+  }
+
+  std::map<uint32_t, std::vector<Candidate>> heaps_;
+  std::vector<uint64_t> listed_;  // by record: generation it is listed with; generations start at 1
+  size_t swept_ = 512;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,103 @@
+// Open-addressing index from (namespace, key) to what the table knows of that key.
+//
+// Ownership: derived from the records; rebuilt, never stored.
+// Thread safety: none; the table's mutex guards it.
+// Invariants: an entry exists while its key has a READY record, a RESERVED record or children; at most one
+//   of each state (I5); probing is linear and deletion shifts back, so no tombstones accumulate.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/huge_alloc.h"
+#include "table/layout.h"
+
+namespace kvdock {
+
+struct KeyEntry {
+  Key key{};
+  uint32_t space = kNone;  // kNone: an empty cell
+  uint32_t ready = kNone;
+  uint32_t reserved = kNone;
+  uint32_t children = 0;  // RESERVED and READY records that name this key as parent
+
+  bool unused() const { return ready == kNone && reserved == kNone && children == 0; }
+};
+
+class KeyIndex {
+ public:
+  KeyIndex() : cells_(1024) {}
+
+  KeyEntry* find(uint32_t space, const Key& key) {
+    for (size_t i = home(space, key);; i = next(i)) {
+      if (empty(i)) return nullptr;
+      if (cells_[i].space == space && cells_[i].key == key) return &cells_[i];
+    }
+  }
+
+  void prefetch(uint32_t space, const Key& key) const {
+    size_t i = home(space, key);
+    __builtin_prefetch(&cells_[i]);
+    __builtin_prefetch(reinterpret_cast<const char*>(&cells_[i] + 1) - 1);
+  }
+
+  // References are good until the next insert or drop.
+  KeyEntry& insert(uint32_t space, const Key& key) {
+    if (KeyEntry* e = find(space, key)) return *e;
+    if ((size_ + 1) * 10 > cells_.size() * 7) grow();
+    ++size_;
+    return place(KeyEntry{key, space});
+  }
+
+  void drop_if_unused(KeyEntry& e) {
+    if (!e.unused()) return;
+    size_t hole = static_cast<size_t>(&e - cells_.data());
+    cells_[hole].space = kNone;
+    --size_;
+    for (size_t i = next(hole); !empty(i); i = next(i)) {
+      size_t want = home(cells_[i].space, cells_[i].key);
+      // Move back unless its home lies cyclically in (hole, i].
+      bool stays = hole <= i ? (hole < want && want <= i) : (hole < want || want <= i);
+      if (stays) continue;
+      cells_[hole] = cells_[i];
+      cells_[i].space = kNone;
+      hole = i;
+    }
+  }
+
+  void clear() { *this = KeyIndex(); }
+  size_t size() const { return size_; }
+
+  template <class F>
+  void for_each(F&& f) const {
+    for (size_t i = 0; i < cells_.size(); ++i)
+      if (!empty(i)) f(cells_[i]);
+  }
+
+ private:
+  size_t home(uint32_t space, const Key& key) const {
+    uint64_t h;  // keys are digests: eight of their bytes are as good as a hash, mixed in case they are not
+    std::memcpy(&h, key.bytes + 8, 8);
+    return fold(h, space) >> 20 & (cells_.size() - 1);
+  }
+  bool empty(size_t i) const { return cells_[i].space == kNone; }
+  size_t next(size_t i) const { return (i + 1) & (cells_.size() - 1); }
+
+  KeyEntry& place(const KeyEntry& e) {
+    size_t i = home(e.space, e.key);
+    while (!empty(i)) i = next(i);
+    return cells_[i] = e;
+  }
+
+  void grow() {
+    decltype(cells_) old(cells_.size() * 2);
+    old.swap(cells_);
+    for (const KeyEntry& e : old)
+      if (e.space != kNone) place(e);
+  }
+
+  std::vector<KeyEntry, HugeAllocator<KeyEntry>> cells_;
+  size_t size_ = 0;
+};
+
+}  // namespace kvdock

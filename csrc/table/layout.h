@@ -1,0 +1,291 @@
+// The chunk table's region: the one description of what lies where.
+//
+// Ownership: only the server maps the region. Everything in it is primary; whatever can be computed
+//   from it (key index, pins, children, free lists, eviction order, byte sums) lives on the heap.
+// Crash safety: a body is written first, with a CRC-32C over body and generation, then the 64-bit word
+//   that makes it live is stored with release order. Every transition is one such store. Fields named
+//   "mutable" may change while the word is live and stand outside the CRC. The next server trusts none of
+//   it unseen (table_adopt.cpp): words carry a check of themselves, holders stand there twice.
+// No pointers: things are named by index; index 0 is valid, kNone is none.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "segment/header.h"
+
+namespace kvdock {
+
+constexpr uint32_t kNone = 0xffffffffu;
+constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
+constexpr uint32_t kTableVersion = 3;
+constexpr uint32_t kMaxKeys = 4096;
+constexpr uint32_t kMaxRanks = 128;
+constexpr uint32_t kMaxGroups = 16;
+constexpr uint32_t kMaxNamespaces = 1024;
+constexpr uint32_t kMaxSegments = 4096;
+constexpr uint32_t kMaxSessions = 16384;
+constexpr uint32_t kMaxMembers = 65536;
+constexpr uint32_t kMaxSlabs = 1u << 18;
+constexpr uint32_t kPageBytes = 64 * 1024;  // records of one size share a page
+constexpr uint32_t kPageRecords = 512;      // record id = page * kPageRecords + index
+constexpr uint32_t kLinesPerBlock = 15;
+
+struct Key {
+  uint8_t bytes[32];
+  bool operator==(const Key& o) const { return std::memcmp(bytes, o.bytes, 32) == 0; }
+  bool is_root() const {
+    static constexpr uint8_t zero[32] = {};
+    return std::memcmp(bytes, zero, 32) == 0;
+  }
+};
+
+struct Id16 {
+  uint8_t bytes[16];
+  bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, 16) == 0; }
+};
+
+// The store that makes a transition happen; what was written before it is visible to whoever sees it, and
+// what comes after it is not moved before it: a process killed in between leaves exactly the first part.
+inline void publish(uint64_t& word, uint64_t value) {
+  std::atomic_ref<uint64_t>(word).store(value, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten says so. With a place
+// the check covers it too: a word of another place is no word here, and neither is 0. Without one 0 is 0.
+constexpr uint64_t kWordMask = (1ull << 48) - 1;
+constexpr uint64_t sealed(uint64_t value, uint64_t place = 0) {
+  return value | ((value + (place << 48 | place)) * 0x9e3779b97f4a7c15ull >> 48) << 48;
+}
+constexpr bool whole(uint64_t word, uint64_t place = 0) { return word == sealed(word & kWordMask, place); }
+
+// ---- records -----------------------------------------------------------------------------------
+//
+//      FREE ──reserve──► RESERVED ──last commit──► READY ──evict, delete, replace──► QUARANTINED
+//        ▲                   └────── abort, deadline, death ────────────────────────────►│
+//        └───────────────────────────── pins = 0 ────────────────────────────────────────┘
+enum class RecordState : uint64_t { kFree = 0, kReserved = 1, kReady = 2, kQuarantined = 3 };
+
+struct StoredPart {  // one writer's bytes of one group
+  uint32_t slab;
+  uint16_t segment;
+  uint8_t group;
+  uint8_t writer;
+  uint64_t offset;
+  uint64_t length;
+  uint64_t committed;  // mutable: kCommitted | checksum once its writer is done
+};
+constexpr uint64_t kCommitted = 1ull << 63;
+
+struct Record {
+  Key key;
+  Key parent;              // zeros: the chunk starts its sequence
+  uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
+  uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
+  // From here to the end of the first part: all that a lookup or release touches, 64 bytes.
+  uint64_t word;  // sealed: generation << 3 | state; 0 = FREE
+  uint32_t crc;
+  uint16_t space;  // namespace
+  uint16_t part_count;
+  uint32_t groups;
+  uint32_t temporary;
+  uint64_t last_used;  // mutable: use tick
+  StoredPart parts[0];
+
+  RecordState state() const { return static_cast<RecordState>(word & 7); }
+  uint64_t generation() const { return (word & kWordMask) >> 3; }
+};
+constexpr uint64_t kTempKept = ~0ull;
+
+// ---- grants ------------------------------------------------------------------------------------
+enum class GrantState : uint64_t { kAbsent = 0, kOpen = 1, kClosed = 2 };
+enum class GrantKind : uint32_t { kLease = 1, kReservation = 2 };
+
+struct Line {  // what a grant lets its holders touch
+  uint64_t generation;
+  uint32_t record;
+  uint16_t groups;
+  uint16_t index;  // lease: chunk index from token 0; reservation: index into the store's keys
+};
+
+struct LineBlock {
+  uint32_t next;
+  uint32_t spare[3];
+  Line lines[kLinesPerBlock];
+};
+
+struct Grant {
+  uint64_t word;  // grant_word(): use << 2 | state; the cell's id is incarnation << 40 | (use * capacity + cell)
+  uint32_t crc;
+  GrantKind kind;
+  uint64_t id;
+  uint32_t session;  // cell …
+  uint32_t asker;    // member cell
+  uint32_t readers;  // holders: ranks 0..readers-1
+  uint32_t epoch;
+  Id16 request;        // request or store id
+  uint64_t body_hash;  // reservation: of its keys and options
+  uint64_t session_use;  // … and which of its sessions
+  uint64_t opened_ms;
+  uint64_t holders[2];   // mutable: a set bit is a rank that has not said done …
+  uint64_t released[2];  // mutable: … and here one that has, set a moment later
+  uint64_t deadline_ms;  // mutable, reservation
+  uint64_t asked_ms;     // mutable, lease: opened or last kept
+  uint32_t line_count;   // mutable: stored after the line
+  uint32_t first_block;  // mutable
+  uint32_t last_block;   // mutable
+  uint32_t asker_done;   // mutable
+  uint32_t key_count;    // mutable, lease: how many keys were asked for …
+  uint32_t completed;    // mutable, reservation: every holder committed all its parts
+  Key last_key;          // mutable, lease: … and the last of them
+
+  GrantState state() const { return static_cast<GrantState>(word & 3); }
+  uint64_t use() const { return (word & kWordMask) >> 2; }
+  bool live_holders() const { return (holders[0] | holders[1]) != 0; }
+  bool holds(uint32_t rank) const { return holders[rank / 64] >> (rank % 64) & 1; }
+};
+
+// Sealed with its cell, and in every cell from the start: a promise must not vanish with a word that was lost.
+constexpr uint64_t grant_word(uint32_t cell, uint64_t use, GrantState state) {
+  return sealed(use << 2 | static_cast<uint64_t>(state), cell + 1);
+}
+
+// ---- identity, life ----------------------------------------------------------------------------
+enum class GroupKind : uint32_t { kFull = 0, kWindow = 1, kState = 2 };
+
+struct Group {
+  GroupKind kind;
+  uint32_t window_tokens;
+  uint64_t part_bytes;
+};
+
+struct Namespace {
+  uint64_t word;  // sealed: 1 = live
+  uint32_t crc;
+  uint32_t chunk_tokens;
+  uint32_t block_tokens;
+  uint32_t writers;
+  uint32_t group_count;
+  uint32_t spare;
+  Key digest;
+  Group groups[kMaxGroups];
+};
+
+struct Session {
+  uint64_t word;  // sealed: use << 1 | live
+  uint32_t crc;
+  uint32_t space;
+  Id16 nonce;
+  uint64_t opened_ms;
+  uint32_t rank_member[kMaxRanks];  // mutable: member cell or kNone
+
+  bool live() const { return word & 1; }
+  uint64_t use() const { return (word & kWordMask) >> 1; }
+};
+
+enum class MemberState : uint64_t { kFree = 0, kLive = 1, kSuspect = 2, kDead = 3, kGone = 4 };
+
+struct Member {
+  uint64_t word;  // sealed: use << 3 | state
+  uint32_t crc;
+  uint32_t session;
+  Id16 nonce;
+  uint32_t scheduler;
+  uint32_t spare;
+  uint64_t ranks[2];
+  uint64_t lock_offset;   // the byte of the lock file that it holds while it lives
+  uint64_t heartbeat_ms;  // mutable
+  uint64_t dead_ms;       // mutable
+  uint32_t pinned_through;  // mutable: it has pinned all segments with ids below; kNone: it needs no pinning
+  uint32_t spare_end;
+
+  MemberState state() const { return static_cast<MemberState>(word & 7); }
+  uint64_t use() const { return (word & kWordMask) >> 3; }
+};
+
+constexpr uint64_t kSegmentLive = 1, kSegmentRetiring = 2, kSegmentGone = 3;
+
+struct SegmentEntry {
+  uint64_t word;  // sealed: 1 = live, 2 = retiring, 3 = gone: ids are not used again
+  uint64_t data_offset;
+  uint64_t data_bytes;
+};
+
+struct Slab {     // slots of one size, side by side in a segment
+  uint64_t word;  // 0, or slab_word(): live
+  uint32_t segment;
+  uint32_t count;
+  uint64_t offset;
+  uint64_t slot_bytes;
+};
+
+// ---- the region --------------------------------------------------------------------------------
+struct TableHeader {
+  uint64_t magic;      // these two never move: other builds look here
+  uint32_t version;    // stored last
+  uint32_t crc;        // of what follows, as far as it is constant
+  uint64_t geometry;   // sizes of all structures, folded: builds that disagree refuse each other
+  uint64_t pool_id;
+  uint64_t region_bytes;
+  uint64_t lock_inode;  // of the lock file whose bytes the members hold
+  uint32_t max_grants;
+  uint32_t max_line_blocks;
+  uint32_t max_pages;
+  uint32_t first_incarnation;  // of the pool's first server
+  uint64_t incarnation;        // mutable, sealed: of the present one
+  uint64_t last_generation;    // mutable: none above it was handed out
+  uint64_t use_tick;           // mutable
+  uint64_t limit_bytes;        // mutable
+  uint64_t clock_ms;           // mutable: the server clock at the last tick
+  uint64_t spare[4];
+};
+
+static_assert(sizeof(Key) == 32 && sizeof(Id16) == 16);
+static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24);
+static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
+static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
+static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
+static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);
+static_assert(sizeof(Session) == 552 && sizeof(Member) == 88);
+static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
+static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);
+
+constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4a7c15ull; }
+constexpr uint64_t table_geometry() {
+  uint64_t h = kTableVersion;
+  for (uint64_t v :
+       {sizeof(Record), sizeof(StoredPart), sizeof(Line), sizeof(LineBlock), sizeof(Grant), sizeof(Namespace),
+        sizeof(Session), sizeof(Member), sizeof(SegmentEntry), sizeof(Slab), size_t{kPageBytes}, size_t{kPageRecords},
+        size_t{kMaxSlabs}, size_t{kMaxSessions}, size_t{kMaxMembers}})
+    h = fold(h, v);
+  return h;
+}
+
+// Where each array begins, given the capacities; page-aligned.
+struct RegionMap {
+  uint64_t namespaces, segments, slabs, sessions, members, grants, line_blocks, page_sizes, pages, end;
+
+  RegionMap(uint32_t max_grants, uint32_t max_line_blocks, uint32_t max_pages) {
+    uint64_t at = kSlotAlign;
+    auto take = [&at](uint64_t bytes) {
+      uint64_t start = at;
+      at = (at + bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign;
+      return start;
+    };
+    namespaces = take(uint64_t{kMaxNamespaces} * sizeof(Namespace));
+    segments = take(uint64_t{kMaxSegments} * sizeof(SegmentEntry));
+    slabs = take(uint64_t{kMaxSlabs} * sizeof(Slab));
+    sessions = take(uint64_t{kMaxSessions} * sizeof(Session));
+    members = take(uint64_t{kMaxMembers} * sizeof(Member));
+    grants = take(uint64_t{max_grants} * sizeof(Grant));
+    line_blocks = take(uint64_t{max_line_blocks} * sizeof(LineBlock));
+    page_sizes = take(uint64_t{max_pages} * sizeof(uint32_t));
+    pages = take(uint64_t{max_pages} * kPageBytes);
+    end = at;
+  }
+};
+
+}  // namespace kvdock

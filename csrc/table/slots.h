@@ -1,0 +1,121 @@
+// Slot allocator: cuts the pool's segments into slabs, and slabs into slots of one size.
+//
+// Ownership: the slab entries live in the table's region (primary); everything else here is derived from
+//   them and from the records, and is dropped and rebuilt with them.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: extents and slabs of a segment are disjoint and cover it; a slab has count slots, `used` of
+//   which have an owner; an empty slab does not exist; slots are multiples of kSlotAlign.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "base/crc32c.h"
+#include "table/layout.h"
+
+namespace kvdock {
+
+struct Slot {
+  uint32_t slab;
+  uint16_t segment;
+  uint64_t offset;
+};
+
+// The word of a live slab carries the CRC of its body.
+inline uint64_t slab_word(const Slab& b) {
+  return sealed(uint64_t{crc32c(&b.segment, sizeof b - offsetof(Slab, segment))} << 1 | 1);
+}
+
+inline uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }
+
+class SlotAllocator {
+ public:
+  SlotAllocator(Slab* slabs, uint32_t max_slabs) : slabs_(slabs), max_slabs_(max_slabs) {}
+
+  void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
+
+  // Adoption: the segments first, then every slab with a live word, then the slots that records name; `adopted`
+  // makes the rest free and closes slabs in which nobody owns a slot. False: it cannot be so, and nothing changed.
+  bool adopt_slab(uint32_t slab);
+  bool can_own(const StoredPart& part) const;  // the slot exists, has the part's size and no owner
+  void own(const StoredPart& part, uint32_t record);
+  void adopted();
+
+  // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when only eviction
+  // could make room.
+  std::optional<Slot> take(uint64_t bytes, uint32_t record, uint32_t below = kNone);
+  void give(uint32_t slab, uint64_t offset);
+
+  void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
+  void pin(uint32_t slab) { ++live_[slab].pinned; }
+  void unpin(uint32_t slab) { --live_[slab].pinned; }
+  void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // by an administrator, not by a grant
+
+  // No slot of the segment is given out any more; remove_segment once used_bytes(segment) is 0.
+  void retire_segment(uint32_t segment);
+  void remove_segment(uint32_t segment);
+  uint32_t segment_end() const { return segments_.empty() ? 0 : segments_.rbegin()->first + 1; }  // ids are below it
+  bool knows(uint32_t segment) const { return segments_.count(segment) != 0; }
+  bool retired(uint32_t segment) const { return segments_.at(segment).retired; }
+  std::vector<uint32_t> records_in(uint32_t segment) const;
+
+  struct Window {
+    uint64_t newest;  // use tick of the most recently used record in it
+    std::vector<uint32_t> records;
+  };
+  // The unpinned run of neighbouring slabs whose newest use is oldest and that, once emptied, holds a slot of `bytes`.
+  std::optional<Window> oldest_window(uint64_t bytes) const;
+
+  bool has_other_sizes(uint64_t bytes) const;
+  uint64_t total_bytes() const { return total_bytes_; }
+  uint64_t free_bytes() const;  // that could be given out: none in a retired segment
+  uint64_t used_bytes() const { return used_bytes_; }
+  uint64_t used_bytes(uint32_t segment) const;
+
+  struct Owner {
+    uint64_t slot_bytes;
+    uint32_t segment;
+    uint64_t offset;
+    uint32_t record;
+  };
+  std::vector<Owner> owners() const;  // every used slot
+  void check() const;                 // throws std::logic_error naming the first thing that does not hold
+  uint32_t pinned_slots(uint32_t slab) const { return live_.at(slab).pinned; }
+  uint32_t kept_slots(uint32_t slab) const { return live_.at(slab).kept; }
+
+ private:
+  struct Live {
+    std::vector<uint32_t> owner;  // per slot: record or kNone
+    std::vector<uint32_t> free;   // stack of slot numbers
+    uint32_t pinned = 0;
+    uint32_t kept = 0;
+    uint64_t newest = 0;
+  };
+  struct Segment {
+    uint64_t data_bytes = 0;
+    bool retired = false;
+    std::map<uint64_t, uint64_t> free;   // offset → bytes
+    std::map<uint64_t, uint32_t> slabs;  // offset → slab
+  };
+
+  std::optional<uint32_t> open_slab(uint64_t slot_bytes, uint32_t below);
+  void close_slab(uint32_t slab);
+  void free_extent(Segment& s, uint64_t offset, uint64_t bytes);
+  void scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const;
+
+  Slab* slabs_;
+  uint32_t max_slabs_;
+  uint32_t next_slab_ = 0;
+  std::vector<uint32_t> spare_slabs_;
+  std::map<uint32_t, Segment> segments_;
+  std::vector<Live> live_;                            // by slab; no owners: closed
+  std::map<uint64_t, std::set<uint32_t>> with_room_;  // slot bytes → slabs with a free slot
+  std::map<uint64_t, uint32_t> slabs_of_size_;
+  uint64_t total_bytes_ = 0;
+  uint64_t used_bytes_ = 0;
+};
+
+}  // namespace kvdock

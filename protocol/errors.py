@@ -1,0 +1,155 @@
+"""Every error of the control plane, its HTTP status, and the one shape in which it travels.
+
+    KvdockError
+    ├── SettingsError            a setting is unknown or out of range; nothing was started
+    ├── StartupError             the server cannot start: address in use, pool too large for the machine
+    ├── ServerUnavailable        client: refused, lost, or silent for longer than the call's timeout
+    ├── ManifestError            a manifest or token list without one canonical form
+    └── ApiError                 the server's answer was a problem: `code`, `status`, `found`, `wanted`
+
+ApiError is one class on both sides: the server raises it, the client raises it again from the
+RFC 9457 body. `CODES` is the only place that knows a code's status and title. This module stays
+light: engines import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvdock.protocol.reports import Problem
+
+
+class Code(NamedTuple):
+    status: int
+    title: str
+
+
+CODES: dict[str, Code] = {
+    # sessions and members
+    "unknown_session": Code(404, "No such session in this server's life"),
+    "unknown_member": Code(404, "No such member in the session"),
+    "unknown_namespace": Code(404, "No engine has attached with this namespace"),
+    "member_suspect": Code(409, "The member missed its heartbeats"),
+    "member_dead": Code(409, "The member's process is gone"),
+    "rank_taken": Code(409, "Another member of the session has this rank"),
+    "lock_not_visible": Code(409, "Nobody holds the member's byte of the lock file"),
+    "layout_mismatch": Code(409, "The instance is attached with another manifest"),
+    "ambiguous_member": Code(422, "The session has several members: say which one leaves"),
+    "pool_too_small": Code(422, "Not one chunk of this manifest fits in the pool"),
+    # grants
+    "unknown_grant": Code(404, "No such lease or reservation"),
+    "grant_closed": Code(410, "The lease or reservation is closed"),
+    "foreign_grant": Code(403, "The grant belongs to another session"),
+    "not_the_asker": Code(403, "Only the member that asked for the grant may do this"),
+    "handed_out": Code(409, "The plan was handed to a rank, so it cannot be cancelled"),
+    "not_a_holder": Code(422, "The rank does not hold the grant"),
+    "id_reused": Code(409, "The same id was used with another body"),
+    "stale_epoch": Code(409, "A later epoch of this request exists"),
+    "already_committed": Code(409, "The part was committed with another checksum"),
+    "not_reserved": Code(422, "The part is not in the reservation"),
+    "chain_mismatch": Code(409, "The key is stored under another parent"),
+    "skip_misaligned": Code(422, "The skip is not a whole number of blocks"),
+    "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
+    "table_full": Code(507, "The chunk table has no room"),
+    "too_many_grants": Code(429, "The session has as many leases and reservations open as it may"),
+    "corrupt": Code(500, "The chunk table failed its integrity check"),
+    # requests
+    "bad_argument": Code(422, "An argument is out of range"),
+    "invalid_body": Code(422, "The body does not match the schema"),
+    "malformed_json": Code(400, "The body is not JSON"),
+    "malformed_msgpack": Code(400, "The body is not MessagePack"),
+    "unsupported_media_type": Code(415, "Bodies are application/json or application/msgpack"),
+    "too_large": Code(413, "The body is too large"),
+    "not_found": Code(404, "No such page"),
+    "method_not_allowed": Code(405, "The page does not answer this method"),
+    "wrong_host": Code(421, "This server does not answer for that host name"),
+    "unknown_parameter": Code(422, "The call has no such query parameter"),
+    "unsupported_version": Code(400, "The server does not speak that version of the API"),
+    # the server
+    "not_ready": Code(503, "The server is not ready"),
+    "no_memory": Code(422, "The machine has less memory than that"),
+    "internal": Code(500, "The server failed; its log says where"),
+}
+
+
+class KvdockError(Exception):
+    """Root of the errors that this package raises on purpose."""
+
+
+class SettingsError(KvdockError):
+    """A setting that is unknown or out of range; the message names it, the value and what was wanted."""
+
+
+class StartupError(KvdockError):
+    """The server cannot start here; the message says what stands in the way."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`, `pool_too_small`."""
+
+
+class ServerUnavailable(KvdockError):
+    """No answer: connection refused or lost, or nothing within the timeout. For an engine, a miss."""
+
+
+class ManifestError(KvdockError, ValueError):
+    """A manifest or token list without one canonical form; `found` and `wanted` are the values the message names."""
+
+    def __init__(self, message: str, *, found: object, wanted: object) -> None:
+        super().__init__(f"{message}: found {found}, wanted {wanted}")
+        self.found = found
+        self.wanted = wanted
+
+
+class ApiError(KvdockError):
+    """A refusal with a stable `code`; `found` and `wanted` name the values where there are any."""
+
+    def __init__(
+        self, code: str, detail: str, *, found: Any = None, wanted: Any = None, status: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.found = found
+        self.wanted = wanted
+        self.status = CODES[code].status if status is None else status
+
+    def __str__(self) -> str:
+        values = "" if self.found is None and self.wanted is None else f" (found {self.found}, wanted {self.wanted})"
+        return f"{self.code}: {self.detail}{values}"
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> ApiError:
+        """The client's half: a newer server's unknown codes keep the status they came with."""
+        return cls(
+            problem.code, problem.detail, found=problem.found, wanted=problem.wanted, status=problem.status
+        )
+
+
+def problem_of(code: str, detail: str, *, found: object = None, wanted: object = None, path: str = "") -> Problem:
+    """The server's half: problem details for one of CODES. `type` is the code's entry on the /docs page."""
+    status, title = CODES[code]
+    return Problem(
+        type=f"/docs#{code}",
+        title=title,
+        status=status,
+        detail=detail,
+        code=code,
+        instance=path,
+        found=_plain(found),
+        wanted=_plain(wanted),
+    )
+
+
+def _plain(value: object) -> Any:
+    """Values as JSON has them; digests and keys as hex."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return str(value)

@@ -1,0 +1,132 @@
+"""Names of bytes: the namespace a manifest stands for, and the keys of a token sequence.
+
+    namespace  = blake2b-256("kvdock manifest"; canonical JSON of the manifest)
+    root       = blake2b-256("kvdock root";     namespace)
+    key[i]     = blake2b-256("kvdock chunk";    key[i-1] ‖ tokens of chunk i as little-endian u32), key[-1] = root
+    or, of an engine that hashes its sequences itself, by a function and seed that the manifest names:
+    key[i]     = blake2b-256("kvdock hashed";   namespace ‖ the engine's hash of all tokens up to chunk i's end)
+
+The word in quotes is blake2b's personalisation: no input of one kind can collide with one of another.
+Invariant: a key names its chunk, everything before it, and the manifest. A partial chunk has no key.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Final
+
+from kvdock.protocol.errors import ManifestError
+
+KEY_BYTES: Final = 32
+HASH_FUNCTION: Final = "blake2b-256"
+"""What a manifest says when keys are made from tokens."""
+
+
+def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
+    """JSON with sorted keys, no spaces, UTF-8. Strings, integers, booleans, None, and lists and mappings
+    of them; ManifestError for anything else (a float has no one spelling)."""
+    return json.dumps(_plain(manifest, "manifest"), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def namespace_digest(manifest: Mapping[str, object]) -> bytes:
+    """32 bytes: equal exactly when the canonical manifests are."""
+    return _digest(b"kvdock manifest", canonical_manifest(manifest))
+
+
+def chunk_keys(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> list[bytes]:
+    """Keys of the whole chunks of `tokens`, 32 bytes each; a tail shorter than a chunk has none.
+
+    ManifestError for tokens outside 0..2**32-1, a namespace that is not 32 bytes, chunk_tokens < 1.
+    """
+    return KeyChain(namespace, chunk_tokens).extend(tokens)
+
+
+class KeyChain:
+    """The keys of a sequence that grows: extend() hashes each token once, however often it is called."""
+
+    def __init__(self, namespace: bytes, chunk_tokens: int) -> None:
+        if len(namespace) != KEY_BYTES:
+            raise ManifestError("namespace (bytes)", found=len(namespace), wanted=KEY_BYTES)
+        if chunk_tokens < 1:
+            raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=">= 1")
+        self.chunk_tokens = chunk_tokens
+        self.keys: list[bytes] = []
+        """One key for each whole chunk so far."""
+        self._parent = _digest(b"kvdock root", namespace)
+        self._tail = b""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were given so far."""
+        return len(self.keys) * self.chunk_tokens + len(self._tail) // 4
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Appends what of the whole sequence, `tokens`, was not given before."""
+        if len(tokens) > self.tokens:
+            self.extend(tokens[self.tokens :])
+
+    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+        """Appends tokens; returns the keys of the chunks they completed. Nothing is appended on an error."""
+        packed = self._tail + pack_tokens(tokens)
+        step = 4 * self.chunk_tokens
+        whole = len(packed) - len(packed) % step
+        fresh: list[bytes] = []
+        parent = self._parent
+        for start in range(0, whole, step):
+            parent = _digest(b"kvdock chunk", parent + packed[start : start + step])
+            fresh.append(parent)
+        self._parent = parent
+        self._tail = packed[whole:]
+        self.keys += fresh
+        return fresh
+
+
+class HashedChain:
+    """The keys of a sequence that its engine hashes as it grows: `hashes`, each of `hash_tokens` tokens and all before
+    them. They may lag behind the tokens. ManifestError unless whole hashes make a chunk."""
+
+    def __init__(self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int) -> None:
+        if chunk_tokens % hash_tokens:
+            raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=f"a multiple of {hash_tokens}")
+        self.keys: list[bytes] = []
+        """One key for each whole chunk so far."""
+        self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Takes the hashes that came since; the engine made them of `tokens`."""
+        for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
+            self.keys.append(_digest(b"kvdock hashed", self._namespace + self._hashes[end - 1]))
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Little-endian u32 each. ManifestError for what is not an integer in 0..2**32-1."""
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        bad = next((token for token in tokens if not isinstance(token, int) or not 0 <= token < 1 << 32), tokens)
+        raise ManifestError("token", found=repr(bad), wanted="an integer in 0..2**32-1") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _digest(kind: bytes, data: bytes) -> bytes:
+    return blake2b(data, digest_size=KEY_BYTES, person=kind).digest()
+
+
+def _plain(value: object, where: str) -> object:
+    """`value` as dicts and lists; refuses what JSON would spell in two ways or silently change."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ManifestError(f"key in {where}", found=repr(key), wanted="a string")
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    raise ManifestError(where, found=type(value).__name__, wanted="str, int, bool, None, list or mapping")

@@ -1,0 +1,124 @@
+"""Answers that people and probes read, and the shape of every error."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvdock.protocol.version import API_VERSION
+from kvdock.protocol.wire_types import Answer, Hex64
+
+
+class Health(Answer, kw_only=True):
+    status: Literal["ok", "not ready"]
+    reasons: list[str] = msgspec.field(default_factory=list)
+
+
+class LeaseView(Answer, kw_only=True):
+    grant: Hex64
+    kind: Literal["lease", "reservation"]
+    session: str
+    request: str
+    epoch: int
+    readers: int
+    remaining: list[int]
+    chunks: int
+    bytes: int
+    age_s: float
+    closed: bool
+
+
+class Leases(Answer, kw_only=True):
+    leases: list[LeaseView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
+
+
+class RequestView(Answer, kw_only=True):
+    """One recent call, for people: what was asked, what was found."""
+
+    at: float
+    """Unix seconds, for display only."""
+    kind: Literal["lookup", "store"]
+    session: str
+    label: str
+    request: str
+    tokens: int
+    hit_tokens: int
+    chunks: int
+    bytes: int
+    took_us: int
+
+
+class Requests(Answer, kw_only=True):
+    requests: list[RequestView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
+
+
+class Series(Answer, kw_only=True):
+    name: str
+    title: str
+    unit: Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
+    chart: str
+    """Series with one chart name are drawn together: the page knows no series by name."""
+    values: list[float | None]
+
+
+class Stats(Answer, kw_only=True):
+    """Bounded history: one value per series and interval, oldest first, ending `age_s` ago."""
+
+    interval_s: float
+    age_s: float
+    series: list[Series]
+
+
+class PoolView(Answer, kw_only=True):
+    limit_bytes: int
+    allocated_bytes: int
+    prefaulted_bytes: int
+    free_bytes: int
+    reserved_bytes: int
+    ready_bytes: int
+    quarantined_bytes: int
+    held_bytes: int
+    segments: int
+
+
+class ChunkCounts(Answer, kw_only=True):
+    reserved: int
+    ready: int
+    quarantined: int
+
+
+class Status(Answer, kw_only=True):
+    status: Literal["ok", "not ready"]
+    reasons: list[str]
+    version: str
+    api_version: int = API_VERSION
+    pool_id: Hex64
+    incarnation: int
+    uptime_s: float
+    now: float
+    """Unix seconds at the server, for display only."""
+    pool: PoolView
+    chunks: ChunkCounts
+    sessions: int
+    leases: int
+    reservations: int
+    counters: dict[str, int]
+    """Totals since start; their names and meanings are those of history.Counters."""
+
+
+class Problem(Answer, kw_only=True):
+    """RFC 9457 problem details: the one shape of every error."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str = ""
+    found: Any = None
+    wanted: Any = None

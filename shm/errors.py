@@ -1,0 +1,70 @@
+"""The error tree of shared memory. Every error names the value found and the value wanted.
+
+    ShmError
+    ├── PoolTooSmall        /dev/shm or the control group cannot hold what was asked for
+    ├── PoolFull            the pool has reached its own byte limit
+    ├── PoolInUse           another server holds byte 0 of the pool's lock file
+    ├── PoolGone            the pool's lock file is missing, or was replaced meanwhile
+    ├── SlotOutOfBounds     bytes outside the data of a segment (or of one not attached)
+    └── AttachError         a segment cannot be used by this engine
+        ├── SegmentAbsent        no shared memory object of that name
+        ├── SegmentNotReady      its header is not written yet: try again
+        ├── SegmentNotPinned     it is mapped, but the GPU's driver does not know it yet: try again
+        ├── SegmentWrongVersion  written by a build with another layout
+        └── SegmentCorrupt       the header contradicts itself, the object or the caller
+"""
+
+from __future__ import annotations
+
+
+class ShmError(Exception):
+    """`found` and `wanted` are the values the message names."""
+
+    def __init__(self, message: str, *, found: object, wanted: object) -> None:
+        super().__init__(f"{message}: found {found}, wanted {wanted}")
+        self.found = found
+        self.wanted = wanted
+
+
+class PoolTooSmall(ShmError):
+    """found, wanted: bytes."""
+
+
+class PoolFull(ShmError):
+    """found, wanted: bytes."""
+
+
+class PoolInUse(ShmError):
+    """found, wanted: whether the byte is held."""
+
+
+class PoolGone(ShmError):
+    """found, wanted: which lock file is there."""
+
+
+class SlotOutOfBounds(ShmError):
+    """found, wanted: bytes, or the id of a segment."""
+
+
+class AttachError(ShmError):
+    """A segment cannot be used by this engine."""
+
+
+class SegmentAbsent(AttachError):
+    pass
+
+
+class SegmentNotPinned(AttachError):
+    pass
+
+
+class SegmentNotReady(AttachError):
+    pass
+
+
+class SegmentWrongVersion(AttachError):
+    pass
+
+
+class SegmentCorrupt(AttachError):
+    pass

@@ -1,0 +1,138 @@
+"""POSIX shared memory by name: how the objects of a pool are called, made, opened and removed.
+
+A pool with id P (16 hex digits) owns exactly these names in the shared-memory directory:
+
+    kvdock-P.lock     the lock file: made first, removed last (locks.py)
+    kvdock-P-table    the table region of the server
+    kvdock-P-0000 …   the segments
+
+Invariant: an object that `create` returned has every byte allocated, so touching it cannot fail; one
+that could not be allocated is gone again.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from kvdock._core import Mapping
+from kvdock.shm.errors import PoolTooSmall
+
+# posix_ipc ships no types; this is the only place that touches it.
+_posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
+
+SHM_DIR: Final = Path("/dev/shm")
+_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})|-table|\.lock)")
+
+
+def segment_name(pool_id: int, segment: int) -> str:
+    return f"/kvdock-{pool_id:016x}-{segment:04d}"
+
+
+def region_name(pool_id: int) -> str:
+    return f"/kvdock-{pool_id:016x}-table"
+
+
+def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
+    return Path(shm_dir) / f"kvdock-{pool_id:016x}.lock"
+
+
+def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
+    """Names in the shared-memory directory by pool id, lock file included, sorted."""
+    found: dict[int, list[str]] = {}
+    for entry in sorted(path.name for path in Path(shm_dir).iterdir()):
+        match = _NAME.fullmatch(entry)
+        if match:
+            found.setdefault(int(match[1], 16), []).append(entry)
+    return found
+
+
+def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
+    """Whether somebody serves the pool, or may yet adopt it."""
+    return lock_path(pool_id, shm_dir).exists()
+
+
+def segment_numbers(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[int]:
+    for entry in pool_objects(shm_dir).get(pool_id, []):
+        match = _NAME.fullmatch(entry)
+        if match and match[2]:
+            yield int(match[2])
+
+
+def create(name: str, size_bytes: int) -> int:
+    """A new object, mode 0600, all of `size_bytes` allocated; returns its descriptor.
+
+    FileExistsError when the name is taken, PoolTooSmall when memory runs out (the name is gone again).
+    """
+    try:
+        fd: int = _posix_ipc.SharedMemory(name, _posix_ipc.O_CREX, mode=0o600).fd
+    except _posix_ipc.ExistentialError as error:
+        raise FileExistsError(errno.EEXIST, "shared memory object exists", name) from error
+    try:
+        os.set_inheritable(fd, False)
+        allocate(fd, size_bytes, name)
+    except BaseException:
+        os.close(fd)
+        unlink(name)
+        raise
+    return fd
+
+
+def allocate(fd: int, size_bytes: int, name: str) -> None:
+    """posix_fallocate that turns a full file system into PoolTooSmall."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        there = os.fstatvfs(fd)
+        raise PoolTooSmall(
+            f"shared memory for {name} (bytes)", found=there.f_bavail * there.f_frsize, wanted=size_bytes
+        ) from error
+
+
+def open_existing(name: str) -> int:
+    """The object's descriptor, readable and writable. FileNotFoundError when there is none."""
+    try:
+        fd: int = _posix_ipc.SharedMemory(name).fd
+    except _posix_ipc.ExistentialError as error:
+        raise FileNotFoundError(errno.ENOENT, "no shared memory object", name) from error
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def unlink(name: str) -> None:
+    """Removes the name; what is mapped stays mapped. No error when it is gone already."""
+    try:
+        _posix_ipc.unlink_shared_memory(name)
+    except _posix_ipc.ExistentialError:
+        return
+
+
+def create_region(name: str, size_bytes: int) -> Mapping:
+    """A new, zeroed, fully allocated object of its own, mapped: for the server's table."""
+    fd = create(name, size_bytes)
+    try:
+        return Mapping(fd, size_bytes)
+    except BaseException:
+        unlink(name)
+        raise
+    finally:
+        os.close(fd)
+
+
+def open_region(name: str) -> Mapping:
+    """Maps an object that an earlier server left. FileNotFoundError when there is none, ValueError when it is empty."""
+    fd = open_existing(name)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes:
+            allocate(fd, size_bytes, name)  # a hole would be filled when it is read, and might then fail
+        return Mapping(fd, size_bytes)
+    finally:
+        os.close(fd)

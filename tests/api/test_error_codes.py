@@ -1,0 +1,111 @@
+"""Codes that only an unusual server or an unlucky client meets, and that no code goes without a test."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from admin_helpers import call, refused
+from api_helpers import ServerProcess, attach, eventually, keys, small_pool, unique
+from paths import ROOT
+
+from kvdock._core import TableError
+from kvdock.api.app import create_app
+from kvdock.api.clock import ServerClock
+from kvdock.api.http import wire
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.api.views.probes import STARTING
+from kvdock.client.client import Client
+from kvdock.protocol.errors import CODES
+
+
+def test_a_member_that_died_hears_so(server: ServerProcess, client: Client) -> None:
+    scheduler = attach(client)
+    worker = attach(client, instance=scheduler.body.instance, ranks=[1], scheduler=False)
+    worker.close()
+
+    def answered() -> bool:
+        body = {"member": worker.member}
+        _, answer = call(server.http, "POST", f"/v1/sessions/{worker.session}/heartbeat", body)
+        return bool(answer.get("code") == "member_dead")
+
+    eventually(answered)
+    body = {"session": worker.session, "member": worker.member, "request": "r", "keys": keys(1)}
+    assert refused(server.http, "POST", "/v1/lookups", body)["code"] == "member_dead"
+    client.leave(scheduler.session, scheduler.member)
+    scheduler.close()
+
+
+def test_a_plan_that_a_rank_has_seen_cannot_be_cancelled(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    chain = keys(1, unique("cancel"))
+    engine.store(chain)
+    lease = engine.lookup(chain, request=unique("r"), readers=2).lease
+    engine.release(lease, 0)
+    path = f"/v1/leases/{lease}?session={engine.session}&member={engine.member}"
+    assert refused(server.http, "DELETE", path)["code"] == "handed_out"
+    client.leave(engine.session, engine.member)
+    engine.close()
+
+
+def test_a_table_without_room_for_another_grant_says_so() -> None:
+    with ServerProcess(table_grants=16) as server, Client(server.unix) as client:
+        engine = attach(client)
+        chain = keys(1, "full")
+        engine.store(chain)
+        codes = []
+        for number in range(20):
+            body = {"session": engine.session, "member": engine.member, "request": f"r{number}", "keys": chain}
+            codes.append(call(server.http, "POST", "/v1/lookups", body)[1].get("code"))
+        assert set(codes) == {None, "table_full"} and codes[0] is None and codes[-1] == "table_full"
+        engine.close()
+
+
+def test_before_the_first_segment_nobody_attaches_and_probes_say_why(tmp_path: Path) -> None:
+    """The app over a pool that has not grown yet."""
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock")))
+    pool = open_pool(settings, random.Random(time.time_ns()).getrandbits)
+    service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+
+    async def story() -> None:
+        transport = httpx.ASGITransport(create_app(settings, service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {
+                "instance": "i", "member": {"id": "m", "lock_offset": 1},
+                "manifest": {"model": "m", "kv_dtype": "f", "layers": 1, "kv_heads": 1, "head_size": 1,
+                             "chunk_tokens": 1, "block_tokens": 1, "groups": [{"part_bytes": 1}]},
+            }
+            refusal = (await client.post("/v1/sessions", json=body)).json()
+            assert (refusal["code"], refusal["status"]) == ("not_ready", 503)
+            for path in ("/startupz", "/readyz", "/healthz"):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.json()["reasons"]) == (503, [STARTING]), path
+            assert (await client.get("/livez")).status_code == 200
+            await pool.grow_first()
+            for path in ("/startupz", "/readyz", "/healthz"):
+                assert (await client.get(path)).status_code == 200, path
+
+    try:
+        asyncio.run(story())
+    finally:
+        pool.close()
+
+
+def test_a_damaged_table_is_the_servers_fault() -> None:
+    error = TableError("two owners of one slot")
+    error.code, error.found, error.wanted = "corrupt", 2, 1
+    problem = wire.refusal(error, "/v1/lookups")
+    assert (problem.code, problem.status, problem.found, problem.wanted) == ("corrupt", 500, 2, 1)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_code_goes_without_a_test(code: str) -> None:
+    tests = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert any(re.search(rf'"{code}"', text) for text in tests), f"no test expects {code}"

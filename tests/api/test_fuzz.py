@@ -1,0 +1,132 @@
+"""The whole OpenAPI document, fuzzed: whatever is sent, no 5xx, and every answer as the document says.
+
+schemathesis makes requests from the document: valid ones, and ones that break it in one place. Half of them
+name a real session, member, lease or namespace, so that they get past the first check. KVDOCK_FUZZ_SEED
+chooses the seed, which is printed; 0 draws one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+import schemathesis
+from admin_helpers import ok
+from api_helpers import Engine, ServerProcess, attach, keys
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks
+
+from kvdock.api.http.notes import NOTES
+from kvdock.client.client import Client
+
+SEED = int(os.environ.pop("KVDOCK_FUZZ_SEED", "20261121")) or random.SystemRandom().getrandbits(32)
+EXAMPLES = 15
+"""Of each call, valid and broken each."""
+_numbers = itertools.count()
+HELD = (schemathesis.checks.not_a_server_error, checks.response_schema_conformance,
+        checks.content_type_conformance, checks.status_code_conformance)
+
+
+@schemathesis.serializer("application/msgpack")
+def pack(context: Any, value: Any) -> bytes:
+    return msgspec.msgpack.encode(within_64_bits(value))
+
+
+def within_64_bits(value: Any) -> Any:
+    """MessagePack has no larger integers."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(-(1 << 63), min(value, (1 << 64) - 1))
+    if isinstance(value, dict):
+        return {name: within_64_bits(item) for name, item in value.items()}
+    return [within_64_bits(item) for item in value] if isinstance(value, list) else value
+
+
+
+@schemathesis.deserializer("application/msgpack")
+def unpack(context: Any, response: Any) -> Any:
+    return msgspec.msgpack.decode(response.content)
+
+
+@pytest.fixture(scope="module")
+def world(server: ServerProcess) -> Iterator[dict[str, Any]]:
+    """Real ids, by the names that paths and bodies use."""
+    with Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(8, "fuzz"))
+        schema = schemathesis.openapi.from_url(f"{server.http}/openapi.json")
+        limits = ok(server.http, "GET", "/v1/config")["limits"]
+        yield {"server": server, "engine": engine, "schema": schema, "limits": limits}
+        engine.close()
+
+
+def real_ids(engine: Engine) -> dict[str, Any]:
+    """Fresh ones: a call before may have ended the session's grants, or the session."""
+    engine.attached = engine.client.attach(engine.body)
+    engine.heartbeat()
+    number = f"fuzz {next(_numbers)}"
+    lease = engine.lookup(keys(8, "fuzz"), request=number).lease
+    granted = engine.reserve(keys(1, number), store=number)
+    return {
+        "session": engine.session, "member": engine.member, "namespace": engine.attached.namespace,
+        "lease": lease or "0" * 16, "grant": lease or "0" * 16, "reservation": granted.reservation or "0" * 16,
+        "lock_offset": engine.liveness.offset,
+    }
+
+
+def with_real_ids(value: Any, ids: dict[str, Any]) -> Any:
+    """A copy of a JSON value in which every field that names an id names a real one."""
+    if isinstance(value, dict):
+        return {
+            name: ids[name] if name in ids and isinstance(item, str | int) else with_real_ids(item, ids)
+            for name, item in value.items()
+        }
+    return [with_real_ids(item, ids) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), list(NOTES), ids=lambda value: str(value))
+def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
+    world: dict[str, Any], method: str, path: str, mode: GenerationMode
+) -> None:
+    print(f"KVDOCK_FUZZ_SEED={SEED}")
+    operation = world["schema"][path][method]
+    server, engine = world["server"], world["engine"]
+    session = requests.Session()
+
+    @seed(SEED)
+    @settings(
+        max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate], print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
+    def fuzz(case: Any, real: bool) -> None:
+        if real:
+            ids = real_ids(engine)
+            case.path_parameters = with_real_ids(case.path_parameters, ids)
+            case.body = with_real_ids(case.body, ids)
+        response = case.call(base_url=server.http, session=session)
+        if method == "PATCH":
+            ok(server.http, "PATCH", path, world["limits"])
+        case.validate_response(response, checks=list(HELD))
+
+    try:
+        fuzz()
+    except schemathesis.errors.SchemathesisError as error:
+        if "negative" not in str(error).lower():
+            raise  # a call without parameters or body has nothing that could be broken
+    finally:
+        session.close()
+
+
+def test_after_all_of_it_the_server_is_well(world: dict[str, Any]) -> None:
+    server = world["server"]
+    assert server.process.poll() is None
+    assert "Traceback" not in server.log_text()
+    assert ok(server.http, "GET", "/readyz")["status"] == "ok"

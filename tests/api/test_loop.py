@@ -1,0 +1,181 @@
+"""Large calls keep the event loop for a few ms at most: long token lists go in slices, walks too.
+
+What a turn of the loop costs is measured as processor time of its thread, which other processes of a busy
+machine do not disturb. The bounds are several times what a quiet machine needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from admin_helpers import call, refused
+from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
+from hypothesis import given, settings, strategies as st
+
+from kvdock.api import admin
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, cut_tokens, hash_tokens
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.schemas import Group, Lookup, Manifest
+
+TURN_MS = 15.0
+"""Of a call; decoding a million tokens in one go takes some 60 ms, hashing them 25 ms."""
+TOKENS = [random.Random(7).randrange(150_000) for _ in range(1 << 12)] * 256
+DECODER = msgspec.json.Decoder(Lookup)
+
+
+class Turns(NamedTuple):
+    number: int
+    longest_ms: float
+
+
+def turns_of(work: Callable[[], Coroutine[Any, Any, Any]]) -> Turns:
+    """Of a loop on which `work` runs: how often others had their turn, and the processor time of the longest."""
+    worst_s, count = 0.0, 0
+
+    async def story() -> None:
+        nonlocal worst_s, count
+        task = asyncio.create_task(work())
+        while not task.done():
+            before_s = time.thread_time()
+            await asyncio.sleep(0)
+            worst_s, count = max(worst_s, time.thread_time() - before_s), count + 1
+        await task
+
+    asyncio.run(story())
+    return Turns(count, worst_s * 1000)
+
+
+def test_a_million_tokens_are_decoded_and_hashed_in_short_turns() -> None:
+    body = bytearray(msgspec.json.encode({"namespace": "0" * 64, "tokens": TOKENS, "request": "r"}))
+    cut: list[Any] = []
+
+    async def work() -> None:
+        rest, tokens = await cut_tokens(body)
+        assert tokens is not None and len(tokens) == 1 << 20
+        cut.extend((rest, await hash_tokens(bytes(32), tokens, 256), len(tokens)))
+
+    turns = turns_of(work)
+    assert turns.longest_ms < TURN_MS and turns.number > 100
+    assert DECODER.decode(cut[0]).request == "r"
+    assert cut[1] == b"".join(chunk_keys(bytes(32), TOKENS, 256))
+    assert cut[2] == 0, "a long list is freed in slices"
+
+
+def padded(body: bytes) -> bytes:
+    """Long enough to be cut."""
+    return body + b" " * LONG_BODY_BYTES
+
+
+@pytest.mark.parametrize("array", [
+    b"[1,2,", b"[1,2,]", b"[,1]", b"[1,,2]", b"[1 2]", b"[-1]", b"[4294967296]", b"[1.5]", b'["1"]', b"[[1],2]",
+    b"[null]", b"[1,2", b"1", b"{}", b"[" + b"1," * 20_000 + b"]", b"[" + b"1," * 20_000 + b"x]",
+])
+def test_what_is_no_list_of_tokens_is_refused_cut_or_not(server: ServerProcess, array: bytes) -> None:
+    json = {"Content-Type": "application/json"}
+    with Client(server.unix) as client:
+        space = attach(client).attached.namespace.encode()
+    body = b'{"namespace":"' + space + b'","tokens":' + array + b"}"
+    for sent in (body, padded(body)):
+        status, _, content = raw(server.unix, "POST", "/v1/lookups", sent, json)
+        assert status in (400, 422) and msgspec.json.decode(content)["code"] in ("invalid_body", "malformed_json")
+
+
+@pytest.mark.parametrize("body", [
+    b'{"request":"tokens","tokens":[1]}', b'{"tokens": [ ] }', b'{"request":"\\"tokens\\":[","tokens":[1,2]}',
+    b'{"tokens" : [ 1 , 2\n, 3 ] ,"epoch":1}', b'{"tokens":[1],"tokens":[2]}', b'{"keys":[]}', b'{"tokens":null}',
+])
+def test_a_body_that_was_cut_means_what_it_meant_whole(body: bytes) -> None:
+    rest, tokens = asyncio.run(cut_tokens(padded(body)))
+    decoded = DECODER.decode(rest)
+    if tokens is not None:
+        decoded.tokens = tokens
+    assert decoded == DECODER.decode(body)
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(
+    st.lists(st.integers(0, (1 << 32) - 1), max_size=50), st.integers(0, 3000), st.sampled_from([None, 0, 1, 2]),
+    st.sampled_from([" ", "", "\n"]),
+)
+def test_cutting_finds_every_token_however_the_list_is_written(
+    some: list[int], repeats: int, indent: int | None, space: str
+) -> None:
+    text = f",{space}".join(map(str, some * repeats))
+    body = padded(f'{{"epoch":{indent or 0},"tokens":[{space}{text}{space}],"request":"r"}}'.encode())
+    rest, tokens = asyncio.run(cut_tokens(body))
+    assert tokens == some * repeats
+    assert DECODER.decode(rest).tokens == []
+
+
+def test_too_many_tokens_are_refused_while_they_are_read() -> None:
+    body = b'{"tokens":[' + b",".join([b"1"] * ((1 << 20) + 1)) + b"]}"
+    with pytest.raises(ApiError, match="too many tokens"):
+        asyncio.run(cut_tokens(body))
+
+
+def test_a_packed_body_cannot_be_cut_so_long_lists_are_refused_in_it(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    packed = {"Content-Type": "application/msgpack", "Accept": "application/json"}
+    for count, status in ((MAX_PACKED_TOKENS, 200), (MAX_PACKED_TOKENS + 1, 422)):
+        body = {"namespace": engine.attached.namespace, "tokens": TOKENS[:count]}
+        found, _, content = raw(server.unix, "POST", "/v1/lookups", msgspec.msgpack.encode(body), packed)
+        assert found == status, content
+        assert call(server.http, "POST", "/v1/lookups", body)[0] == 200, "JSON is the way for long ones"
+    engine.close()
+
+
+def test_too_many_keys_and_chunks_are_refused(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    body = {"namespace": engine.attached.namespace}
+    many = refused(server.http, "POST", "/v1/lookups", {**body, "keys": keys(1) * 4097})
+    assert (many["code"], many["found"]) == ("invalid_body", "$.keys")
+    chunks = refused(server.http, "POST", "/v1/lookups", {**body, "tokens": TOKENS[: 4097 * 16]})
+    assert (chunks["code"], chunks["found"], chunks["wanted"]) == ("bad_argument", 4097, 4096)
+    engine.close()
+
+
+def test_clearing_many_chunks_goes_in_short_turns() -> None:
+    """The service alone, over a table with 12 000 chunks."""
+    loaded = Settings.load(small_pool(pool_bytes=64 * MIB, segment_bytes=64 * MIB))
+    pool = open_pool(loaded, random.Random(time.time_ns()).getrandbits)
+    try:
+        service = CacheService(loaded, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+        asyncio.run(pool.grow_first())
+        table, manifest = pool.table, Manifest(
+            model="m", kv_dtype="f", layers=1, kv_heads=1, head_size=1, chunk_tokens=16, block_tokens=4,
+            groups=(Group(part_bytes=4096),),
+        )
+        space = table.add_namespace(bytes(32), chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 4096)])
+        service.registry.add_namespace(space, bytes(32), manifest)
+        session = table.open_session(bytes(16), space, 0)
+        member = table.add_member(session, bytes(16), [0], True, 0)
+        for store in range(3):
+            chain = bytes.fromhex("".join(keys(4000, f"chain {store}")))
+            granted = table.reserve(
+                session, member, store.to_bytes(16, "big"), b"", chain, groups=0, temporary=False,
+                deadline_ms=60_000, now_ms=0,
+            )
+            table.commit(session, granted.grant, 0, [(index, 0, 1) for index in range(4000)], 0)
+        cleared: list[int] = []
+
+        async def work() -> None:
+            cleared.append((await admin.clear(service, ClearCache())).chunks)
+
+        turns = turns_of(work)
+        assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // admin.CLEAR_SLICE_RECORDS
+        assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
+    finally:
+        pool.close()

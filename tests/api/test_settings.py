@@ -1,0 +1,93 @@
+"""Settings are checked once, by name; and the server clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdock.api.clock import ServerClock, boottime_ns
+from kvdock.api.http.guard import allowed_hosts, host_name
+from kvdock.api.settings import Settings, default_socket_path, parse_bytes
+from kvdock.protocol.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 1 << 20), ("4GiB", 4 << 30), ("1.5 GiB", 3 << 29), ("512mib", 512 << 20), ("2GB", 2 * 10**9)],
+)
+def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 gigs", "1e9", "4GiB4"])
+def test_what_is_no_size_is_refused_by_its_text(text: str) -> None:
+    with pytest.raises(SettingsError, match="size like 512MiB"):
+        parse_bytes(text)
+
+
+def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
+    with pytest.raises(SettingsError, match=r"pool_byts \(meant pool_bytes\?\)"):
+        Settings.load({"pool_byts": "4GiB", "port": 1})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"port": 70000}, "port=70000"),
+        ({"port": "many"}, "port='many'"),
+        ({"pool_bytes": 5}, "pool_bytes=5"),
+        ({"heartbeat_s": 0}, "heartbeat_s=0"),
+        ({"segment_bytes": "2GiB"}, "segment_bytes="),
+        ({"pool_bytes": "1GiB", "segment_bytes": "1025MiB"}, "segment_bytes="),
+        ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=33554432"),
+        ({"low_water": 0.5, "high_water": 0.1}, "high_water=0.1"),
+        ({"growth": "later"}, "growth='later'"),
+        ({"missed_heartbeats": 0}, "missed_heartbeats=0"),
+        ({"missed_heartbeats": 1_000_001}, "missed_heartbeats=1000001"),
+        ({"socket_path": "/" + "x" * 120}, "socket_path="),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_and_value(values: dict[str, object], named: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        Settings.load(values)
+    assert named in str(error.value)
+
+
+def test_settings_come_from_the_environment_and_arguments_win() -> None:
+    environ = {"KVDOCK_POOL_BYTES": "64MiB", "KVDOCK_PORT": "9000", "HOME": "/home/x"}
+    settings = Settings.from_environ(environ, port=9001, host=None)
+    assert (settings.pool_bytes, settings.port, settings.host) == (64 << 20, 9001, "127.0.0.1")
+
+
+def test_an_unknown_name_in_the_environment_is_refused() -> None:
+    with pytest.raises(SettingsError, match="pool_size"):
+        Settings.from_environ({"KVDOCK_POOL_SIZE": "1GiB"})
+
+
+def test_a_small_pool_has_one_small_segment_unless_told() -> None:
+    assert Settings.load({"pool_bytes": "16MiB"}).segment_bytes == 16 << 20
+
+
+def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: object) -> None:
+    assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{tmp_path}/kvdock.sock"
+    assert default_socket_path({"XDG_RUNTIME_DIR": "/does/not/exist"}).startswith("/tmp/kvdock-")
+    assert default_socket_path({}).startswith("/tmp/kvdock-")
+
+
+@pytest.mark.security
+def test_a_loopback_server_answers_for_loopback_names_only() -> None:
+    assert allowed_hosts(Settings.load({})) == frozenset({"localhost", "127.0.0.1", "::1"})
+    assert allowed_hosts(Settings.load({"host": "0.0.0.0"})) is None
+    names = frozenset({"node7", "cache"})
+    assert allowed_hosts(Settings.load({"host": "0.0.0.0", "allowed_hosts": "node7, cache"})) == names
+    assert allowed_hosts(Settings.load({"allowed_hosts": "*"})) is None
+    assert [host_name(h) for h in ("[::1]:80", "LOCALHOST:7410", "node7")] == ["::1", "localhost", "node7"]
+
+
+def test_the_clock_counts_steps_and_cuts_each_to_one_second() -> None:
+    reads = iter([10_000_000_000, 10_250_000_000, 10_250_000_000, 99_000_000_000, 98_000_000_000, 99_500_000_000])
+    clock = ServerClock(lambda: next(reads))
+    assert [clock.now_ms() for _ in range(5)] == [250, 250, 1250, 1250, 2250]
+
+
+def test_the_clocks_own_source_goes_forward() -> None:
+    assert 0 < boottime_ns() <= boottime_ns()

@@ -1,0 +1,256 @@
+"""`kvdock lookup`, `clear`, `sessions`, `leases` and `bench` against a real server with real members."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import subprocess
+import termios
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
+from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+
+from kvdock.client.client import Client
+from kvdock.protocol.keys import chunk_keys
+
+
+@pytest.fixture
+def engine(client: Client) -> Iterator[Engine]:
+    """Attached with a namespace of its own; leaves at the end."""
+    attached = attach(client, label="asker", model=unique("model"))
+    yield attached
+    client.leave(attached.session, attached.member)
+    attached.close()
+
+
+def ready_chunks(client: Client) -> int:
+    return client.status().chunks.ready
+
+
+# --------------------------------------------------------------------------- lookup
+
+
+def test_lookup_tells_the_hit_and_holds_nothing(server: ServerProcess, client: Client, engine: Engine) -> None:
+    chain = keys(4, "asks")
+    engine.store(chain[:3])
+    space = engine.attached.namespace
+    asked = kvdock("lookup", "--server", server.unix, "--namespace", space, "--json",
+                   "--keys", ",".join(chain[:2]), "--keys", " ".join(chain[2:]).upper())
+    assert json.loads(asked.stdout) == {
+        "namespace": space, "model": engine.body.manifest.model, "chunk_tokens": 16, "asked_tokens": 64,
+        "hit_tokens": 48,
+    }
+    said = kvdock("lookup", "--server", server.http, "--namespace", space[:16], "--keys", ",".join(chain)).stdout
+    assert said.startswith("48 of 64 tokens are there (75 %)")
+    assert client.leases().leases == []
+
+
+@pytest.mark.parametrize("form", ["json", "lines", "stdin"])
+def test_lookup_hashes_the_tokens_of_a_file(
+    server: ServerProcess, engine: Engine, tmp_path: Path, form: str
+) -> None:
+    tokens = list(range(7, 7 + 40))
+    space = engine.attached.namespace
+    engine.store([key.hex() for key in chunk_keys(bytes.fromhex(space), tokens, 16)])
+    text = json.dumps(tokens) if form == "json" else "\n".join(map(str, tokens))
+    (tmp_path / "tokens").write_text(text)
+    name, stdin = ("-", text) if form == "stdin" else (str(tmp_path / "tokens"), None)
+    done = kvdock("lookup", "--server", server.unix, "--namespace", space, "--json", "--tokens-file", name, stdin=stdin)
+    answer = json.loads(done.stdout)
+    assert (answer["hit_tokens"], answer["asked_tokens"]) == (32, 40)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    ([], "--keys or --tokens-file"),
+    (["--keys", "ab" * 32, "--tokens-file", "-"], "--keys or --tokens-file"),
+    (["--keys", "abc"], "64 hex digits, found 'abc' (3 characters)"),
+    (["--keys", ","], "at least one key"),
+    (["--tokens-file", "/nowhere/at/all"], "/nowhere/at/all"),
+])
+def test_a_lookup_asked_for_wrongly_is_refused_before_anybody_is_asked(arguments: list[str], said: str) -> None:
+    assert said in refusal(kvdock("lookup", "--server", "unix:/nobody", *arguments), 2)
+
+
+@pytest.mark.parametrize("text", ["1 2 x", "[1, true]", "[1.5]", "-1", str(1 << 32), "[", ""])
+def test_what_is_no_token_is_refused(text: str) -> None:
+    assert "tokens file -" in refusal(kvdock("lookup", "--tokens-file", "-", stdin=text), 2)
+
+
+def test_a_namespace_must_be_known_and_meant(server: ServerProcess, client: Client, engine: Engine) -> None:
+    other = attach(client, model=unique("model"))
+    asked = ("lookup", "--server", server.unix, "--keys", keys(1)[0])
+    assert "no namespace starts with 'xyz'" in refusal(kvdock(*asked, "--namespace", "xyz"), 1)
+    said = refusal(kvdock(*asked), 2)
+    assert engine.attached.namespace[:12] in said and other.attached.namespace[:12] in said
+    client.leave(other.session, other.member)
+    other.close()
+
+
+def test_a_server_that_knows_no_namespace_says_so() -> None:
+    with ServerProcess() as fresh:
+        asked = ("lookup", "--server", fresh.unix, "--keys", keys(1)[0])
+        assert "no engine has attached" in refusal(kvdock(*asked), 1)
+        with Client(fresh.unix) as client:
+            attach(client).close()
+        assert kvdock(*asked, "--json").returncode == 0, "the only namespace need not be named"
+
+
+# --------------------------------------------------------------------------- clear
+
+
+def test_clear_takes_one_namespace_or_all(server: ServerProcess, client: Client, engine: Engine) -> None:
+    other = attach(client, model=unique("model"))
+    kvdock("clear", "--all", "--yes", "--server", server.unix)
+    assert ready_chunks(client) == 0
+    engine.store(keys(3, "mine"))
+    other.store(keys(2, "theirs"))
+    one = kvdock("clear", "--namespace", engine.attached.namespace[:16], "--yes", "--json", "--server", server.unix)
+    assert json.loads(one.stdout) == {"chunks": 3} and ready_chunks(client) == 2
+    rest = kvdock("clear", "--all", "-y", "--server", server.unix)
+    assert rest.stdout == "2 chunks are out of use\n" and ready_chunks(client) == 0
+    client.leave(other.session, other.member)
+    other.close()
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--yes"], "--namespace or --all"), (["--all", "--namespace", "ab", "--yes"], "--namespace or --all"),
+    (["--all"], "add --yes"),
+])
+def test_clear_is_never_guessed(server: ServerProcess, arguments: list[str], said: str) -> None:
+    assert said in refusal(kvdock("clear", "--server", server.unix, *arguments), 2)
+
+
+@pytest.mark.parametrize(("typed", "exit_code", "left"), [("y", 0, 0), ("n", 1, 2), ("\x03", 130, 2)])
+def test_clear_asks_a_person(
+    server: ServerProcess, client: Client, engine: Engine, typed: str, exit_code: int, left: int
+) -> None:
+    kvdock("clear", "--all", "--yes", "--server", server.unix)
+    engine.store(keys(2, unique("asked")))
+    ours, theirs = pty.openpty()
+    command = [*KVDOCK, "clear", "--all", "--server", server.unix]
+    with subprocess.Popen(
+        command, env=clean_environ(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=_control_terminal,
+    ) as process:
+        os.close(theirs)
+        said = b""
+        try:
+            while b"[y/N]" not in said:  # the question is out whole, and the answer is waited for
+                said += os.read(ours, 1024)
+            os.write(ours, typed.encode() + (b"" if typed == "\x03" else b"\n"))
+            for _ in range(9 if typed == "\x03" else 0):  # Python does not see one that comes just before it reads
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(TIMEOUT_S / 10)
+                    break
+                os.write(ours, b"\x03")  # a person types it again
+            assert process.wait(TIMEOUT_S) == exit_code
+        finally:
+            process.kill()
+    os.close(ours)
+    assert b"Clear all namespaces" in said and ready_chunks(client) == left
+
+
+def _control_terminal() -> None:
+    """Standard input becomes the terminal of the session, so that Ctrl-C typed there is a signal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+# --------------------------------------------------------------------------- sessions and leases
+
+
+def test_sessions_and_leases_list_who_holds_what(server: ServerProcess, client: Client, engine: Engine) -> None:
+    chain = keys(2, unique("listed"))
+    engine.store(chain)
+    lease = engine.lookup(chain, request="a \x1b[31mrequest", epoch=3, readers=2).lease
+    assert lease is not None
+    engine.release(lease, 0)
+    coming = engine.reserve(keys(1, unique("coming")), store="a-store").reservation
+    sessions = kvdock("sessions", "--server", server.unix).stdout
+    assert "asker" in sessions and engine.body.manifest.model in sessions
+    assert engine.attached.namespace[:8] in sessions and "rank 0 live" in sessions
+    leases = kvdock("leases", "--server", server.unix).stdout
+    rows = [line for line in leases.splitlines() if line.startswith(("lease ", "reservation "))]
+    assert len(rows) == 2 and "\x1b" not in leases
+    assert "a �[31mrequest (epoch 3)" in rows[0] and "asker" in rows[0] and "1 of 2: rank 1" in rows[0]
+    assert lease in rows[0] and "32.0 KiB" in rows[0]
+    assert "a-store" in rows[1] and "1 of 1: rank 0" in rows[1] and str(coming) in rows[1]
+
+
+def test_json_lists_are_the_servers_own(server: ServerProcess, engine: Engine) -> None:
+    engine.store(keys(1, "json"))
+    assert engine.lookup(keys(1, "json")).lease
+    for command in ("sessions", "leases"):
+        own = json.loads(raw(server.http, "GET", f"/v1/{command}")[2])
+        shown = json.loads(kvdock(command, "--json", "--server", server.unix).stdout)
+        assert set(shown) == set(own) == {command, "next"} and len(shown[command]) == len(own[command]) == 1
+        assert set(shown[command][0]) == set(own[command][0])
+
+
+def test_lists_go_on_over_pages_and_say_when_there_is_more() -> None:
+    with ServerProcess(table_grants=1 << 12, session_grants=2000) as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(1, "pages"))
+        for number in range(1100):
+            engine.lookup(keys(1, "pages"), request=f"r{number}")
+        few = kvdock("leases", "--limit", "3", "--server", server.unix)
+        assert few.stdout.count("lease ") == 3 and "--all" in few.stdout.splitlines()[-1]
+        limited = json.loads(kvdock("leases", "--limit", "1050", "--json", "--server", server.unix).stdout)
+        assert len(limited["leases"]) == 1050 and limited["next"] is not None
+        every = json.loads(kvdock("leases", "--all", "--json", "--server", server.unix).stdout)
+        assert [view["request"] for view in every["leases"]] == [f"r{number}" for number in range(1100)]
+        assert every["next"] is None
+        engine.close()
+
+
+def test_empty_lists_say_so() -> None:
+    with ServerProcess() as server:
+        assert kvdock("sessions", "--server", server.unix).stdout == "no engine is attached\n"
+        assert kvdock("leases", "--server", server.unix).stdout == "nobody holds a lease or a reservation\n"
+
+
+@pytest.mark.parametrize("command", [
+    ["sessions"], ["leases", "--json"], ["lookup", "--keys", "ab" * 32], ["clear", "--all", "--yes"], ["bench"],
+])
+def test_without_a_server_each_says_how_to_start_one(tmp_path: Path, command: list[str]) -> None:
+    nobody = f"unix:{tmp_path}/nobody.sock"
+    sentence = refusal(kvdock(*command, "--server", nobody), 1)
+    assert f"no server answers at {nobody}" in sentence and "kvdock serve" in sentence
+
+
+# --------------------------------------------------------------------------- bench
+
+
+def test_bench_measures_and_leaves_nothing_stored() -> None:
+    with ServerProcess(pool_bytes="64MiB", segment_bytes="64MiB") as server, Client(server.unix) as client:
+        done = kvdock("bench", "--json", "--mib", "8", "--rounds", "20", "--server", server.unix)
+        assert (done.returncode, done.stderr) == (0, "")
+        figures = json.loads(done.stdout)
+        assert set(figures) == {
+            *(f"lookup_{count}_p{percent}_ms" for count in (2, 32, 512) for percent in (50, 99)),
+            "store_gb_s", "load_gb_s", "memcpy_gb_s", "moved_bytes",
+        }
+        assert figures["moved_bytes"] == 8 << 20 and all(value > 0 for value in figures.values())
+        for count in (2, 32, 512):
+            assert figures[f"lookup_{count}_p50_ms"] <= figures[f"lookup_{count}_p99_ms"]
+        status = client.status()
+        assert status.counters["lookups"] >= 60 and status.counters["stored_bytes"] > 6 * figures["moved_bytes"]
+        eventually(lambda: client.status().pool.free_bytes > 60 << 20)
+        assert client.status().sessions == 0 and ready_chunks(client) == 0
+
+
+def test_bench_says_when_the_pool_has_no_room_and_cleans_up() -> None:
+    with ServerProcess(pool_bytes="2MiB", segment_bytes="2MiB") as server, Client(server.unix) as client:
+        assert "no room" in refusal(kvdock("bench", "--rounds", "10", "--server", server.unix), 1)
+        assert client.status().sessions == 0 and ready_chunks(client) == 0
+
+
+def test_bench_in_words_compares_with_memcpy(server: ServerProcess) -> None:
+    done = kvdock("bench", "--mib", "2", "--rounds", "10", "--server", server.unix)
+    assert done.returncode == 0, done.stderr
+    assert "lookup and lock 512 keys" in done.stdout and "% of memcpy" in done.stdout

@@ -1,0 +1,239 @@
+"""The `kvdock` command as people use it: real processes, their exit status, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess, attach, eventually, keys, raw
+from cli_helpers import KVDOCK, SMALL, TIMEOUT_S, clean_environ, complaints, first_line, kvdock, kvdock_serve, refusal
+from typer.testing import CliRunner
+
+from kvdock._core import Table
+from kvdock.api.settings import Settings
+from kvdock.cli.main import app
+from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
+from kvdock.cli.words import duration, printable, size
+from kvdock.client.client import Client
+from kvdock.shm.objects import pool_objects
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with kvdock_serve(tmp_path) as process:
+        yield process
+
+
+# --------------------------------------------------------------------------- serve
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_serve_says_where_it_is_and_a_signal_removes_its_pool(
+    serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    unix = f"unix:{tmp_path}/kvdock.sock"
+    ready = r"kvdock is ready: engines at (\S+), HTTP at (http://127\.0\.0\.1:\d+) \(status page (\S+)\)"
+    said = re.fullmatch(ready, first_line(serving))
+    assert said and said[1] == unix and said[3] == said[2] + "/"
+    for address in (said[1], said[2]):
+        assert raw(address, "GET", "/livez")[0] == 200
+    status, headers, page = raw(said[2], "GET", "/")
+    assert status == 200 and headers["content-type"].startswith("text/html") and b"kvdock" in page
+    with Client(unix) as client:
+        pool = int(client.segments().pool_id, 16)
+        assert client.status().pool.limit_bytes == 16 << 20
+    assert pool in pool_objects()
+    serving.send_signal(number)
+    out, err = serving.communicate(timeout=TIMEOUT_S)
+    assert (serving.returncode, out, complaints(err)) == (0, "", [])
+    assert pool not in pool_objects()
+    assert not (tmp_path / "kvdock.sock").exists()
+
+
+def tables_of(size_bytes: int) -> set[str]:
+    found = set()
+    for path in Path("/dev/shm").glob("kvdock-*-table"):
+        with suppress(FileNotFoundError):  # another test's has just gone
+            if path.stat().st_size == size_bytes:
+                found.add(path.name)
+    return found
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
+def test_a_signal_while_it_starts_leaves_nothing_behind(tmp_path: Path, delay_s: float) -> None:
+    # Other tests' pools may come and go meanwhile, and a killed run's stay: a table of this size that was not there
+    # before is this server's. Five grants more always give another size; fewer may be lost in rounding.
+    grants, socket = 1000 + 5 * (os.getpid() % 1000), tmp_path / "kvdock.sock"
+    table_bytes = Table.region_bytes(1024, grants)
+    assert table_bytes != Table.region_bytes(1024, grants + 5)
+    before = tables_of(table_bytes)
+    command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(socket), "--table-grants", str(grants)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        eventually(lambda: socket.exists() or process.poll() is not None)
+        time.sleep(delay_s)
+        process.terminate()
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and "Traceback" not in err
+    assert not socket.exists()
+    assert tables_of(table_bytes) <= before
+
+
+def test_flags_win_over_the_environment_and_both_over_defaults(tmp_path: Path) -> None:
+    environ = {"KVDOCK_POOL_BYTES": "1MiB", "KVDOCK_PORT": "nowhere", "KVDOCK_SOCKET_PATH": str(tmp_path / "s")}
+    assert "port='nowhere'" in refusal(kvdock("serve", **environ), 2)
+    assert "pool_bytes=1" in refusal(kvdock("serve", "--port", "0", "--pool-bytes", "1", **environ), 2)
+
+
+@pytest.mark.parametrize(("args", "found"), [
+    (["serve", "--prot", "1"], "--prot"),
+    (["serve", "--port", "seventy"], "port='seventy'"),
+    (["serve", "--pool-bytes", "4 gigs"], "'4 gigs'"),
+    (["serve", "--pool-bytes", "1MiB", "--segment-bytes", "2MiB"], "segment_bytes=2097152"),
+    (["swerve"], "swerve"),
+    (["status", "--server", "localhost:7410"], "'localhost:7410'"),
+    (["demo", "--turns", "0"], "--turns"),
+])
+def test_a_wrong_word_is_refused_by_name(args: list[str], found: str) -> None:
+    assert found in refusal(kvdock(*args), 2)
+
+
+def test_an_unknown_variable_is_refused_by_name(tmp_path: Path) -> None:
+    assert "pool_byte" in refusal(kvdock("serve", KVDOCK_POOL_BYTE="1GiB"), 2)
+
+
+def test_an_address_in_use_is_one_sentence(server: ServerProcess, tmp_path: Path) -> None:
+    port = server.http.rpartition(":")[2]
+    in_use = refusal(kvdock("serve", *SMALL[:-1], port, "--socket-path", str(tmp_path / "s")), 1)
+    assert f"port {port} on 127.0.0.1 is in use" in in_use
+    socket_path = server.unix.removeprefix("unix:")
+    assert "another server answers" in refusal(kvdock("serve", *SMALL, "--socket-path", socket_path), 1)
+
+
+def test_every_setting_has_a_flag_a_meaning_and_its_default() -> None:
+    fields = Settings.__struct_fields__
+    assert tuple(MEANINGS) == fields
+    assert set(COMPUTED_DEFAULTS) == {"socket_path", "prefault_threads"}
+    text = kvdock("serve", "--help").stdout
+    for name in fields:
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"KVDOCK_{name.upper()}]" in text.replace("\n", " ")
+    assert default_text("pool_bytes") == "4GiB" and default_text("low_water") == "0.05"
+
+
+# --------------------------------------------------------------------------- status
+
+
+def test_status_shows_what_the_server_holds_and_for_whom(server: ServerProcess, client: Client) -> None:
+    engine = attach(client, label="left \x1b[31mengine")
+    try:
+        engine.store(keys(2, "cli"))
+        assert engine.lookup(keys(2, "cli")).lease
+        done = kvdock("status", "--server", server.unix)
+    finally:
+        engine.close()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "32.0 KiB in 2 chunks" in done.stdout
+    assert "32.0 KiB by 1 leases and 0 reservations" in done.stdout
+    assert "left �[31mengine" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_status_as_json_is_the_servers_own_answer(server: ServerProcess) -> None:
+    done = kvdock("status", "--json", "--server", server.http)
+    answer = json.loads(done.stdout)
+    own = json.loads(raw(server.http, "GET", "/v1/status")[2])
+    assert done.returncode == 0 and set(answer) == set(own)
+    assert answer["pool_id"] == own["pool_id"] and answer["chunks"] == own["chunks"]
+
+
+def test_status_asks_where_serve_listens_by_default(server: ServerProcess) -> None:
+    done = kvdock("status", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))
+    assert json.loads(done.stdout)["pool_id"] == f"{server.pool_id:016x}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_status_without_a_server_fails_and_says_how_to_start_one(tmp_path: Path, arguments: list[str]) -> None:
+    nobody = f"unix:{tmp_path}/nobody.sock"
+    sentence = refusal(kvdock("status", *arguments, "--server", nobody), 1)
+    assert f"no server answers at {nobody}" in sentence and "kvdock serve" in sentence
+
+
+# --------------------------------------------------------------------------- the rest
+
+COMMANDS = ("serve", "status", "doctor", "lookup", "clear", "sessions", "leases", "bench", "demo", "config")
+SHELLS = ("bash", "zsh", "fish", "powershell")
+
+
+def test_each_command_has_help_that_names_the_exit_statuses() -> None:
+    for command in COMMANDS:
+        done = CliRunner().invoke(app, [command, "--help"], prog_name="kvdock")
+        assert done.exit_code == 0 and "130 stopped by Ctrl-C" in " ".join(done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_shown_for_a_shell_by_name(shell: str) -> None:
+    done = kvdock("--show-completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_KVDOCK_COMPLETE" in done.stdout and f"complete_{shell}" in done.stdout
+
+
+def test_completion_finds_the_shell_that_asks() -> None:
+    program = f"{shlex.join(KVDOCK)} --show-completion; true"
+    done = subprocess.run(["bash", "-c", program], env=clean_environ(), capture_output=True, text=True)
+    assert "_KVDOCK_COMPLETE=complete_bash" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    ("kvdock se", {"serve", "sessions"}), ("kvdock doctor --j", {"--json"}), ("kvdock serve --on-", {"--on-exit"}),
+])
+def test_completion_completes_commands_and_flags(words: str, wanted: set[str]) -> None:
+    at = str(len(words.split()) - 1)
+    done = kvdock(_KVDOCK_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=at)
+    assert set(done.stdout.split()) == wanted, done.stderr
+
+
+def test_version_is_the_packages() -> None:
+    done = kvdock("--version")
+    assert (done.returncode, done.stdout) == (0, "kvdock 0.1.0\n")
+
+
+def test_help_names_every_command() -> None:
+    for arguments in ([], ["--help"]):
+        done = kvdock(*arguments)
+        assert done.returncode == 0
+        assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
+
+
+def test_the_demo_without_torch_says_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; import kvdock.cli.main as m; m.main()"
+    command = [sys.executable, "-c", program, "demo", "--json", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert "need torch: pip install 'kvdock[engine]'" in refusal(done, 1)
+
+
+@pytest.mark.parametrize(("size_bytes", "text", "exact"), [
+    (0, "0 B", "0"), (1000, "1000 B", "1000"), (1536, "1.5 KiB", "1536"), (8 << 20, "8.0 MiB", "8MiB"),
+    (5 << 40, "5.0 TiB", "5TiB"),
+])
+def test_sizes_in_words(size_bytes: int, text: str, exact: str) -> None:
+    assert (size(size_bytes), exact_bytes(size_bytes)) == (text, exact)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.4, "0 s"), (61, "1 min 1 s"), (3725, "1 h 2 min"), (90000, "1 d 1 h"), (86400, "1 d 0 s"),
+])
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_control_characters_of_a_label_never_reach_the_terminal() -> None:
+    assert printable("a\x1b]0;b\x07\n\u202e") == "a�]0;b���"

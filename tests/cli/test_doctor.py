@@ -1,0 +1,229 @@
+"""`kvdock doctor` on this machine, and on machines made of files that have what this one lacks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess, attach, keys
+from cli_helpers import TIMEOUT_S, clean_environ, kvdock
+
+from kvdock._core import Table, cpu_paths, cuda_kernels
+from kvdock.api.settings import Settings
+from kvdock.cli.doctor import _kernels, examine
+from kvdock.cli.doctor_machine import Finding, Machine
+from kvdock.client.client import Client
+from kvdock.datapath.cuda import CopyTuning
+from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
+from kvdock.protocol.schemas import ReportMismatch
+
+CHECKS = {"kvdock", "settings", "server", "extension", "GPU kernels", "GPU copies", "shared memory", "control group",
+          "huge pages", "open files", "locked memory", "GPU", "nvcc", "pools"}
+MIB = 1 << 20
+SMALL = {"KVDOCK_POOL_BYTES": "16MiB"}
+
+
+def checks_of(done: subprocess.CompletedProcess[str], exit_code: int) -> dict[str, dict[str, Any]]:
+    assert (done.returncode, done.stderr) == (exit_code, ""), done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["ok"] == (exit_code == 0)
+    return {check["check"]: check for check in answer["checks"]}
+
+
+def examined(machine: Machine, tmp_path: Path, **environ: str) -> dict[str, Finding]:
+    environ = {"KVDOCK_SOCKET_PATH": str(tmp_path / "s.sock"), **SMALL, **environ}
+    return {finding.check: finding for finding in examine(environ, config=None, machine=machine)}
+
+
+def machine_of(root: Path, files: dict[str, str]) -> Machine:
+    """A machine whose /proc and /sys hold these files, with this one's shared memory and no programs."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "bin").mkdir(exist_ok=True)
+    return Machine(proc=root / "proc", sys=root / "sys", programs=str(root / "bin"), nvcc_places=())
+
+
+def program(root: Path, name: str, script: str) -> None:
+    path = root / "bin" / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+# --------------------------------------------------------------------------- this machine
+
+
+def test_every_check_is_made_and_a_small_pool_has_no_problem_here(tmp_path: Path) -> None:
+    found = checks_of(kvdock("doctor", "--json", KVDOCK_SOCKET_PATH=str(tmp_path / "s"), **SMALL), 0)
+    assert set(found) == CHECKS
+    assert all(check["level"] in ("ok", "note") for check in found.values())
+    assert found["server"]["level"] == "note" and "kvdock serve" in found["server"]["advice"]
+    assert ", ".join(cuda_kernels()) in found["GPU kernels"]["found"]
+    assert found["extension"]["found"] == f"CPU copy by {', '.join(cpu_paths())}"
+    assert "/dev/shm" in found["shared memory"]["found"]
+    assert "KVDOCK_POOL_BYTES" in found["settings"]["found"]
+
+
+def test_the_words_say_ok_note_or_problem_and_what_to_do(tmp_path: Path) -> None:
+    done = kvdock("doctor", KVDOCK_SOCKET_PATH=str(tmp_path / "s"), KVDOCK_POOL_BYTES="64TiB")
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("OK ") for line in lines)
+    assert any(line.startswith("note ") and "none answers at" in line for line in lines)
+    at = next(at for at, line in enumerate(lines) if line.startswith("problem ") and "shared memory" in line)
+    assert "64.0 TiB wanted" in lines[at] and "--pool-bytes" in lines[at + 1]
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; import kvdock.cli.main as m; m.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, "doctor", "--json"], capture_output=True, text=True, timeout=TIMEOUT_S,
+        env=clean_environ(KVDOCK_SOCKET_PATH=str(tmp_path / "s"), **SMALL),
+    )
+    assert set(checks_of(done, 0)) == CHECKS
+
+
+def test_wrong_settings_are_a_problem_and_not_the_end_of_the_examination() -> None:
+    found = checks_of(kvdock("doctor", "--json", KVDOCK_POOL_BYTE="1GiB"), 1)
+    assert found["settings"]["level"] == "problem" and "pool_byte" in found["settings"]["found"]
+    assert set(found) == CHECKS
+
+
+def test_a_server_that_answers_needs_no_room_for_another_pool(server: ServerProcess, tmp_path: Path) -> None:
+    environ = {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:"), "KVDOCK_POOL_BYTES": "64TiB"}
+    found = checks_of(kvdock("doctor", "--json", **environ), 0)
+    assert found["server"]["level"] == found["shared memory"]["level"] == "ok"
+    assert "1 in use" in found["pools"]["found"] or int(found["pools"]["found"].split()[0]) > 1
+
+
+def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerProcess, tmp_path: Path) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        found = checks_of(kvdock("doctor", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"), **SMALL), 1)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert found["server"]["level"] == "problem" and "it listens at" in found["server"]["found"]
+    assert "stopped" in found["server"]["advice"]
+
+
+def test_chunks_that_did_not_match_are_noted(tmp_path: Path) -> None:
+    with ServerProcess() as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(1))
+        lease = str(engine.lookup(keys(1)).lease)
+        client.mismatch(ReportMismatch(session=engine.session, lease=lease, chunks=[0]))
+        found = examined(Machine(), tmp_path, KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))["server"]
+        assert found.level == "note" and "chunks that did not match their checksum: 1" in found.found
+        engine.close()
+
+
+def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
+    assert found["level"] == "ok" and found["found"].startswith("not measured yet")
+    (tmp_path / "kvdock").mkdir()
+    geometry, tuning = Geometry(64, 4096, 1, 16), CopyTuning()
+    known = Calibration("NVIDIA H200", "ab" * 16, 13000, geometry, tuning, 0.4, 0.991, 0.982)
+    save_calibration(tmp_path / "kvdock/copy-1.json", known)
+    found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
+    assert found["found"] == known.describe() and "load 99.1%" in found["found"]
+
+
+def test_gpu_kernels_say_what_they_were_compiled_for_and_why_they_cannot_run() -> None:
+    assert _kernels([], "no driver").level == "note" and "CPU copy only" in _kernels([], "no driver").found
+    assert _kernels(["sm_90"], "no driver") == Finding("GPU kernels", "note", "for sm_90; no driver")
+    assert _kernels(["sm_80", "sm_90"], "") == Finding("GPU kernels", "ok", "for sm_80, sm_90")
+
+
+def test_a_pool_whose_server_was_killed_is_noted_until_the_next_server_has_it(tmp_path: Path) -> None:
+    with ServerProcess() as dead:
+        machine = Machine(shm_dir=tmp_path / "shm")  # links to this pool: killed runs may have left others
+        machine.shm_dir.mkdir()
+        for name in dead.shared_memory():
+            (machine.shm_dir / name).symlink_to(Machine().shm_dir / name)
+        dead.stop(signal.SIGKILL)
+        found = examined(machine, tmp_path)["pools"]
+        assert found.level == "note" and found.found.startswith("0 in use, 1 left by servers that are gone: ")
+        assert "kvdock serve" in found.advice
+        with ServerProcess(socket_path=dead.settings["socket_path"]):
+            found = examined(machine, tmp_path)["pools"]
+            assert (found.level, found.found) == ("ok", "1 in use, none left behind"), "so the advice is right"
+        assert dead.shared_memory() == []
+    for link in machine.shm_dir.iterdir():
+        link.unlink()
+    assert examined(machine, tmp_path)["pools"].found == "0 in use, none left behind"
+
+
+# --------------------------------------------------------------------------- other machines
+
+
+def test_a_machine_without_gpu_driver_and_nvcc_is_no_problem(tmp_path: Path) -> None:
+    found = examined(machine_of(tmp_path, {}), tmp_path)
+    assert {found[check].level for check in ("GPU", "nvcc", "huge pages")} == {"note"}
+    assert found["GPU"].found.startswith("none") and found["nvcc"].found.startswith("none")
+
+
+def test_gpu_driver_and_nvcc_are_named(tmp_path: Path) -> None:
+    machine = machine_of(tmp_path, {})
+    program(tmp_path, "nvidia-smi", "echo 'Some GPU, 80000 MiB, 570.1'")
+    program(tmp_path, "nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.1'")
+    found = examined(machine, tmp_path)
+    assert found["GPU"] == Finding("GPU", "ok", "Some GPU, 80000 MiB, 570.1")
+    assert found["nvcc"] == Finding("nvcc", "ok", f"12.9 at {tmp_path}/bin/nvcc")
+
+
+def test_a_driver_that_does_not_work_is_a_note_with_its_words(tmp_path: Path) -> None:
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun\n"
+    machine = machine_of(tmp_path, {"proc/driver/nvidia/version": text})
+    assert "driver 570.133.20" in examined(machine, tmp_path)["GPU"].found
+    program(tmp_path, "nvidia-smi", "echo 'Driver/library version mismatch' >&2; exit 18")
+    found = examined(machine, tmp_path)["GPU"]
+    assert found.level == "note" and "version mismatch" in found.found
+
+
+@pytest.mark.parametrize(("chosen", "level"), [
+    ("always within_size [advise] never deny force", "ok"), ("always within_size advise [never] deny force", "note"),
+])
+def test_huge_pages_of_shared_memory(tmp_path: Path, chosen: str, level: str) -> None:
+    machine = machine_of(tmp_path, {"sys/kernel/mm/transparent_hugepage/shmem_enabled": chosen})
+    found = examined(machine, tmp_path)["huge pages"]
+    assert found.level == level and bool(found.advice) == (level == "note")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("left_mib", "level"), [(8, "problem"), (100, "ok")])
+def test_a_control_group_with_too_little_left_is_a_problem(
+    tmp_path: Path, version: int, left_mib: int, level: str
+) -> None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    folder = "sys/fs/cgroup/pod" if version == 2 else "sys/fs/cgroup/memory/pod"
+    machine = machine_of(tmp_path, {
+        "proc/self/cgroup": "0::/pod\n" if version == 2 else "4:memory:/pod\n",
+        f"{folder}/{names[0]}": str((50 + left_mib) * MIB), f"{folder}/{names[1]}": str(50 * MIB),
+    })
+    found = examined(machine, tmp_path, KVDOCK_TABLE_RECORDS="1024")["control group"]
+    assert found.level == level and f"{left_mib}.0 MiB left" in found.found and folder in found.found
+    assert bool(found.advice) == (level == "problem")
+
+
+def test_the_table_counts_as_well_as_the_pool(tmp_path: Path) -> None:
+    table_bytes = Table.region_bytes(Settings().table_records, Settings().table_grants)
+    limit = {"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/memory.current": "0\n"}
+    for spare, level in ((0, "ok"), (-1, "problem")):
+        limit["sys/fs/cgroup/pod/memory.max"] = str(16 * MIB + table_bytes + spare)
+        assert examined(machine_of(tmp_path, limit), tmp_path)["control group"].level == level
+
+
+def test_shared_memory_that_is_missing_is_a_problem_and_memory_that_is_short_a_note(tmp_path: Path) -> None:
+    found = examined(Machine(shm_dir=tmp_path / "nowhere"), tmp_path)
+    assert found["shared memory"].level == "problem" and "is not there" in found["shared memory"].found
+    locked = Path("/proc/sys")  # a folder that not even root may write
+    assert "cannot be written" in examined(Machine(shm_dir=locked), tmp_path)["shared memory"].found
+    short = machine_of(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1024 kB\n"})
+    found = examined(short, tmp_path)
+    assert found["shared memory"].level == "note" and "only 1.0 MiB of memory" in found["shared memory"].found

@@ -1,0 +1,300 @@
+"""How `kvdock serve` ends: SIGTERM drains, then removes or keeps the pool; Ctrl-C removes it at once; and when
+there is no shared memory it says so before it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_helpers import Engine, attach, eventually, http_connection, keys, raw, small_pool
+from cli_helpers import (
+    KVDOCK,
+    SMALL,
+    TIMEOUT_S,
+    clean_environ,
+    complaints,
+    first_line,
+    kvdock,
+    kvdock_serve,
+    refusal,
+)
+
+from kvdock._core import Table
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.drain import Drain
+from kvdock.api.pool.lock import remove_stale, server_alive
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.server import Server
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+from kvdock.protocol.errors import ApiError, StartupError
+from kvdock.shm.objects import pool_objects
+
+Serving = tuple[subprocess.Popen[str], Client]
+LONG = ("--drain-s", "30")
+
+
+@contextmanager
+def ready(folder: Path, *flags: str) -> Iterator[Serving]:
+    with kvdock_serve(folder, *flags) as process, Client(f"unix:{folder}/kvdock.sock") as client:
+        assert first_line(process), process.stderr and process.stderr.read()
+        yield process, client
+
+
+def pool_of(client: Client) -> int:
+    return int(client.segments().pool_id, 16)
+
+
+def drain(process: subprocess.Popen[str], folder: Path) -> None:
+    """SIGTERM, and the server has noticed."""
+    process.send_signal(signal.SIGTERM)
+
+    def draining() -> bool:
+        status, _, body = raw(f"unix:{folder}/kvdock.sock", "GET", "/readyz")
+        return status == 503 and json.loads(body) == {"status": "not ready", "reasons": ["draining"]}
+
+    eventually(draining)
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """By itself, without a word."""
+    assert last_words(process) == []
+
+
+def last_words(process: subprocess.Popen[str]) -> list[str]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out) == (0, ""), err
+    return complaints(err)
+
+
+def refused(call: object) -> str:
+    assert callable(call)
+    with pytest.raises(ApiError) as error:
+        call()
+    return error.value.code
+
+
+def holding(client: Client) -> tuple[Engine, str | None, s.ReserveAnswer]:
+    """An engine with a lease and an open reservation."""
+    engine = attach(client)
+    engine.store(keys(1, "there"))
+    return engine, engine.lookup(keys(1, "there")).lease, engine.reserve(keys(1, "coming"), store="coming")
+
+
+def test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, client):
+        engine, lease, coming = holding(client)
+        pool = pool_of(client)
+        drain(process, tmp_path)
+        assert raw(client.address, "GET", "/livez")[0] == 200 and client.status().reasons == ["draining"]
+        assert refused(lambda: engine.lookup(keys(1, "there"), request="another")) == "not_ready"
+        assert refused(lambda: engine.reserve(keys(1, "more"), store="more")) == "not_ready"
+        assert refused(lambda: attach(client)) == "not_ready"
+        # Whoever was given something may ask again for the answer, come back, and finish.
+        assert engine.lookup(keys(1, "there")).lease == lease
+        assert engine.reserve(keys(1, "coming"), store="coming").reservation == coming.reservation
+        assert client.attach(engine.body).session == engine.session
+        assert engine.heartbeat().questions == []
+        assert engine.commit(coming).ready == 1
+        time.sleep(0.5)  # several looks at what is open
+        assert process.poll() is None, "a lease is held"
+        began = time.monotonic()
+        engine.release(lease, 0)
+        ended(process)
+        assert time.monotonic() - began < 5 and pool not in pool_objects()
+        engine.close()
+
+
+@pytest.mark.parametrize("drain_s", [0.5, 7.0])
+def test_a_drain_lasts_as_long_as_a_call_does_and_no_longer_than_it_may(tmp_path: Path, drain_s: float) -> None:
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock"), drain_s=drain_s))
+    pool, now_s, loop = open_pool(settings, secrets.randbits), 100.0, asyncio.new_event_loop()
+    try:
+        service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+        short, long = Drain(service, lambda: now_s), Drain(service, lambda: now_s)
+        call: Any = loop.create_future()
+        for drain in (short, long):
+            assert not drain.ended(), "before it began"
+            drain.begin([call])
+        now_s += drain_s - 0.01
+        assert not short.ended()
+        now_s += 0.02
+        assert short.ended()
+        now_s -= 0.02
+        call.set_result(None)
+        assert long.ended()
+    finally:
+        loop.close()
+        pool.close()
+
+
+def test_a_server_that_holds_something_ends_when_it_may_no_longer_wait(tmp_path: Path) -> None:
+    with ready(tmp_path, "--drain-s", "0.5") as (process, client):
+        engine, _, _ = holding(client)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+        assert 0.5 <= time.monotonic() - began < 5
+        engine.close()
+
+
+def test_a_drain_does_not_wait_for_engines_that_die(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG, "--settle-s", "0.1", "--watch-s", "0.05") as (process, client):
+        engine, _, _ = holding(client)
+        drain(process, tmp_path)
+        engine.close()
+        began = time.monotonic()
+        _, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0 and "is dead" in err
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.Signals) -> None:
+    with ready(tmp_path, *LONG) as (process, client):
+        engine, _, _ = holding(client)
+        drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(second)
+        ended(process)
+        assert time.monotonic() - began < 5
+        engine.close()
+
+
+def test_the_terminals_end_drains_and_nohup_outlives_it(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):
+        engine, _, _ = holding(client)
+        process.send_signal(signal.SIGHUP)
+        eventually(lambda: client.status().reasons == ["draining"])
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        engine.close()
+    command = ["nohup", *KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
+    with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          stdin=subprocess.DEVNULL) as process:
+        assert first_line(process)
+        process.send_signal(signal.SIGHUP)
+        with Client(f"unix:{tmp_path}/kvdock.sock") as client:
+            time.sleep(0.5)  # several looks at what is open
+            assert client.status().status == "ok"
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+
+
+def slow_call(folder: Path) -> tuple[HTTPConnection, bytes]:
+    """A call whose head has arrived, and the body that it still wants."""
+    connection = http_connection(f"unix:{folder}/kvdock.sock")
+    body = json.dumps({"namespace": "0" * 64, "keys": []}).encode()
+    connection.putrequest("POST", "/v1/lookups")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(len(body)))
+    connection.putheader("expect", "100-continue")
+    connection.endheaders()
+    assert connection.sock.recv(64, socket.MSG_PEEK).startswith(b"HTTP/1.1 100 "), "the call wants its body"
+    return connection, body
+
+
+def test_a_call_in_flight_is_answered_though_nobody_holds_anything(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, _):
+        connection, body = slow_call(tmp_path)
+        drain(process, tmp_path)
+        time.sleep(1.5)  # longer than the grace that calls have in any case
+        assert process.poll() is None
+        connection.send(body)
+        assert json.load(connection.getresponse())["code"] == "unknown_namespace"
+        connection.close()
+        ended(process)
+
+
+def test_ctrl_c_does_not_wait_for_a_call_in_flight(tmp_path: Path) -> None:
+    with ready(tmp_path, *LONG) as (process, _):
+        connection, _ = slow_call(tmp_path)
+        drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0 and time.monotonic() - began < 4
+        connection.close()
+
+
+# --------------------------------------------------------------------------- what becomes of the pool
+
+
+def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path: Path) -> None:
+    with ready(tmp_path, "--on-exit", "keep") as (process, client):
+        pool, objects = pool_of(client), pool_objects()[pool_of(client)]
+        engine = attach(client)
+        engine.store(keys(2, "kept"))
+        process.send_signal(signal.SIGTERM)
+        (said,) = last_words(process)
+        engine.close()
+    assert f"pool {pool:016x} stays in shared memory" in said
+    assert "for the next server at this socket" in said
+    assert pool_objects()[pool] == objects and len(objects) == 3, "segment, table and lock file are there"
+    assert not server_alive(pool) and not (tmp_path / "kvdock.sock").exists()
+    with ready(tmp_path) as (process, client):
+        assert pool_of(client) == pool
+        again = attach(client)
+        assert again.lookup(keys(2, "kept")).hit_tokens == 32
+        client.leave(again.session, again.member)
+        again.close()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert f"took over pool {pool:016x}" in err and pool not in pool_objects()
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: signal.Signals | None) -> None:
+    with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):
+        pool = pool_of(client)
+        engine, _, _ = holding(client)
+        if first is not None:
+            drain(process, tmp_path)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        assert time.monotonic() - began < 5
+        assert pool not in pool_objects()
+        engine.close()
+
+
+def test_on_exit_takes_two_words() -> None:
+    said = refusal(kvdock("serve", "--on-exit", "leave"), 2)
+    assert "wanted remove or keep; found on_exit='leave' (--on-exit)" in said
+
+
+# --------------------------------------------------------------------------- shared memory that is not there
+
+
+def test_shared_memory_that_cannot_be_used_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdock.api.pool.pool.remove_stale", partial(remove_stale, tmp_path / "nowhere"))
+    settings = Settings.load({"socket_path": str(tmp_path / "kvdock.sock"), "port": 0, "pool_bytes": "16MiB"})
+    with pytest.raises(StartupError, match=r"shared memory cannot be used: .*nowhere") as error:
+        Server(settings).run()
+    assert error.value.code == "no_shared_memory" and not (tmp_path / "kvdock.sock").exists()
+
+
+def test_a_pool_that_leaves_no_room_for_its_table_is_refused(tmp_path: Path) -> None:
+    there, records = os.statvfs("/dev/shm"), 1 << 20
+    pool_bytes = there.f_bavail * there.f_frsize - Table.region_bytes(records, 64) // 2
+    done = kvdock(
+        "serve", "--port", "0", "--socket-path", str(tmp_path / "s"), "--pool-bytes", str(pool_bytes),
+        "--table-records", str(records), "--table-grants", "64",
+    )
+    (said,) = complaints(done.stderr)
+    assert done.returncode == 1 and f"pool_bytes={pool_bytes} does not fit beside the chunk table" in said

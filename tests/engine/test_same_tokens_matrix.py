@@ -1,0 +1,313 @@
+"""Every kind of attention under every way to be served: the bits of an engine that uses its own prefix cache.
+
+A cell serves one prompt with kvdock and compares tokens and all logits, bitwise, with an engine alone whose own
+prefix cache had as many tokens at hand: chunks of prefill are then cut alike, and equal shapes give equal bits.
+A preempted run is two such runs: up to the preemption, and from there with the output as part of the prompt.
+
+Each cell has its damaged-byte controls. Damaged before its checksum was made, one byte cannot be caught, and must
+change the logits: so the comparison sees a byte. Damaged afterwards, in shared memory, it must be caught, and the
+run must equal one with less at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import pytest
+import torch
+from api_helpers import ServerProcess, unique
+from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
+from engine_helpers import make_engine, prompt, run, run_one, sampling
+from torch import Tensor
+
+from kvdock.client.client import Client
+from kvdock.connectors.connector import KvdockConnector
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.engine.config import EngineConfig, preset
+from kvdock.engine.engine import Engine
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.request import Completion
+
+pytestmark = pytest.mark.same_tokens
+
+MODELS = {
+    "mha": "tiny-mha", "gqa": "tiny", "mla": "tiny-mla", "hybrid of 2 groups": "tiny-hybrid2",
+    "hybrid of 3 groups": "tiny-hybrid3",
+}
+TOKENS = 40
+LENGTH = 210
+Damage = Literal["none", "before", "after"]
+"""When one byte of what is stored is changed: before its checksum is made, or after."""
+
+
+@dataclass(frozen=True)
+class Served:
+    output: list[int]
+    logits: Tensor
+    at_hand: int
+    """Tokens that were not computed; of a preempted run, when it came back."""
+
+
+def settings(model: str, *, prefill_chunk: int = CHUNK, own_cache: int | None = 0) -> EngineConfig:
+    return dataclasses.replace(
+        preset(MODELS[model]), num_blocks=200, prefill_chunk_tokens=prefill_chunk, max_local_hit_tokens=own_cache
+    )
+
+
+def served(done: Completion) -> Served:
+    return Served(
+        done.output_tokens, torch.stack(done.logits), done.metrics.loaded_tokens + done.metrics.local_hit_tokens
+    )
+
+
+class Spoiler:
+    """Changes one byte of a block of the last group while it is stored, and puts it back: no checksum can tell.
+
+    In the first row of the memory: what a window of the last layer held would be forgotten with the window."""
+
+    def __init__(self, inner: KvdockConnector, kv: KVCache) -> None:
+        self.inner, self.kv = inner, kv
+        self.loads: list[LoadDone] = []
+        self.stores: list[StoreDone] = []
+        self.lookup, self.begin_load = inner.lookup, inner.begin_load
+        self.finished, self.close = inner.finished, inner.close
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
+    ) -> BlocksRead:
+        # Of what this call stores: the last block of the newest whole chunk, which every hit of it loads.
+        index = computed_tokens // CHUNK * CHUNK // self.kv.block_tokens - 1
+        block = block_ids[-1][index] if index >= 0 else None
+        if block is not None:
+            self._flip(block)
+        read = self.inner.begin_store(request_id, token_ids, block_ids, computed_tokens)
+        while read and StoreDone(request_id, read) not in self.stores:
+            self._take_in(self.inner.poll(0.05))
+        if block is not None:
+            self._flip(block)
+        return read
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        self._take_in(self.inner.poll(0.0 if self.loads or self.stores else timeout_s))
+        news = Progress(tuple(self.loads), tuple(self.stores))
+        self.loads, self.stores = [], []
+        return news
+
+    def _take_in(self, news: Progress) -> None:
+        self.loads += news.loads
+        self.stores += news.stores
+
+    def _flip(self, block: int) -> None:
+        flip_exponent(self.kv.k[0], block)
+
+
+def flip_exponent(plane: Tensor, block: int) -> None:
+    """The lowest bit of the exponent of one value in the middle of the block: it doubles, or halves."""
+    at = (block, plane.shape[1] // 2, 0, 3)
+    plane[at] = (plane[at].view(torch.int32) ^ (1 << 23)).view(torch.float32)
+
+
+class Place:
+    """The server, another process, and what damage to do."""
+
+    def __init__(self, server: ServerProcess, elsewhere: ProcessPoolExecutor) -> None:
+        self.server, self.elsewhere = server, elsewhere
+
+    def engine(self, config: EngineConfig, salt: str, damage: Damage = "none") -> Engine:
+        engine = engine_over(self.server.unix, config, salt=salt)
+        if damage == "before":
+            engine.connector = engine.scheduler.connector = Spoiler(kvdock_of(engine), engine.kv)
+        return engine
+
+    def stored(self, config: EngineConfig, salt: str, tokens: list[int], damage: Damage) -> None:
+        """An engine computes and stores the prompt, and leaves."""
+        engine = self.engine(config, salt, damage)
+        run_one(engine, tokens, sampling(1))
+        self.settled(engine, tokens, damage)
+        engine.close()
+
+    def settled(self, engine: Engine, tokens: list[int], damage: Damage) -> None:
+        """All is stored; `after`: and damaged, in the last chunk of the prefix, in the last group."""
+        assert engine.drain(20.0)
+        inner = engine.connector.inner if isinstance(engine.connector, Spoiler) else engine.connector
+        assert isinstance(inner, KvdockConnector)
+        if damage == "after":
+            with Client(self.server.unix) as client, Spectator(client, inner.session.manifest) as spectator:
+                part = spectator.slots(tokens)[-1]
+                spectator.flip(part, part.length - 100)
+
+    @property
+    def mismatches(self) -> int:
+        with Client(self.server.unix) as client:
+            return client.status().counters["mismatches"]
+
+
+@cache
+def alone(model: str, prefill_chunk: int) -> Engine:
+    """The reference: nothing but the engine's own prefix cache."""
+    own_cache = settings(model, prefill_chunk=prefill_chunk, own_cache=None)
+    return make_engine(dataclasses.replace(own_cache, num_blocks=2000))
+
+
+def reference(engine: Engine, tokens: list[int], at_hand: int, max_tokens: int = TOKENS) -> Served:
+    """The prompt with exactly `at_hand` tokens from the engine's own prefix cache."""
+    run_one(engine, tokens, sampling(1))
+    found = served(run_one(engine, tokens, sampling(max_tokens, max_local_hit_tokens=at_hand)))
+    assert found.at_hand == at_hand, "the reference cannot take the same shapes"
+    return found
+
+
+def serve_elsewhere(address: str, model: str, salt: str, tokens: list[int]) -> Served:
+    """In the other process."""
+    engine = engine_over(address, settings(model), salt=salt)
+    found = served(run_one(engine, tokens, sampling(TOKENS)))
+    engine.close()
+    return found
+
+
+# ---------------------------------------------------------------------- the ways to be served
+
+Way = Callable[[Place, str, Damage], tuple[Served, Served]]
+"""Returns what was found and what is wanted."""
+
+
+def cold(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
+    """Nothing is there to be loaded; what is damaged is the engine's own memory, behind the first token."""
+    tokens = prompt(1, LENGTH)
+    engine = place.engine(settings(model), unique("cold"))
+    request = engine.requests[engine.add_request(tokens, sampling(TOKENS), "r")]
+    done: dict[str, Completion] = {}
+    while engine.has_unfinished:
+        first = not request.output
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+        if damage == "before" and first and request.output:
+            block = request.table[-1][-2]
+            assert block is not None
+            flip_exponent(engine.kv.k[0], block)
+    assert engine.drain(20.0)
+    engine.close()
+    return served(done["r"]), reference(alone(model, CHUNK), tokens, 0)
+
+
+def warm(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
+    """The engine that stored it asks again, its own prefix cache being off."""
+    tokens, salt = prompt(2, LENGTH), unique("warm")
+    engine = place.engine(settings(model), salt, damage)
+    run_one(engine, tokens, sampling(1))
+    place.settled(engine, tokens, damage)
+    found = served(run_one(engine, tokens, sampling(TOKENS)))
+    assert engine.drain(20.0)
+    engine.close()
+    return found, reference(alone(model, CHUNK), tokens, found.at_hand)
+
+
+def other_process(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
+    tokens, salt = prompt(3, LENGTH), unique("elsewhere")
+    place.stored(settings(model), salt, tokens, damage)
+    found = place.elsewhere.submit(serve_elsewhere, place.server.unix, model, salt, tokens).result()
+    return found, reference(alone(model, CHUNK), tokens, found.at_hand)
+
+
+def preempted(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
+    """Somebody takes all free blocks, until the request has none for its next token and goes; then it comes back."""
+    tokens = prompt(4, LENGTH)
+    engine = place.engine(settings(model), unique("preempted"), damage)
+    request = engine.requests[engine.add_request(tokens, sampling(TOKENS), "r")]
+    while len(request.output) < 3:
+        engine.step()
+    pool = engine.scheduler.blocks.pool
+    taken: list[int] = []
+    while request.metrics.preemptions == 0:
+        taken += pool.allocate(len(pool.free))
+        engine.step()
+    known = list(request.tokens)
+    assert 3 < len(request.output) < TOKENS
+    place.settled(engine, known, damage)
+    pool.release(taken)
+    done = run(engine)["r"]
+    engine.close()
+    found = dataclasses.replace(served(done), at_hand=done.metrics.loaded_tokens)
+    before = reference(alone(model, CHUNK), tokens, 0, len(known) - LENGTH)
+    after = reference(alone(model, CHUNK), known, found.at_hand, TOKENS - len(before.output))
+    return found, Served(before.output + after.output, torch.cat([before.logits, after.logits]), found.at_hand)
+
+
+def chunked_prefill(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
+    """Prefill in halves of a chunk, while another request decodes and leaves room for one half a step."""
+    tokens, salt = prompt(5, LENGTH), unique("chunked")
+    config = dataclasses.replace(settings(model, prefill_chunk=CHUNK // 2), max_step_tokens=CHUNK // 2 + 16)
+    place.stored(config, salt, tokens, damage)
+    engine = place.engine(config, salt)
+    engine.add_request(prompt(6, 40), sampling(60), "company")
+    engine.step()
+    engine.add_request(prompt(7, 150), sampling(2), "more company")
+    engine.add_request(tokens, sampling(TOKENS), "r")
+    done = run(engine)
+    assert engine.drain(20.0)
+    engine.close()
+    found = served(done["r"])
+    return found, reference(alone(model, CHUNK // 2), tokens, found.at_hand)
+
+
+WAYS: list[Way] = [cold, warm, other_process, preempted, chunked_prefill]
+LOADING = WAYS[1:]
+STORED = LENGTH // CHUNK * CHUNK
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    """The other process is spawned: nothing is inherited."""
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as server,
+        ProcessPoolExecutor(1, spawn) as elsewhere,
+    ):
+        yield Place(server, elsewhere)
+
+
+def name_of(item: object) -> str:
+    return getattr(item, "__name__", str(item)).replace("_", " ")
+
+
+def assert_same(found: Served, wanted: Served) -> None:
+    assert found.output == wanted.output
+    assert found.logits.shape == wanted.logits.shape == (TOKENS, found.logits.shape[1])
+    assert not found.logits.isnan().any()
+    assert torch.equal(found.logits, wanted.logits), f"logits differ by {(found.logits - wanted.logits).abs().max()}"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_tokens_and_logits(place: Place, model: str, way: Way) -> None:
+    before = place.mismatches
+    found, wanted = way(place, model, "none")
+    assert found.at_hand >= (0 if way is cold else STORED)
+    assert_same(found, wanted)
+    assert place.mismatches == before
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_byte_that_no_checksum_can_catch_changes_the_logits(place: Place, model: str, way: Way) -> None:
+    before = place.mismatches
+    found, wanted = way(place, model, "before")
+    assert place.mismatches == before, "the control must not be caught"
+    assert not torch.equal(found.logits, wanted.logits), "the damaged byte was not seen"
+    if way is not cold:
+        assert found.at_hand >= STORED
+
+
+@pytest.mark.parametrize("way", LOADING, ids=name_of)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_byte_damaged_in_the_server_is_caught_and_computed_again(place: Place, model: str, way: Way) -> None:
+    before = place.mismatches
+    found, wanted = way(place, model, "after")
+    assert place.mismatches == before + 1
+    assert 0 < found.at_hand <= STORED
+    assert_same(found, wanted)

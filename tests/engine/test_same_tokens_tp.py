@@ -1,0 +1,118 @@
+"""The column of several ranks in the same-tokens matrix: two processes with half of the heads each.
+
+Shapes and the order of sums differ from those of one process, so the reference is the same two ranks, served by
+their engine's own prefix cache. An engine stores the prompt, and another, with fresh memory in both ranks, loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess, unique
+from connector_helpers import Spectator, kvdock_of
+from engine_helpers import prompt, run_one, sampling
+from tp_helpers import crew_engine, shared
+
+from kvdock.client.client import Client
+from kvdock.engine.crew import Crew
+from kvdock.engine.engine import Engine
+from tests.engine.test_same_tokens_matrix import (
+    LENGTH,
+    MODELS,
+    STORED,
+    TOKENS,
+    Damage,
+    Served,
+    Spoiler,
+    assert_same,
+    served,
+)
+
+pytestmark = pytest.mark.same_tokens
+
+TWO = [(model, 2) for model in MODELS]
+FOUR = [("mha", 4), ("mla", 4)]
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[dict[int, Crew]]:
+    found = {size: Crew(size) for size in (2, 4)}
+    yield found
+    for crew in found.values():
+        crew.close()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[ServerProcess]:
+    with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as server:
+        yield server
+
+
+def mismatches(place: ServerProcess) -> int:
+    with Client(place.unix) as client:
+        return client.status().counters["mismatches"]
+
+
+def with_ranks(place: ServerProcess, crew: Crew, model: str, damage: Damage, writer: int = 0) -> tuple[Served, Served]:
+    """`writer`: whose bytes are damaged in the server."""
+    config, salt, tokens = shared(MODELS[model], crew.size), unique("ranks"), prompt(8, LENGTH)
+    storing = crew_engine(crew, config, place.unix, salt=salt)
+    inner = kvdock_of(storing)
+    if damage == "before":
+        storing.connector = storing.scheduler.connector = Spoiler(inner, storing.kv)
+    run_one(storing, tokens, sampling(1))
+    assert storing.drain(20.0)
+    if damage == "after":
+        with Client(place.unix) as client, Spectator(client, inner.session.manifest) as spectator:
+            part = [part for part in spectator.slots(tokens) if part.writer == writer][-1]
+            spectator.flip(part, part.length - 100)
+    storing.close()
+
+    loading = crew_engine(crew, config, place.unix, salt=salt)
+    found = served(run_one(loading, tokens, sampling(TOKENS)))
+    assert loading.drain(20.0)
+    loading.close()
+    return found, reference(crew, model, tokens, found.at_hand)
+
+
+def reference(crew: Crew, model: str, tokens: list[int], at_hand: int) -> Served:
+    alone: Engine = crew_engine(crew, shared(MODELS[model], crew.size), None)
+    run_one(alone, tokens, sampling(1))
+    found = served(run_one(alone, tokens, sampling(TOKENS, max_local_hit_tokens=at_hand)))
+    assert found.at_hand == at_hand, "the reference cannot take the same shapes"
+    return found
+
+
+@pytest.mark.parametrize(("model", "size"), TWO + FOUR)
+def test_ranks_that_load_have_the_same_tokens_and_logits(
+    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+) -> None:
+    before = mismatches(place)
+    found, wanted = with_ranks(place, crews[size], model, "none")
+    assert found.at_hand == STORED
+    assert_same(found, wanted)
+    assert mismatches(place) == before
+
+
+@pytest.mark.parametrize(("model", "size"), TWO + FOUR)
+def test_one_byte_that_no_checksum_can_catch_changes_the_logits(
+    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+) -> None:
+    before = mismatches(place)
+    found, wanted = with_ranks(place, crews[size], model, "before")
+    assert found.at_hand == STORED
+    assert mismatches(place) == before, "the control must not be caught"
+    assert not (found.logits == wanted.logits).all(), "the damaged byte was not seen"
+
+
+@pytest.mark.parametrize(("model", "size"), TWO + FOUR)
+def test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks(
+    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+) -> None:
+    """In the part of the last rank, which only that one reads; of a latent there is one part, which all read."""
+    before = mismatches(place)
+    found, wanted = with_ranks(place, crews[size], model, "after", writer=0 if model == "mla" else size - 1)
+    assert mismatches(place) > before
+    assert 0 < found.at_hand < STORED
+    assert_same(found, wanted)

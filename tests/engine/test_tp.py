@@ -1,0 +1,261 @@
+"""Engines of several ranks: what they share with others, and what becomes of everything when one rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from api_helpers import ServerProcess, eventually, unique
+from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
+from engine_helpers import assert_same_bits, config, make_engine, prompt, run_one, sampling
+from paths import SUPPORT
+from tp_helpers import Verb, crew_engine, shared, stick
+
+from kvdock.client.client import Client
+from kvdock.engine.config import ConfigError, EngineConfig, preset
+from kvdock.engine.crew import Crew
+from kvdock.engine.engine import Engine
+from kvdock.engine.model import Model
+from kvdock.engine.rank import Rank
+from kvdock.engine.request import Completion
+from kvdock.engine.team import RankLost
+
+TOKENS = prompt(1, 210)
+STORED = len(TOKENS) // CHUNK * CHUNK
+SECONDS = 15.0
+"""Within which the others must have their answer."""
+
+
+class Share:
+    """A rank that computes alone: its own partial sums."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Crew]:
+    crew = Crew(2)
+    yield crew
+    crew.close()
+
+
+def serve(engine: Engine, tokens: list[int], max_tokens: int = 6) -> Completion:
+    """Nothing of the engine's own prefix cache is used, and all is stored at the end."""
+    done = run_one(engine, tokens, sampling(max_tokens, max_local_hit_tokens=0))
+    assert engine.drain(20.0)
+    return done
+
+
+# ---------------------------------------------------------------------- shares
+
+
+@pytest.mark.parametrize("name", ["tiny-mha", "tiny-mla"])
+def test_the_ranks_shares_are_all_the_weights_once(name: str) -> None:
+    model = preset(name).model
+    whole, parts = Model(model).layers[1], [Model(model, Share(rank, 4)).layers[1] for rank in range(4)]
+    assert torch.equal(torch.cat([part.out for part in parts], 1), whole.out)
+    assert torch.equal(torch.cat([part.down for part in parts], 1), whole.down)
+    queries = model.heads * model.head_size
+    own = [part.qkv[: queries // 4] for part in parts]
+    assert torch.equal(torch.cat(own), whole.qkv[:queries])
+    gates = [part.gate_up[: model.mlp_hidden // 4] for part in parts]
+    assert torch.equal(torch.cat(gates), whole.gate_up[: model.mlp_hidden])
+    latent = [torch.equal(part.qkv[queries // 4 :], whole.qkv[queries:]) for part in parts]
+    assert latent == [name == "tiny-mla"] * 4, "a latent is everybody's, KV heads are not"
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_heads: found 2, wanted a multiple of tensor_parallel=4"):
+        config(tensor_parallel=4)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-mla", "tiny-hybrid2"])
+def test_two_ranks_say_what_one_says_within_rounding(pair: Crew, name: str) -> None:
+    found = serve(crew_engine(pair, shared(name, 2), None), TOKENS)
+    wanted = run_one(make_engine(preset(name)), TOKENS, sampling(6))
+    assert found.output_tokens == wanted.output_tokens
+    for one, other in zip(found.logits, wanted.logits, strict=True):
+        assert (one - other).abs().max() < 1e-3
+
+
+# ---------------------------------------------------------------------- one server
+
+
+def test_engines_of_other_sizes_on_one_server_never_hit_each_other(server: ServerProcess, pair: Crew) -> None:
+    """Equal model, equal salt, one instance each; then everybody finds what is its own."""
+    salt = unique("sizes")
+    two = crew_engine(pair, shared("tiny-mla", 2), server.unix, salt=salt)
+    one = engine_over(server.unix, preset("tiny-mla"), salt=salt)
+    for engine in (two, one):
+        assert serve(engine, TOKENS).metrics.loaded_tokens == 0
+    found = {engine: serve(engine, TOKENS) for engine in (two, one)}
+    for engine, done in found.items():
+        assert done.metrics.loaded_tokens == STORED
+        wanted = run_one(engine, TOKENS, sampling(6, max_local_hit_tokens=STORED))
+        assert_same_bits(done, wanted)
+        engine.close()
+    with Client(server.unix) as client:
+        assert client.status().counters["mismatches"] == 0
+
+
+def test_a_chunk_has_a_part_of_each_rank_and_of_a_latent_one(server: ServerProcess, pair: Crew) -> None:
+    for name, writers in (("tiny", [0, 1]), ("tiny-mla", [0])):
+        engine = crew_engine(pair, shared(name, 2), server.unix)
+        serve(engine, TOKENS)
+        with Client(server.unix) as client, Spectator(client, kvdock_of(engine).session.manifest) as spectator:
+            parts = spectator.slots(TOKENS)
+        assert [part.writer for part in parts] == writers * (STORED // CHUNK)
+        engine.close()
+
+
+def test_no_lease_and_no_member_remain_once_all_ranks_have_loaded(server: ServerProcess, pair: Crew) -> None:
+    with Client(server.unix) as client:
+        for name in ("tiny", "tiny-mla"):
+            engine = crew_engine(pair, shared(name, 2), server.unix, salt=unique("leases"))
+            serve(engine, TOKENS)
+            assert serve(engine, TOKENS).metrics.loaded_tokens == STORED
+            eventually(lambda: client.status().leases == 0)
+            session = kvdock_of(engine).session.identity.instance
+            mine = next(view for view in client.sessions().sessions if view.instance == session)
+            assert sorted(member.ranks for member in mine.members) == [[0], [1]]
+            assert sum(member.scheduler for member in mine.members) == 1
+            engine.close()
+            assert all(view.instance != session for view in client.sessions().sessions)
+
+
+def test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing(server: ServerProcess, pair: Crew) -> None:
+    """Rank 1 has lost its server life: rank 0 gives its word for it."""
+    engine = crew_engine(pair, shared("tiny", 2), server.unix, salt=unique("apart"))
+    first = serve(engine, TOKENS)
+    pair.ask(forget_attachment)
+    again = serve(engine, TOKENS)
+    assert again.metrics.loaded_tokens == 0
+    assert_same_bits(again, first)
+    serve(engine, prompt(2, 150))
+    with Client(server.unix) as client:
+        eventually(lambda: client.status().leases == client.status().reservations == 0)
+    engine.close()
+
+
+def forget_attachment(rank: Rank) -> None:
+    assert rank.worker is not None
+    session = rank.worker.session
+    session._stop.set()
+    # It keeps its lock: to the server it lives.
+    session._attachment, session._suspended = None, session._attachment
+
+
+# ---------------------------------------------------------------------- a rank is killed
+
+
+def killed(crew: Crew, rank: int) -> float:
+    """SIGKILL; when."""
+    pid = crew.processes[rank].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def step_until(engine: Engine, done: Callable[[], bool]) -> None:
+    until = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < until
+        engine.step()
+
+
+def assert_all_comes_back(client: Client) -> None:
+    eventually(lambda: client.status().leases == client.status().reservations == 0)
+    eventually(lambda: client.status().chunks.reserved == client.status().chunks.quarantined == 0)
+    eventually(lambda: client.sessions().sessions == [])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "victim", "verb"),
+    [("tiny", 2, 1, "store"), ("tiny", 2, 1, "load"), ("tiny-mla", 4, 2, "load"), ("tiny-mha", 4, 3, "store")],
+)
+@pytest.mark.kill_matrix
+def test_a_rank_killed_in_the_middle_of_a_copy(
+    tmp_path: Path, name: str, size: int, victim: int, verb: Verb
+) -> None:
+    """The others get an error at once, nothing half done is published, and all memory comes back."""
+    settings = shared(name, size)
+    with ServerProcess() as server, Client(server.unix) as client:
+        crew = Crew(size)
+        engine = crew_engine(crew, settings, server.unix, salt="killed")
+        if verb == "load":
+            serve(engine, TOKENS)
+        published = client.status().chunks.ready
+        sign = tmp_path / "stuck"
+        stick(crew, verb, victim, sign)
+        engine.add_request(TOKENS, sampling(6, max_local_hit_tokens=0), "r")
+        held = engine.scheduler.loading if verb == "load" else engine.scheduler.storing
+        step_until(engine, lambda: bool(held))
+        eventually(sign.exists)
+        assert held, "done without one of the ranks"
+        if verb == "store":
+            assert client.status().chunks.reserved > 0
+
+        at = killed(crew, victim)
+        with pytest.raises(RankLost, match=str(victim)):
+            step_until(engine, lambda: False)
+        assert engine.drain(SECONDS), "somebody waits for the dead"
+        engine.close()
+        crew.close()
+        assert time.monotonic() - at < SECONDS
+        assert_all_comes_back(client)
+        assert client.status().chunks.ready == published, "a part of the dead was published"
+        assert client.status().counters["mismatches"] == 0
+        assert stores_again(server, settings) == STORED
+
+
+def stores_again(server: ServerProcess, settings: EngineConfig) -> int:
+    """Tokens that the next engine of this kind loads once it has stored them."""
+    crew = Crew(settings.tensor_parallel)
+    engine = crew_engine(crew, settings, server.unix, salt="killed")
+    first = serve(engine, TOKENS)
+    again = serve(engine, TOKENS)
+    assert first.output_tokens == again.output_tokens
+    engine.close()
+    crew.close()
+    return again.metrics.loaded_tokens
+
+
+def test_a_rank_killed_while_all_compute_is_an_error_at_once(server: ServerProcess) -> None:
+    crew = Crew(4)
+    engine = crew_engine(crew, shared("tiny-mha", 4), server.unix)
+    engine.add_request(TOKENS, sampling(200), "r")
+    step_until(engine, lambda: len(engine.requests["r"].output) > 3)
+    at = killed(crew, 2)
+    with pytest.raises(RankLost):
+        step_until(engine, lambda: False)
+    engine.close()
+    crew.close()
+    assert time.monotonic() - at < SECONDS
+    assert all(process.exitcode is not None for process in crew.processes.values())
+
+
+def test_the_first_rank_killed_takes_the_others_with_it() -> None:
+    with ServerProcess() as server, Client(server.unix) as client:
+        script = SUPPORT / "engine_tp_helper.py"
+        child = subprocess.Popen(
+            [sys.executable, str(script), server.unix], stdout=subprocess.PIPE, text=True, cwd=script.parent
+        )
+        assert child.stdout is not None
+        pids = [int(pid) for pid in child.stdout.readline().split()]
+        assert len(pids) == 3
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        assert_all_comes_back(client)

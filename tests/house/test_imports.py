@@ -1,0 +1,159 @@
+"""Imports point down only: cli → engine → connectors → client → protocol, connectors → datapath → shm → _core, and
+api → protocol, shm, _core. `api` and `client` never import each other, nor do `api` and `datapath`.
+
+Each room lists what it may import of kvdock and what it must never import of others. Imports inside
+functions and under TYPE_CHECKING count too: a room that names a higher one depends on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from paths import ROOT
+
+
+class Room(NamedTuple):
+    may: tuple[str, ...]
+    """Modules and rooms of kvdock."""
+    never: tuple[str, ...] = ()
+    """Top-level packages."""
+
+
+ENGINE_SIDE = ("_core", "shm", "protocol", "client", "datapath")
+ROOMS = {
+    "shm": Room(may=("_core", "shm"), never=("torch", "numpy", "fastapi", "uvicorn")),
+    "protocol": Room(may=("_core", "protocol"), never=("torch", "numpy", "fastapi", "uvicorn")),
+    "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
+    "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
+    "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
+    "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),
+    "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
+    "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web")),
+    "web": Room(may=(), never=("torch", "numpy", "fastapi")),
+    "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "bench")),
+}
+
+
+def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports; `from a import b` names both a and a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def breaches(room: str, source: str) -> list[str]:
+    rule = ROOMS[room]
+    found = []
+    for line, name in imports(source, f"kvdock.{room}"):
+        if name == "kvdock" or name.startswith("kvdock."):
+            inside = name.removeprefix("kvdock").removeprefix(".")
+            if not any(inside == allowed or inside.startswith(f"{allowed}.") for allowed in rule.may):
+                # `from kvdock.api import schemas` names api.schemas; `from kvdock import api` names all of api.
+                found.append(f"{line}: {room} imports {name}")
+        elif name.partition(".")[0] in rule.never:
+            found.append(f"{line}: {room} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down_from(room: str) -> None:
+    modules = sorted((ROOT / room).rglob("*.py"))
+    assert modules
+    found = [f"{path.relative_to(ROOT)}:{breach}" for path in modules for breach in breaches(room, path.read_text())]
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(("room", "source"), [
+    ("shm", "from kvdock.datapath import segments"),
+    ("shm", "from kvdock.protocol.errors import ApiError"),
+    ("protocol", "from kvdock.client.client import Client"),
+    ("protocol", "from kvdock.shm import objects"),
+    ("client", "from kvdock.api.settings import Settings"),
+    ("client", "from kvdock import _core"),
+    ("datapath", "from kvdock.client.client import Client"),
+    ("datapath", "from kvdock import api"),
+    ("datapath", "from kvdock.api.pool import segments"),
+    ("datapath", "def f():\n    import torch"),
+    ("datapath", "import importlib\nimportlib.import_module('torch.cuda')"),
+    ("api", "from kvdock.client.client import Client"),
+    ("api", "from kvdock.datapath.segments import AttachedSegments"),
+    ("api", "import kvdock.connectors.connector"),
+    ("api", "if TYPE_CHECKING:\n    from kvdock.engine.engine import Engine"),
+    ("api", "from ..engine import engine"),
+    ("api", "import numpy as np"),
+    ("connectors", "from kvdock.api.service import CacheService"),
+    ("connectors", "from kvdock.api import service"),
+    ("connectors", "import kvdock.api"),
+    ("engine", "from kvdock.cli.main import main"),
+    ("engine", "from kvdock.api.settings import Settings"),
+    ("web", "from kvdock import _core"),
+    ("bench", "from kvdock.cli import main"),
+])
+def test_an_import_that_points_up_is_found(room: str, source: str) -> None:
+    assert len(breaches(room, source)) == 1
+
+
+@pytest.mark.parametrize(("room", "source"), [
+    ("shm", "from kvdock import _core\nfrom kvdock.shm.errors import AttachError"),
+    ("client", "from kvdock.protocol import calls, schemas as s"),
+    ("datapath", "from kvdock import _core\nfrom kvdock.shm import objects\nimport numpy"),
+    ("api", "from kvdock.protocol.keys import chunk_keys\nfrom . import service\nfrom .service import CacheService"),
+    ("connectors", "from kvdock.client import client\nfrom kvdock.protocol.schemas import Part\nimport torch"),
+    ("engine", "from kvdock.connectors.interface import Connector\nfrom kvdock._core import checksum"),
+    ("cli", "from kvdock.api.server import run\nfrom kvdock.engine.engine import Engine"),
+])
+def test_an_import_that_points_down_is_allowed(room: str, source: str) -> None:
+    assert breaches(room, source) == []
+
+
+@pytest.mark.parametrize(("module", "absent"), [
+    ("kvdock.api.server", {"torch", "numpy"}),
+    ("kvdock.client.client", {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic"}),
+    ("kvdock.cli.main", {"torch", "numpy", "fastapi", "uvicorn", "rich"}),
+])
+def test_importing_a_module_leaves_out_what_it_can_do_without(module: str, absent: set[str]) -> None:
+    """What really gets loaded, whoever imports it."""
+    program = f"import json, sys, {module}\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(json.loads(done.stdout))
+    assert module in loaded
+    assert not loaded & absent
+
+
+# --------------------------------------------------------------------------- the page
+
+XML_NAMES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", "http://www.w3.org/1999/xhtml")
+_EXTERNAL = re.compile(r"""https?://[^\s"'`)>]+|["'`(=]//[\w.-]+\.\w+[^\s"'`)>]*|url\(\s*["']?//[^)]*""")
+
+
+def external_urls(text: str) -> list[str]:
+    """Addresses of other machines; names of XML languages are fetched by nobody."""
+    return [url for url in _EXTERNAL.findall(text) if url not in XML_NAMES]
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    files = [path for path in (ROOT / "web").rglob("*") if path.suffix in (".html", ".js", ".css", ".svg")]
+    assert files
+    found = {path.name: urls for path in files if (urls := external_urls(path.read_text()))}
+    assert found == {}
+
+
+def test_an_external_url_is_found() -> None:
+    assert external_urls('<script src="https://example.org/x.js">') == ["https://example.org/x.js"]
+    assert len(external_urls('import("//cdn.example.org/x.js")')) == 1
+    assert external_urls('xmlns="http://www.w3.org/2000/svg" // a comment') == []

@@ -1,0 +1,191 @@
+"""The project's own rules, held by tests: tidy sources, pins within ranges, links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from functools import cache
+from pathlib import PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from paths import ROOT
+from tidy_rules import RULES, Rule
+
+from kvdock.api.settings import Settings
+from kvdock.cli.meanings import MEANINGS, default_text
+from kvdock.protocol.errors import CODES
+
+
+@cache
+def sources() -> dict[PurePosixPath, str]:
+    """Text by path of every file that is, or would be, committed."""
+    # A checkout may belong to another user than the one who tests it, as in a container.
+    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return {PurePosixPath(name): (ROOT / name).read_text() for name in listed if name and (ROOT / name).is_file()}
+
+
+def breaches(rule: Rule, files: dict[PurePosixPath, str]) -> list[str]:
+    return [
+        f"{path}:{line}: {what}" for path, text in files.items() if rule.applies(path)
+        for line, what in rule.check(path, text)
+    ]
+
+
+def name_of(rule: Rule) -> str:
+    return rule.check.__name__
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_no_file_breaks(rule: Rule) -> None:
+    files = sources()
+    assert any(rule.applies(path) for path in files)
+    found = breaches(rule, files)
+    assert not found, "\n".join(["", *found])
+
+
+ALLOWED = '''"""Says what it is."""
+try:
+    call()
+except Exception:  # the process must not end here: it holds a lock
+    value = other()  # type: ignore[no-any-return]  # the library has no types
+except BaseException:
+    close()
+    raise
+'''
+BROKEN = {
+    "long_lines": ("api/x.py", "x = '" + "a" * 120 + "'\n"),
+    "long_file": ("csrc/x.cpp", "int x;\n" * 451),
+    "untidy_space": ("docs/x.md", "a line \nanother\tone\nno newline"),
+    "machine_paths": ("tests/x.py", f'folder = "/{"work"}/main"\nother = "/{"home"}/me/x"\n'),
+    "leftovers": ("api/x.py", f"# {'TO' + 'DO'}: later\nprint(1)\nbreakpoint()\n"),
+    "headless": ("api/x.py", "x = 1\n"),
+    "long_functions": ("api/x.py", "def f():\n" + "    call()\n" * 60),
+    "silenced_without_reason": ("api/x.py", f"x = y  # {'type'}: ignore[misc]\nz = 1  # {'no' + 'qa'}: E501\n"),
+    "broad_excepts": ("api/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass\n"),
+}
+FINDINGS = {"untidy_space": 3, "machine_paths": 2, "leftovers": 3, "silenced_without_reason": 2}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_each_rule_finds_what_it_is_for_and_nothing_else(rule: Rule) -> None:
+    name, text = BROKEN[name_of(rule)]
+    assert len(breaches(rule, {PurePosixPath(name): text})) == FINDINGS.get(name_of(rule), 1)
+    assert breaches(rule, {PurePosixPath("api/x.py"): ALLOWED}) == []
+
+
+def test_a_header_without_a_comment_is_found() -> None:
+    rule = next(rule for rule in RULES if name_of(rule) == "headless")
+    assert len(breaches(rule, {PurePosixPath("csrc/x.h"): "#pragma once\n"})) == 1
+    assert breaches(rule, {PurePosixPath("csrc/x.h"): "// A key.\n#pragma once\n"}) == []
+
+
+def test_print_is_allowed_where_people_read_it() -> None:
+    rule = next(rule for rule in RULES if name_of(rule) == "leftovers")
+    assert breaches(rule, {PurePosixPath("cli/x.py"): "print(1)\n"}) == []
+    assert len(breaches(rule, {PurePosixPath("engine/x.py"): "print(1)\n"})) == 1
+
+
+# --------------------------------------------------------------------------- documents
+
+
+def test_the_readme_opens_with_how_to_run_and_how_to_test() -> None:
+    first_screen = "\n".join(sources()[PurePosixPath("README.md")].splitlines()[:40])
+    assert "make run" in first_screen and "make test" in first_screen
+
+
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """Of a Markdown page's headings: lower case, spaces to hyphens, punctuation gone."""
+    headings = re.findall(r"^#+ +(.+)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(files: dict[PurePosixPath, str]) -> list[str]:
+    """Relative links of Markdown pages to files, folders or headings that are not there."""
+    folders = {folder for path in files for folder in path.parents}
+    dead = []
+    for page in (path for path in files if path.suffix == ".md"):
+        for link in _LINK.findall(_FENCE.sub("", files[page])):
+            if re.match(r"[a-z]+:", link):
+                continue
+            name, _, heading = link.partition("#")
+            target = _resolved(page.parent / name) if name else page
+            missing = target not in files and target not in folders
+            if missing or (heading and heading not in anchors(files.get(target, ""))):
+                dead.append(f"{page}: {link}")
+    return dead
+
+
+def _resolved(path: PurePosixPath) -> PurePosixPath:
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts:
+            parts.pop()
+        else:
+            parts.append(part)
+    return PurePosixPath(*parts)
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    assert dead_links(sources()) == []
+
+
+def test_a_dead_link_is_found() -> None:
+    page = "[a](b.md) [c](../README.md#how-to-run) [d](gone.md) [e](b.md#nothing) [f](https://example.org) [g](../docs)"
+    files = {PurePosixPath(name): text for name, text in {
+        "docs/a.md": page, "docs/b.md": "# B\n", "README.md": "## How to run\n"
+    }.items()}
+    assert dead_links(files) == ["docs/a.md: gone.md", "docs/a.md: b.md#nothing"]
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """Cells of the rows below the rulers of a page's tables, backticks gone from those that are all code."""
+    rows = re.findall(r"^\| (.+) \|$", sources()[PurePosixPath(page)], re.MULTILINE)
+    return [[re.sub(r"^`([^`]*)`$", r"\1", cell.strip()) for cell in row.split(" | ")] for row in rows][1:]
+
+
+def test_docs_list_every_error_code_with_its_status_and_title() -> None:
+    documented = [row[:3] for row in table_rows("docs/errors.md")]
+    assert documented == [[code, str(status), title] for code, (status, title) in CODES.items()]
+
+
+def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
+    wanted = [[name, default_text(name) or "empty", MEANINGS[name]] for name in Settings.__struct_fields__]
+    assert table_rows("docs/settings.md") == wanted
+
+
+# --------------------------------------------------------------------------- dependencies
+
+
+def pins() -> dict[str, Version]:
+    pinned: dict[str, Version] = {}
+    for line in sources()[PurePosixPath("constraints.txt")].splitlines():
+        name, equals, version = line.partition("==")
+        if line and not line.startswith("#"):
+            assert equals, f"constraints.txt: {line!r} is no pin"
+            pinned[canonicalize_name(name)] = Version(version)
+    return pinned
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    project = tomllib.loads(sources()[PurePosixPath("pyproject.toml")])
+    ranges = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    for extra in project["project"]["optional-dependencies"].values():
+        ranges += extra
+    pinned = pins()
+    wrong = [text for text in ranges if not (
+        (wanted := Requirement(text)).specifier.contains(pinned.get(canonicalize_name(wanted.name), Version("0")))
+    )]
+    assert wrong == []
+
+
+def test_torch_is_pinned_exactly() -> None:
+    assert pins()["torch"] == Version("2.13.0")

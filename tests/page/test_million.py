@@ -1,0 +1,64 @@
+"""A server that holds a million chunks: the page shows them, and neither of the two gets slow."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess, attach
+from page_helpers import OpenPage
+from playwright.sync_api import expect
+
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+
+pytest_plugins = ["page_fixtures"]
+pytestmark = pytest.mark.page
+
+GIB = 1 << 30
+CHUNKS = 1_000_000
+POOL_BYTES = 4 * GIB
+PER_CALL = 4000
+
+
+@pytest.fixture(scope="module")
+def full_server() -> Iterator[ServerProcess]:
+    """Parts of one 4 KiB slot each, so that a million of them fit 4 GiB."""
+    free = shutil.disk_usage("/dev/shm").free
+    if free < POOL_BYTES + GIB:
+        pytest.skip(f"/dev/shm has {free / GIB:.1f} GiB free, a million chunks want 5")
+    sizes: dict[str, object] = {
+        "pool_bytes": POOL_BYTES, "segment_bytes": GIB, "table_records": 1_100_000, "heartbeat_s": 60.0,
+    }
+    with ServerProcess(**sizes) as server, Client(server.unix, timeout_s=30) as client:
+        engine = attach(client, groups=(s.Group(part_bytes=4096),))
+        source = random.Random(1)
+        stored = 0
+        while stored < CHUNKS:
+            keys = source.randbytes(32 * PER_CALL)
+            body = s.Reserve(session=engine.session, member=engine.member, store=f"s{stored}", keys=keys)
+            granted = client.reserve(body)
+            assert granted.reservation is not None, granted
+            done = [s.PartDone(chunk.index, 0, "0000000000000001") for chunk in granted.chunks]
+            client.commit(granted.reservation, s.Commit(session=engine.session, rank=0, parts=done))
+            stored += len(done)
+        yield server
+        engine.close()
+
+
+def test_a_million_chunks_are_shown_and_kept_up_to_date(full_server: ServerProcess, open_page: OpenPage) -> None:
+    page = open_page(full_server.http)
+    with Client(full_server.unix) as client:
+        began = time.monotonic()
+        ready = client.status().chunks.ready
+        took_s = time.monotonic() - began
+    assert ready > 0.95 * CHUNKS, "the pool's rounding may cost a few"
+    assert took_s < 0.5, f"status took {took_s:.2f} s: it must not walk the chunks"
+    expect(page.locator("#pool")).to_contain_text(f"{ready:,}")
+    shown = page.get_by_text("updated ").first
+    before = shown.inner_text()
+    expect(shown).not_to_have_text(before, timeout=3_000)
+    expect(page.locator("#pill")).to_have_text("Ready")

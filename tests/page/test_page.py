@@ -1,0 +1,267 @@
+"""The status page in a real browser: what a person sees when the server is well, empty, slow, gone or new."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import page_helpers as say
+import pytest
+from api_helpers import eventually
+from page_helpers import OpenPage, PageServer
+from playwright.sync_api import expect
+
+from kvdock.protocol import schemas
+
+pytest_plugins = ["page_fixtures"]
+pytestmark = pytest.mark.page
+
+
+# --------------------------------------------------------------------------- a server with traffic
+
+
+def test_health_says_ready_version_and_pool(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    assert page.title() == "kvdock"
+    expect(page.locator("#pill")).to_have_text("Ready")
+    facts = say.plain(page.locator("#facts").inner_text())
+    assert facts == "version 0.1.0 up 1 d 2 h pool 3fa90c51d27be604 incarnation 3"
+
+
+def test_reasons_are_listed_when_the_server_is_not_ready(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["status"] = say.status(status="not ready", reasons=["prefault: 3 of 12 GiB"])
+    page = open_page(page_server.url)
+    expect(page.locator("#pill")).to_have_text("Not ready")
+    expect(page.locator("#reasons li")).to_have_text(["prefault: 3 of 12 GiB"])
+
+
+def test_pool_rows_show_bytes_share_and_chunks_of_each_state(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    assert say.row(page, "Pool by state", "Ready") == "Ready published, can be hit 9.24 GiB 58 % 4,731"
+    assert "18.0 MiB 0.1 % 9" in say.row(page, "Pool by state", "Quarantined")
+    assert "4.00 GiB 25 %" in say.row(page, "Pool by state", "Not allocated")
+    assert "706 MiB (4.3 %) held" in say.plain(page.locator("#pool").inner_text())
+
+
+def test_pool_bar_is_as_wide_as_its_states(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url, reduced_motion="reduce")
+    bar = page.locator(".bar").bounding_box()
+    ready = page.locator(".bar .ready").bounding_box()
+    assert bar is not None and ready is not None
+    assert ready["width"] / bar["width"] == pytest.approx(4731 * 2 / (16 * 1024), abs=0.01)
+
+
+def test_segment_map_shows_how_far_prefault_is(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    maps = page.locator("#pool .segments [role=img]")
+    expect(maps).to_have_count(3)
+    assert say.plain(maps.nth(2).get_attribute("aria-label")) == "Segment 2: 4.00 GiB, 25 % used, prefault 50 %"
+    cells = [maps.nth(2).locator(f".{kind}").get_attribute("d") or "" for kind in ("used", "ready", "later")]
+    assert [path.count("z") for path in cells] == [16, 16, 32]
+
+
+def test_sessions_show_members_in_trouble_first(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    chips = page.locator("#sessions tbody tr").nth(0).locator(".chip")
+    expect(chips).to_have_count(9)
+    assert say.plain(chips.nth(0).inner_text()) == "rank 5 suspect 7.2 s"
+    assert say.plain(chips.nth(1).inner_text()) == "scheduler live 0.3 s"
+    assert "dead" in say.row(page, "Sessions", "instance-s3")
+
+
+def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    rows = [say.plain(text) for text in page.locator("#grants tbody tr").all_inner_texts()]
+    assert rows[0] == "Lease req-17 instance-s3 1 of 1 closed, waits for rank 0 20 40.0 MiB 1 min 11 s"
+    assert rows[1] == "Lease chatcmpl-8e1f04 epoch 1 vllm-prod-0 4 of 8 ranks 0–2, 5 53 106 MiB 1.4 s"
+
+
+def test_requests_are_newest_first_with_hit_share(page_server: PageServer, open_page: OpenPage) -> None:
+    old, new = say.live_requests(2).requests
+    new.at, new.tokens, new.hit_tokens, new.took_us = old.at + 5, 4096, 1024, 2310
+    page_server.bodies["requests"] = schemas.Requests(requests=[old, new])
+    page = open_page(page_server.url)
+    first = say.plain(page.locator("#requests tbody tr").first.inner_text())
+    assert "4,096 1,024 25 %" in first and first.endswith("2.31 ms")
+
+
+LOOKS_UNTIL = """text => {
+  window.looks = () => performance.getEntriesByType("resource").filter(n => n.name.endsWith("/v1/status"));
+  const before = looks().length, tiles = document.querySelector("#tiles");
+  window.found = new Promise(done => new MutationObserver(() => {
+    if (tiles.textContent.includes(text)) done(looks().length - before);
+  }).observe(tiles, { subtree: true, childList: true, characterData: true }));
+}"""
+"""Counts how often the page asks for the status until it shows the text."""
+SHORTEST_GAP_MS = "() => Math.min(...looks().slice(1).map((look, at) => look.startTime - looks()[at].startTime))"
+
+
+def test_new_figures_replace_old_ones_within_two_seconds(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    page.evaluate(LOOKS_UNTIL, "4,711")
+    page_server.bodies["status"] = say.status(sessions=4711)
+    sessions = page.locator("#tiles .tile").filter(has_text="Sessions").locator(".figure")
+    expect(sessions).to_have_text("4,711")
+    assert page.evaluate("found") <= 2
+    eventually(lambda: page.evaluate("looks().length") >= 6)
+    assert page.evaluate(SHORTEST_GAP_MS) < 1_500, "a look each second, but where the machine stands still"
+
+
+# --------------------------------------------------------------------------- charts
+
+
+def test_a_series_never_heard_of_is_drawn_from_its_description(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["stats"] = say.history(say.series("zebras", "per_s", "wild_life", [1.0, None, 3.5]))
+    page = open_page(page_server.url)
+    chart = page.locator("figure.chart")
+    expect(chart).to_have_count(1)
+    expect(chart.get_by_role("heading")).to_have_text("Wild life")
+    assert say.plain(chart.locator(".legend").inner_text()) == "Zebras 3.50/s"
+    assert (chart.locator(".lines .line").get_attribute("d") or "").count("M") == 2, "a null is a gap"
+
+
+def test_series_of_one_chart_share_axes_only_in_one_unit(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["stats"] = say.history(
+        say.series("a", "bytes", "x", [1.0]), say.series("b", "bytes", "x", [2.0]), say.series("c", "ratio", "x", [0.5])
+    )
+    page = open_page(page_server.url)
+    expect(page.locator("figure.chart")).to_have_count(2)
+    assert [chart.locator(".lines .line").count() for chart in page.locator("figure.chart").all()] == [2, 1]
+
+
+def test_keyboard_reaches_every_chart_and_reads_values(status_page_url: str, open_page: OpenPage) -> None:
+    page = open_page(status_page_url)
+    charts = page.get_by_role("slider")
+    expect(charts.first).to_be_visible()
+    names = []
+    for _ in range(charts.count()):
+        page.keyboard.press("Tab")
+        names.append(page.evaluate("document.activeElement.getAttribute('aria-label')"))
+    assert names == [chart.get_attribute("aria-label") for chart in charts.all()] and all(names)
+    chart = charts.last
+    for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+    assert re.match(r"1.0\ss earlier: \S", chart.get_attribute("aria-valuetext") or "")
+    page.keyboard.press("Home")
+    assert chart.get_attribute("aria-valuenow") == "0"
+    page.keyboard.press("End")
+    assert chart.get_attribute("aria-valuenow") == chart.get_attribute("aria-valuemax")
+
+
+def test_pointer_reads_the_value_under_it(page_server: PageServer, open_page: OpenPage) -> None:
+    values: list[float | None] = [float(i) for i in range(61)]
+    page_server.bodies["stats"] = say.history(say.series("n", "chunks", "n", values))
+    page = open_page(page_server.url)
+    legend, line = page.locator(".legend b"), page.locator(".lines .line")
+    expect(legend).to_have_text("60")
+    page.locator(".plot").scroll_into_view_if_needed()
+    box = line.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(legend).to_have_text("30")
+    page.mouse.move(0, 0)
+    expect(legend).to_have_text("60")
+
+
+# --------------------------------------------------------------------------- nothing there, nobody there
+
+
+def test_an_empty_server_says_what_to_do_next(open_page: OpenPage) -> None:
+    with PageServer(bodies=say.empty_bodies()) as page_server:
+        page = open_page(page_server.url)
+        words = say.plain(page.locator("#sessions").inner_text())
+        assert words == "Sessions No engine is attached yet. Try: kvdock bench"
+        for panel in ("pool", "history", "grants", "requests"):
+            expect(page.locator(f"#{panel} .hint")).to_be_visible()
+        expect(page.locator("table.list:visible")).to_have_count(0)
+
+
+def test_a_hanging_server_makes_figures_look_old_then_recovers(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    page_server.hang()
+    say.wait_phase(page, "stale", 5_000)
+    expect(page.locator("#age")).to_have_text(re.compile(r"figures are [34]\ss old"))
+    assert page.locator("main").evaluate("node => getComputedStyle(node).filter") == "grayscale(1)"
+    say.wait_phase(page, "gone", 5_000)
+    expect(page.get_by_role("alert")).to_contain_text("no answer within 5 s")
+    page_server.resume()
+    say.wait_phase(page, "live")
+
+
+def test_a_lost_server_is_announced_and_found_again(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    page_server.stop()
+    say.wait_phase(page, "gone")
+    expect(page.get_by_role("alert")).to_have_text(
+        re.compile(r"unreachable since \d\d:\d\d:\d\d: it cannot be reached\.")
+    )
+    expect(page.locator("#banner-next")).to_contain_text("keeps trying")
+    expect(page.locator("#pill")).to_have_text("Unreachable")
+    page_server.start()
+    say.wait_phase(page, "live")
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#restarted")).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"pool_id": "00000000deadbeef"}, "with a new pool (00000000deadbeef)"),
+     ({"incarnation": 4}, "took over its pool (incarnation 4)")],
+)
+def test_a_restart_is_told_and_stays_until_dismissed(
+    page_server: PageServer, open_page: OpenPage, change: dict[str, Any], words: str
+) -> None:
+    page = open_page(page_server.url)
+    page_server.stop()
+    say.wait_phase(page, "gone")
+    page_server.bodies["status"] = say.status(**change)
+    page_server.start()
+    page.get_by_role("button", name="Try now").click()
+    say.wait_phase(page, "live")
+    expect(page.locator("#restarted")).to_contain_text(words)
+    page.get_by_role("button", name="Dismiss").click()
+    expect(page.locator("#restarted")).to_be_hidden()
+
+
+def test_one_failing_path_marks_its_own_panel_only(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    page_server.refuse.add("leases")
+    note = page.locator("#grants .failed")
+    expect(note).to_have_text("Not up to date: v1/leases: it answered 500: on purpose.")
+    expect(page.locator(".failed:visible")).to_have_count(1)
+    say.wait_phase(page, "live", 100)
+    page_server.refuse.clear()
+    expect(note).to_be_hidden()
+
+
+def test_a_page_opened_while_the_api_fails_says_how_to_start_it(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.refuse.add("status")
+    page = open_page(page_server.url, drawn=False)
+    expect(page.locator("#first")).to_contain_text("Try: kvdock serve")
+    expect(page.get_by_role("alert")).to_contain_text("it answered 500: on purpose")
+    page_server.refuse.clear()
+    expect(page.locator("#main")).to_be_visible()
+
+
+FIRST_LOOK_MS = """since => performance.getEntriesByType("resource")
+  .filter(look => look.name.endsWith("/v1/status") && look.startTime >= since).map(look => look.startTime)[0] ?? null"""
+
+
+def test_a_hidden_tab_asks_nothing(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    show = "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });" \
+           " document.dispatchEvent(new Event('visibilitychange')); }"
+    page.evaluate(show, True)
+    asked: list[str] = ["what was under way"]
+    page_server.on_path = asked.append
+    until = time.monotonic() + 8
+    while asked and time.monotonic() < until:
+        asked.clear()
+        page.wait_for_timeout(300)
+    asked.clear()
+    page.wait_for_timeout(2_500)
+    assert asked == []
+    shown_ms = page.evaluate(f"() => {{ ({show})(false); return performance.now(); }}")
+    eventually(lambda: page.evaluate(FIRST_LOOK_MS, shown_ms - 5) is not None)  # a look may begin before it returns
+    assert page.evaluate(FIRST_LOOK_MS, shown_ms - 5) < shown_ms + 500, "at once, by the browser's own clock"

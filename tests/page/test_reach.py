@@ -1,0 +1,218 @@
+"""The status page for everybody: hostile text, any width, any eye, keyboard, all day, and figures that read well."""
+
+from __future__ import annotations
+
+import re
+import time
+from importlib.resources import files
+from urllib.parse import urlsplit
+
+import page_helpers as say
+import pytest
+from page_helpers import OpenPage, PageServer
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+
+from kvdock.protocol import schemas
+
+pytest_plugins = ["page_fixtures"]
+pytestmark = pytest.mark.page
+
+
+# --------------------------------------------------------------------------- trust, reach, comfort
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+def test_a_hostile_label_is_shown_as_text(page_server: PageServer, open_page: OpenPage) -> None:
+    who = say.session("s1", HOSTILE, HOSTILE, [say.member(HOSTILE, [0])])
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[who])
+    page_server.bodies["leases"] = schemas.Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])])
+    requests = say.live_requests(1)
+    requests.requests[0].label = requests.requests[0].request = HOSTILE
+    page_server.bodies["requests"] = requests
+    page_server.bodies["stats"] = say.history(say.series(HOSTILE, "bytes", HOSTILE, [1.0]))
+    page_server.bodies["status"] = say.status(status="not ready", reasons=[HOSTILE], counters={HOSTILE: 1})
+    page = open_page(page_server.url)
+    for panel in ("sessions", "grants", "requests", "history", "totals"):
+        expect(page.locator(f"#{panel}")).to_contain_text("onerror=", ignore_case=True)
+    assert page.locator("img").count() == 1 and page.locator("main script").count() == 0
+    assert page.title() == "kvdock"
+
+
+def test_no_module_has_a_way_to_turn_text_into_markup() -> None:
+    sinks = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc")
+    modules = [*files("kvdock.web").iterdir(), *files("kvdock.web").joinpath("views").iterdir()]
+    scripts = [module for module in modules if module.name.endswith(".js")]
+    assert len(scripts) > 10
+    assert [module.name for module in scripts if sinks.search(module.read_text())] == []
+
+
+def test_the_page_asks_only_its_own_origin_and_logs_no_error(status_page_url: str, browser: Browser) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    wrong: list[str] = []
+
+    def listen(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            wrong.append(message.text)
+
+    context.on("request", lambda request: asked.append(request.url))
+    page.on("console", listen)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(status_page_url)
+    panels = {"/v1/status", "/v1/stats", "/v1/sessions", "/v1/leases"}
+    until = time.monotonic() + 20
+    while not {urlsplit(url).path for url in asked} >= panels and time.monotonic() < until:
+        page.wait_for_timeout(100)
+    page.wait_for_timeout(2_500)
+    context.close()
+    assert wrong == []
+    assert {urlsplit(url).netloc for url in asked} == {urlsplit(status_page_url).netloc}
+    assert {urlsplit(url).path for url in asked} >= panels
+
+
+FRAMES = "() => new Promise(done => { let left = 4; const next = () => left-- ? requestAnimationFrame(next) : done();" \
+         " next(); })"
+"""A few pass: charts follow a new width in the next one."""
+
+
+def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer, open_page: OpenPage) -> None:
+    long = "x" * 256
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[say.session("s1", long, long, [say.member(long, [0])])])
+    page_server.bodies["leases"] = schemas.Leases(leases=[say.grant(1, "lease", "s1", long, 8, list(range(0, 8, 2)))])
+    requests = say.live_requests(2)
+    requests.requests[0].label = requests.requests[0].request = long
+    page_server.bodies["requests"] = requests
+    page_server.bodies["status"] = say.status(status="not ready", reasons=[long])
+    page = open_page(page_server.url)
+    expect(page.get_by_role("slider").first).to_be_visible()
+    spill = "[...document.querySelectorAll('main *')].filter(n => !n.closest('thead') && n.clientWidth > 1 &&" \
+            " n.scrollWidth > n.clientWidth + 1).map(n => n.outerHTML.slice(0, 80))"
+    for width in (320, 390, 600, 760, 761, 768, 900, 961, 1280, 1920):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.evaluate(FRAMES)
+        assert (width, page.evaluate("document.documentElement.scrollWidth")) == (width, width)
+        assert (width, page.evaluate(spill)) == (width, [])
+
+
+def test_tables_keep_their_roles_on_a_phone(status_page_url: str, open_page: OpenPage) -> None:
+    page = open_page(status_page_url, viewport={"width": 390, "height": 844})
+    table = page.get_by_role("table", name="Recent requests")
+    expect(table.get_by_role("columnheader", name="Took")).to_have_count(1)
+    expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(10)
+
+
+CONTRAST = """() => {
+  const paint = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+  const rgba = (colour) => {
+    paint.clearRect(0, 0, 1, 1); paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = paint.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+  };
+  const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const ground = (node) => {
+    if (!node) return [255, 255, 255, 1];
+    const own = rgba(getComputedStyle(node).backgroundColor);
+    return own[3] === 1 ? own : over(own, ground(node.parentElement));
+  };
+  const luminance = (c) => {
+    const [r, g, b] = c.slice(0, 3).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = [];
+  for (const node of document.querySelectorAll('body *')) {
+    const words = [...node.childNodes].filter((n) => n.nodeType === 3 && n.data.trim());
+    if (!words.length || !node.checkVisibility() || node.tagName === 'NOSCRIPT') continue;
+    const style = getComputedStyle(node), back = ground(node);
+    const text = over(rgba(node instanceof SVGElement ? style.fill : style.color), back);
+    const [hi, lo] = [luminance(text), luminance(back)].sort((a, b) => b - a);
+    let opacity = 1;
+    for (let n = node; n; n = n.parentElement) opacity *= +getComputedStyle(n).opacity;
+    found.push([(hi + 0.05) / (lo + 0.05), opacity, words[0].data.trim()]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("old", [False, True])
+def test_every_text_has_contrast_of_at_least_4_5(
+    page_server: PageServer, open_page: OpenPage, scheme: str, old: bool
+) -> None:
+    page_server.bodies["status"] = say.status(status="not ready", reasons=["prefault"], counters={"mismatches": 2})
+    page = open_page(page_server.url, color_scheme=scheme, reduced_motion="reduce")
+    if old:
+        page_server.stop()
+        say.wait_phase(page, "gone")
+    page.wait_for_function(f"() => ({CONTRAST})().length > 100")  # panels are drawn one after the other
+    found = page.evaluate(CONTRAST)
+    assert [(round(ratio, 2), text) for ratio, _, text in found if ratio < 4.5] == []
+    assert {opacity for _, opacity, _ in found} == {1}, "text is never faded: opacity would undo its contrast"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 23)"
+    assert dark == (scheme == "dark")
+
+
+def test_reduced_motion_moves_nothing(status_page_url: str, open_page: OpenPage) -> None:
+    moving = "[...document.querySelectorAll('body *')]" \
+             ".filter(n => getComputedStyle(n).transitionDuration !== '0s').length"
+    assert open_page(status_page_url, reduced_motion="reduce").evaluate(moving) == 0
+    assert open_page(status_page_url, reduced_motion="no-preference").evaluate(moving) > 0
+
+
+def test_nodes_do_not_grow_while_everything_changes(page_server: PageServer, open_page: OpenPage) -> None:
+    page = open_page(page_server.url)
+    expect(page.locator("figure.chart")).to_have_count(4)
+    count = "document.querySelectorAll('*').length"
+    newest = page.locator("#requests tbody tr").first
+    seen = []
+    for turn in range(1, 5):
+        page_server.bodies["requests"] = say.live_requests(14, newest=1_700_000_000.0 + 100 * turn)
+        page_server.bodies["leases"] = schemas.Leases(
+            leases=[say.grant(turn * 10 + i, "lease", "s1", f"turn-{turn}", 8, [i]) for i in range(4)]
+        )
+        expect(page.locator("#grants tbody")).to_contain_text(f"turn-{turn}")
+        expect(newest).to_be_visible()
+        seen.append(page.evaluate(count))
+    assert len(set(seen)) == 1, seen
+
+
+def test_more_rows_than_the_page_draws_are_counted(page_server: PageServer, open_page: OpenPage) -> None:
+    grants = [say.grant(i, "lease", "s1", f"r{i}", 1, [0]) for i in range(500)]
+    page_server.bodies["leases"] = schemas.Leases(leases=grants)
+    page = open_page(page_server.url)
+    expect(page.locator("#grants tbody tr")).to_have_count(50)
+    expect(page.locator("#grants")).to_contain_text("and 450 more")
+
+
+# --------------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("bytes(0)", "0 B"), ("bytes(1023)", "1,023 B"), ("bytes(1024)", "1.00 KiB"), ("bytes(1048575)", "1.00 MiB"),
+        ("bytes(13 * 2 ** 30)", "13.0 GiB"), ("count(99999)", "99,999"), ("count(47893120)", "47.9 M"),
+        ("share(0)", "0 %"), ("share(0.0004)", "<0.1 %"), ("share(0.9999)", "99.9 %"), ("share(1)", "100 %"),
+        ("shareOf(0, 0)", "–"), ("age(0.42)", "0.4 s"), ("age(59.7)", "1 min"), ("age(250)", "4 min 10 s"),
+        ("age(86399)", "23 h 59 min"), ("age(356400)", "4 d 3 h"), ("wholeAge(3.9)", "3 s"), ("took(90)", "90 µs"),
+        ("took(1320)", "1.32 ms"), ("took(999999)", "1.00 s"), ("rankWords([5, 0, 1, 2])", "ranks 0–2, 5"),
+        ("rankWords([3])", "rank 3"), ("plural(1, 'chunk')", "1 chunk"), ("plural(2, 'chunk')", "2 chunks"),
+    ],
+)
+def test_figures_read_as_people_write_them(figures: Page, call: str, text: str) -> None:
+    assert say.plain(figures.evaluate(f"import('./static/format.js').then(m => m.{call})")) == text
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        ("valueAxis(9.3 * 2 ** 30, 'bytes')", ["0 B", "2.5 GiB", "5 GiB", "7.5 GiB", "10 GiB"]),
+        ("valueAxis(0, 'chunks')", ["0", "1", "2", "3", "4"]),
+        ("valueAxis(0.3, 'ratio')", ["0 %", "25 %", "50 %", "75 %", "100 %"]),
+        ("valueAxis(270, 'per_s')", ["0/s", "100/s", "200/s", "300/s"]),
+        ("valueAxis(1500, 'no such unit')", ["0", "500", "1,000", "1,500"]),
+    ],
+)
+def test_axes_have_even_round_steps_that_cover_the_data(figures: Page, call: str, texts: list[str]) -> None:
+    ticks = figures.evaluate(f"import('./static/scale.js').then(m => m.{call}.ticks.map(t => t.text))")
+    assert [say.plain(tick) for tick in ticks] == texts

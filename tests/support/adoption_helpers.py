@@ -1,0 +1,30 @@
+"""Pools that servers leave behind: started again, looked at, damaged on purpose, and removed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from api_helpers import ServerProcess
+
+from kvdock._core import Table
+from kvdock.api.pool.adopt import Adopted, adopt_pool
+from kvdock.api.settings import Settings
+
+
+@contextmanager
+def next_at(server: ServerProcess, **settings: object) -> Iterator[ServerProcess]:
+    """The next server at the socket of one that is gone, with its settings but for those given."""
+    with ServerProcess(**{**server.settings, **settings}) as second:
+        yield second
+
+
+@contextmanager
+def adopted_here(server: ServerProcess) -> Iterator[Table]:
+    """The pool that a server left, taken over by this process: its table passed all checks. Left as it is."""
+    adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id)
+    try:
+        yield adopted.table
+    finally:
+        adopted.segments.close(unlink=False)
+        adopted.lock.close(unlink=False)

@@ -1,0 +1,267 @@
+"""Real servers and real engines for tests: a server process, attached members, keys, raw HTTP.
+
+Nothing here is simulated: the server is uvicorn in its own process over real shared memory, members
+hold real locks, requests go over its sockets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvdock.client.calls import SyncCalls
+from kvdock.client.transport import Address
+from kvdock.datapath.liveness import MemberLiveness
+from kvdock.protocol import schemas as s
+from kvdock.shm.objects import pool_objects
+
+MIB = 1 << 20
+START_TIMEOUT_S = 30.0
+
+_SERVE = """
+import json, logging, sys
+from kvdock.api.server import run
+from kvdock.api.settings import Settings
+logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+run(Settings.load(json.loads(sys.argv[1])), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True))
+"""
+
+
+def small_pool(**overrides: object) -> dict[str, object]:
+    """Settings of a server for tests: 16 MiB, quick death, and nobody suspect whose machine stands still a moment."""
+    return {
+        "port": 0,
+        "pool_bytes": 16 * MIB,
+        "segment_bytes": 16 * MIB,
+        "prefault_threads": 1,
+        "table_records": 1 << 14,
+        "table_grants": 1 << 12,
+        "low_water": 0,
+        "high_water": 0,
+        "watch_s": 0.02,
+        "missed_heartbeats": 100_000,
+        "settle_s": 0.2,
+        "drain_s": 0.2,
+        "history_interval_s": 0.1,
+        "session_cap": 1.0,
+        "total_cap": 1.0,
+        **overrides,
+    }
+
+
+class ServerProcess:
+    """`with ServerProcess(**settings) as server`: stopped by SIGTERM at the end, if it still runs."""
+
+    def __init__(self, **overrides: object) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="kvdock-test-")
+        self.settings = small_pool(**{"socket_path": f"{self.folder.name}/kvdock.sock", **overrides})
+        self.log_path = Path(self.folder.name) / "server.log"
+        self._log = self.log_path.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, json.dumps(self.settings)],
+            stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )
+        self.http = self.unix = ""
+        self.pool_id = 0
+
+    def wait_ready(self) -> ServerProcess:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the server did not start:\n{self.log_text()}"
+        at = json.loads(line)
+        self.http, self.unix, self.pool_id = at["http"], at["unix"], at["pool_id"]
+        return self
+
+    def log_text(self) -> str:
+        self._log.flush()
+        return self.log_path.read_text()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(START_TIMEOUT_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+    def close(self) -> None:
+        self.stop()
+        self._log.close()
+        self.folder.cleanup()
+
+    def shared_memory(self) -> list[str]:
+        return pool_objects().get(self.pool_id, [])
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def manifest(**overrides: Any) -> s.Manifest:
+    fields: dict[str, Any] = {
+        "model": "test-model", "kv_dtype": "bfloat16", "layers": 2, "kv_heads": 2, "head_size": 64,
+        "chunk_tokens": 16, "block_tokens": 4, "groups": (s.Group(part_bytes=16384),),
+    }
+    return s.Manifest(**{**fields, **overrides})
+
+
+def keys(count: int, seed: str = "") -> list[str]:
+    """A chain of keys: the same seed gives the same prefix."""
+    return [hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest() for index in range(count)]
+
+
+_fresh = random.Random(time.time_ns())
+
+
+def unique(prefix: str) -> str:
+    return f"{prefix}-{_fresh.getrandbits(64):016x}"
+
+
+@dataclass
+class Engine:
+    """One attached member, which holds its lock while this object is open."""
+
+    client: SyncCalls
+    attached: s.SessionAttached
+    member: str
+    liveness: MemberLiveness
+    body: s.AttachSession
+    _stores: int = field(default=0)
+
+    @property
+    def session(self) -> str:
+        return self.attached.session
+
+    def lookup(self, keys: list[str], request: str = "r", epoch: int = 0, **more: Any) -> s.LookupAnswer:
+        return self.client.lookup(
+            s.Lookup(session=self.session, member=self.member, request=request, epoch=epoch, keys=keys, **more)
+        )
+
+    def reserve(self, keys: list[str], store: str | None = None, **more: Any) -> s.ReserveAnswer:
+        self._stores += 1
+        store = store or f"store-{self._stores}"
+        return self.client.reserve(
+            s.Reserve(session=self.session, member=self.member, store=store, keys=keys, **more)
+        )
+
+    def commit(self, granted: s.ReserveAnswer, rank: int = 0, checksum: int = 7) -> s.CommitAnswer:
+        """All parts of one rank."""
+        assert granted.reservation is not None
+        parts = [
+            s.PartDone(chunk.index, part.group, f"{checksum:016x}")
+            for chunk in granted.chunks
+            for part in chunk.parts
+            if part.writer == rank
+        ]
+        return self.client.commit(granted.reservation, s.Commit(session=self.session, rank=rank, parts=parts))
+
+    def store(self, keys: list[str], ranks: int = 1, **more: Any) -> s.ReserveAnswer:
+        """Reserve and commit; every chunk is READY afterwards."""
+        granted = self.reserve(keys, **more)
+        for rank in range(ranks):
+            answer = self.commit(granted, rank)
+        assert answer.remaining == [] and answer.ready == len(granted.chunks)
+        return granted
+
+    def release(self, lease: str | None, *ranks: int) -> list[int]:
+        assert lease is not None
+        return self.client.release(lease, s.ReleaseLease(session=self.session, ranks=list(ranks))).remaining
+
+    def heartbeat(self, **more: Any) -> s.HeartbeatAnswer:
+        return self.client.heartbeat(self.session, s.Heartbeat(member=self.member, **more))
+
+    def close(self) -> None:
+        """Dies without a word: the lock goes, nothing is said."""
+        self.liveness.close()
+
+
+def attach(
+    client: SyncCalls, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
+    member: str | None = None, label: str = "", **manifest_overrides: Any,
+) -> Engine:
+    liveness = MemberLiveness(client.segments().lock_file, source=_fresh)
+    body = s.AttachSession(
+        instance=instance or unique("engine"),
+        manifest=manifest(**manifest_overrides),
+        member=s.Member(
+            id=member or unique("member"), ranks=[0] if ranks is None else ranks, scheduler=scheduler,
+            lock_offset=liveness.offset,
+        ),
+        label=label,
+    )
+    try:
+        attached = client.attach(body)
+    except BaseException:
+        liveness.close()
+        raise
+    return Engine(client, attached, body.member.id, liveness, body)
+
+
+class _UnixHTTPConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=10.0)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def http_connection(address: str) -> http.client.HTTPConnection:
+    """Somebody else's HTTP, over either kind of socket."""
+    at = Address.parse(address)
+    return _UnixHTTPConnection(at.socket_path) if at.socket_path else http.client.HTTPConnection(
+        at.host, at.port, timeout=10.0
+    )
+
+
+def raw(
+    address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers by lower-case name, body) of one request on its own connection."""
+    connection = http_connection(address)
+    try:
+        connection.request(method, path, body, {} if headers is None else headers)
+        response: http.client.HTTPResponse = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+def post(address: str, path: str, body: object) -> tuple[int, dict[str, Any]]:
+    """POST of any JSON, well-formed or not in the schema's eyes."""
+    status, _, content = raw(
+        address, "POST", path, msgspec.json.encode(body), {"Content-Type": "application/json"}
+    )
+    answer: dict[str, Any] = json.loads(content)
+    return status, answer
+
+
+def eventually(claim: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits for another process to get there; fails when it does not."""
+    until = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.01)

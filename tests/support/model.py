@@ -1,0 +1,238 @@
+"""The chunk table as a few dicts: what `kvdock._core.Table` must do, for one size of slot.
+
+It is slow and obvious on purpose. `tests/table/test_model.py` drives both with the same calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ROOT = b""
+
+
+@dataclass
+class Space:
+    """A namespace: chunk length, writers, and per group the window in tokens (None: full attention)."""
+
+    chunk_tokens: int
+    writers: int
+    windows: list[int | None]
+
+    @property
+    def full(self) -> set[int]:
+        return {g for g, w in enumerate(self.windows) if w is None}
+
+    def needed(self, index: int, end: int) -> set[int]:
+        """Groups a hit of `end` chunks needs of chunk `index`: a window needs what its last tokens touch."""
+        first_token = (index + 1) * self.chunk_tokens
+        out = set(self.full)
+        for g, w in enumerate(self.windows):
+            if w is not None and first_token > end * self.chunk_tokens - w:
+                out.add(g)
+        return out
+
+
+@dataclass(eq=False)
+class Record:
+    space: int
+    key: bytes
+    parent: bytes
+    groups: set[int]
+    generation: int
+    last_used: int
+    temporary: bool
+    state: str = "reserved"
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    readers: set[object] = field(default_factory=set)
+    kept_until: int = 0
+
+
+@dataclass
+class Grant:
+    kind: str
+    session: int
+    asker: int
+    holders: set[int]
+    lines: dict[int, Record] = field(default_factory=dict)
+    extra: list[Record] = field(default_factory=list)
+    is_open: bool = True
+    deadline: int = 0
+    epoch: int = 0
+    ranks: int = 1
+
+
+class Refused(Exception):
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Model:
+    def __init__(self, spaces: list[Space], slots: int, session_cap: float, total_cap: float) -> None:
+        self.spaces, self.slots = spaces, slots
+        self.session_room, self.total_room = int(slots * session_cap), int(slots * total_cap)
+        self.records: list[Record] = []
+        self.grants: dict[int, Grant] = {}
+        self.tick = self.generation = 0
+
+    # -- questions
+
+    def find(self, space: int, key: bytes, state: str) -> Record | None:
+        return next((r for r in self.records if (r.space, r.key, r.state) == (space, key, state)), None)
+
+    def parts(self, r: Record) -> int:
+        return len(r.groups) * self.spaces[r.space].writers
+
+    def used(self) -> int:
+        return sum(self.parts(r) for r in self.records)
+
+    def pinners(self, r: Record) -> list[Grant]:
+        return [g for g in self.grants.values() if g.holders and (r in g.lines.values() or r in g.extra)]
+
+    def held(self, session: int | None = None) -> int:
+        return sum(
+            self.parts(r) for r in self.records
+            if any(session is None or g.session == session for g in self.pinners(r))
+        )
+
+    def is_leaf(self, r: Record) -> bool:
+        return not any(
+            c.parent == r.key and c.space == r.space and c.state in ("reserved", "ready") for c in self.records
+        )
+
+    def victim(self, spare: bytes | None = None, space: int = -1) -> Record | None:
+        free = [
+            r for r in self.records
+            if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and not r.kept_until
+            and (r.space, r.key) != (space, spare)
+        ]
+        return min(free, key=lambda r: (r.last_used, r.generation), default=None)
+
+    def hit(self, space: int, keys: list[bytes], limit: int | None = None) -> int:
+        s = self.spaces[space]
+        ready = [self.find(space, k, "ready") for k in keys]
+
+        def whole(n: int) -> bool:
+            return all((r := ready[i]) is not None and s.needed(i, n) <= r.groups for i in range(n))
+
+        return next((n for n in range(len(keys) if limit is None else limit, 0, -1) if whole(n)), 0)
+
+    # -- transitions
+
+    def settle(self) -> None:
+        """What records without pins become; repeated until nothing changes."""
+        for r in list(self.records):
+            if self.pinners(r):
+                continue
+            if r.state == "quarantined" or (r.state == "ready" and r.temporary and len(r.readers) == 1):
+                self.records.remove(r)
+
+    def close(self, g: Grant) -> None:
+        g.is_open = False
+        for r in g.lines.values():
+            if r.state == "reserved":
+                r.state = "quarantined"
+
+    def finish(self, g: Grant) -> None:
+        if not g.holders:
+            if g.kind == "reservation" and g.is_open:
+                self.close(g)
+            g.is_open = False
+        self.settle()
+
+    def evict_one(self, r: Record) -> None:
+        self.records.remove(r)
+
+    # -- calls
+
+    def lookup(self, session: int, asker: int, space: int, keys: list[bytes], skip_chunks: int, readers: int,
+               who: object) -> tuple[int, list[Record]]:
+        """Returns (chunks hit, records to lock); the caller files the grant under the id it was told."""
+        n = self.hit(space, keys)
+        if skip_chunks > n:
+            raise Refused("skip_exceeds_hit")
+        mine, total, room = self.held(session), self.held(), n
+        for i in range(skip_chunks, n):
+            r = self.find(space, keys[i], "ready")
+            assert r is not None
+            pinners = self.pinners(r)
+            total += 0 if pinners else self.parts(r)
+            mine += 0 if any(g.session == session for g in pinners) else self.parts(r)
+            if mine > self.session_room or total > self.total_room:
+                room = i
+                break
+        n = max(self.hit(space, keys, room), 0)
+        self.tick += 1
+        found = [self.find(space, k, "ready") for k in keys[:n]]
+        for r in found:
+            assert r is not None
+            r.last_used = self.tick
+        locked = [r for r in found[skip_chunks:] if r is not None]
+        for r in locked:
+            r.readers.add(who)
+        return max(n, skip_chunks), locked
+
+    def reserve(self, session: int, space: int, path: list[bytes], start: int, groups: set[int], temporary: bool
+                ) -> tuple[dict[int, Record], list[int], list[int], str]:
+        s = self.spaces[space]
+        self.tick += 1
+        for key in reversed(path[:start]):
+            r = self.find(space, key, "ready") or self.find(space, key, "reserved")
+            if r is None:
+                break
+            r.last_used = self.tick
+        granted: dict[int, Record] = {}
+        present, busy = [], []
+        need = len(groups) * s.writers
+        mine = Grant("reservation", session, 0, {0})
+        self.grants[-1] = mine
+        limited = ""
+        for i, key in enumerate(path[start:]):
+            ready = self.find(space, key, "ready")
+            if self.find(space, key, "reserved"):
+                busy.append(i)
+                continue
+            if ready and (groups <= ready.groups or ready.groups - groups):
+                ready.last_used = self.tick
+                present.append(i)
+                continue
+            if self.held(session) + need > self.session_room or self.held() + need > self.total_room:
+                limited = "held_bytes"
+                break
+            parent = path[start + i - 1] if start + i else ROOT
+            while self.slots - self.used() < need and (v := self.victim(parent, space)):
+                self.evict_one(v)
+            if self.slots - self.used() < need:
+                limited = "no_space"
+                break
+            self.generation += 1
+            r = Record(space, key, parent, groups, self.generation, self.tick, temporary)
+            self.records.append(r)
+            granted[i] = mine.lines[i] = r
+        del self.grants[-1]
+        return granted, present, busy, limited
+
+    def commit(self, grant: int, rank: int, parts: list[tuple[int, int, int]]) -> None:
+        g = self.grants[grant]
+        for index, group, checksum in parts:
+            g.lines[index].sums[group, rank] = checksum
+        for r in g.lines.values():
+            if len(r.sums) == self.parts(r) and r.state == "reserved":
+                if old := self.find(r.space, r.key, "ready"):
+                    old.state = "quarantined"
+                    r.kept_until = old.kept_until
+                r.state = "ready"
+        if all((group, rank) in r.sums for r in g.lines.values() for group in r.groups):
+            g.holders.discard(rank)
+        self.finish(g)
+
+    def discharge(self, grant: int, ranks: set[int], close: bool = False) -> None:
+        g = self.grants[grant]
+        if close and g.is_open and g.holders:
+            self.close(g)
+        g.holders -= ranks
+        self.finish(g)
+
+    def remove(self, r: Record) -> None:
+        r.state = "quarantined"
+        self.settle()

@@ -1,0 +1,289 @@
+"""What the status page's tests share: bodies, ways to look, and a small real HTTP server on a loopback port.
+
+The bodies are encoded from the structs of kvdock.api.schemas, so a changed schema shows here first.
+`PageServer` can hang, refuse one path, stop and come back on its port.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Self
+
+import msgspec
+from playwright.sync_api import Page, expect
+
+from kvdock.protocol import schemas
+
+GIB = 1 << 30
+MIB = 1 << 20
+CONTENT_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+Bodies = dict[str, msgspec.Struct]
+OpenPage = Callable[..., Page]
+
+
+def status(**changes: Any) -> schemas.Status:
+    """A healthy server with traffic, but for `changes`."""
+    healthy = schemas.Status(
+        status="ok", reasons=[], version="0.1.0", pool_id="3fa90c51d27be604", incarnation=3, uptime_s=93_784.0,
+        now=1_700_000_000.0, pool=live_pool(), chunks=schemas.ChunkCounts(reserved=24, ready=4731, quarantined=9),
+        sessions=3, leases=3, reservations=1,
+        counters={
+            "lookups": 18_402, "lookup_tokens": 61_204_512, "hit_tokens": 47_893_120, "stored_chunks": 9_204,
+            "stored_bytes": 18_408 * MIB, "loaded_bytes": 412 * GIB, "evicted_chunks": 4_440, "mismatches": 0,
+        },
+    )
+    return msgspec.structs.replace(healthy, **changes)
+
+
+def live_pool() -> schemas.PoolView:
+    ready, reserved, quarantined = 4731 * 2 * MIB, 24 * 2 * MIB, 9 * 2 * MIB
+    allocated = 3 * 4 * GIB
+    return schemas.PoolView(
+        limit_bytes=16 * GIB, allocated_bytes=allocated, prefaulted_bytes=10 * GIB,
+        free_bytes=allocated - ready - reserved - quarantined - 3 * 4096, reserved_bytes=reserved, ready_bytes=ready,
+        quarantined_bytes=quarantined, held_bytes=706 * MIB, segments=3,
+    )
+
+
+def empty_pool() -> schemas.PoolView:
+    return schemas.PoolView(
+        limit_bytes=16 * GIB, allocated_bytes=0, prefaulted_bytes=0, free_bytes=0, reserved_bytes=0, ready_bytes=0,
+        quarantined_bytes=0, held_bytes=0, segments=0,
+    )
+
+
+def segments(count: int = 3) -> schemas.Segments:
+    each = [
+        schemas.Segment(
+            id=i, name=f"/kvdock-3fa9-{i:04}", bytes=4 * GIB, data_offset=4096,
+            prefaulted_bytes=4 * GIB if i < 2 else 2 * GIB, used_bytes=(3900, 3600, 1024)[i % 3] * MIB,
+        )
+        for i in range(count)
+    ]
+    return schemas.Segments(pool_id="3fa90c51d27be604", lock_file="/run/kvdock/lock", segments=each)
+
+
+def stats(points: int = 300) -> schemas.Stats:
+    def wave(base: float, swing: float, period: float) -> list[float | None]:
+        return [base + swing * math.sin(i / period) * math.cos(i / (period * 2.7)) for i in range(points)]
+
+    hits = wave(0.78, 0.14, 17)
+    if points > 100:
+        hits[70:82] = [None] * 12
+    rows: list[tuple[str, str, Any, str, list[float | None]]] = [
+        ("hit_share", "Hit share", "ratio", "hits", hits),
+        ("loaded", "Loaded", "bytes_per_s", "traffic", wave(3.1 * GIB, 1.9 * GIB, 9)),
+        ("stored", "Stored", "bytes_per_s", "traffic", wave(0.7 * GIB, 0.4 * GIB, 13)),
+        ("lookups", "Lookups", "per_s", "calls", wave(212, 60, 11)),
+        ("stores", "Stores", "per_s", "calls", wave(64, 22, 19)),
+        ("ready", "Ready", "bytes", "pool", wave(9.2 * GIB, 0.3 * GIB, 40)),
+        ("held", "Held", "bytes", "pool", wave(0.7 * GIB, 0.2 * GIB, 15)),
+    ]
+    series = [schemas.Series(name=n, title=t, unit=u, chart=c, values=v) for n, t, u, c, v in rows]
+    return schemas.Stats(interval_s=1.0, age_s=0.4, series=series)
+
+
+def member(
+    id: str, ranks: list[int], state: Any = "live", age: float = 0.6, scheduler: bool = False
+) -> schemas.MemberView:
+    return schemas.MemberView(id=id, ranks=ranks, scheduler=scheduler, state=state, heartbeat_age_s=age)
+
+
+def session(id: str, label: str, model: str, members: list[schemas.MemberView], **changes: Any) -> schemas.SessionView:
+    plain_one = schemas.SessionView(
+        session=id, instance=f"instance-{id}", label=label, model=model, namespace="7c" * 32, members=members,
+        leases=1, reservations=0, held_bytes=212 * MIB, age_s=8_040.0,
+    )
+    return msgspec.structs.replace(plain_one, **changes)
+
+
+def live_sessions() -> schemas.Sessions:
+    ranks = [member(f"m{r}", [r], age=0.2 + r / 10) for r in range(8)]
+    ranks[5] = member("m5", [5], "suspect", 7.2)
+    return schemas.Sessions(sessions=[
+        session("s1", "vllm-prod-0", "Qwen/Qwen3-235B-A22B", [member("ms", [], scheduler=True, age=0.3), *ranks],
+                leases=2, held_bytes=454 * MIB, age_s=93_000.0),
+        session("s2", "vllm-prod-1", "meta-llama/Llama-3.3-70B-Instruct",
+                [member("n0", [0], scheduler=True, age=1.1), member("n1", [1], age=1.4)], reservations=1),
+        session("s3", "", "deepseek-ai/DeepSeek-V3.2", [member("d0", [0], "dead", 14.0, scheduler=True)],
+                leases=1, held_bytes=40 * MIB, age_s=412.0),
+    ])
+
+
+def grant(
+    number: int, kind: Any, session_id: str, request: str, readers: int, remaining: list[int], **changes: Any
+) -> schemas.LeaseView:
+    young = schemas.LeaseView(
+        grant=f"{(3 << 40) + number:016x}", kind=kind, session=session_id, request=request, epoch=0, readers=readers,
+        remaining=remaining, chunks=53, bytes=106 * MIB, age_s=0.8, closed=False,
+    )
+    return msgspec.structs.replace(young, **changes)
+
+
+def live_leases() -> schemas.Leases:
+    return schemas.Leases(leases=[
+        grant(101, "lease", "s1", "chatcmpl-8e1f04", 8, [0, 1, 2, 5], epoch=1, age_s=1.4),
+        grant(102, "lease", "s1", "chatcmpl-91aa20", 8, list(range(8)), chunks=174, bytes=348 * MIB, age_s=0.3),
+        grant(103, "reservation", "s2", "store-4410", 2, [1], chunks=24, bytes=48 * MIB, age_s=0.2),
+        grant(99, "lease", "s3", "req-17", 1, [0], chunks=20, bytes=40 * MIB, age_s=71.0, closed=True),
+    ])
+
+
+def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> schemas.Requests:
+    names = ("vllm-prod-0", "vllm-prod-1", "")
+    rows = []
+    for i in range(count):
+        store, tokens = i % 4 == 3, 512 + (i * 7919) % 30_000
+        hit = 0 if store else (tokens * ((i * 37) % 101) // 100) // 16 * 16
+        rows.append(schemas.RequestView(
+            at=newest - i * 1.7, kind="store" if store else "lookup", session=f"s{i % 3 + 1}", label=names[i % 3],
+            request=f"chatcmpl-{(i * 2654435761) % (1 << 24):06x}", tokens=tokens, hit_tokens=hit,
+            chunks=(tokens if store else hit) // 256, bytes=(tokens if store else hit) // 256 * 2 * MIB,
+            took_us=90 + (i * 613) % 2400,
+        ))
+    return schemas.Requests(requests=rows)
+
+
+def live_bodies() -> Bodies:
+    return {
+        "status": status(), "stats": stats(), "sessions": live_sessions(), "leases": live_leases(),
+        "requests": live_requests(), "segments": segments(),
+    }
+
+
+def empty_bodies() -> Bodies:
+    zero = dict.fromkeys(status().counters, 0)
+    none = schemas.ChunkCounts(reserved=0, ready=0, quarantined=0)
+    return {
+        "status": status(
+            pool=empty_pool(), chunks=none, sessions=0, leases=0, reservations=0, counters=zero, uptime_s=4.0
+        ),
+        "stats": history(),
+        "sessions": schemas.Sessions(sessions=[]),
+        "leases": schemas.Leases(leases=[]),
+        "requests": schemas.Requests(requests=[]),
+        "segments": segments(0),
+    }
+
+
+def series(name: str, unit: Any, chart: str, values: list[float | None]) -> schemas.Series:
+    return schemas.Series(name=name, title=name.title(), unit=unit, chart=chart, values=values)
+
+
+def history(*each: schemas.Series) -> schemas.Stats:
+    return schemas.Stats(interval_s=1.0, age_s=0.0, series=list(each))
+
+
+# --------------------------------------------------------------------------- looking at the page
+
+
+def wait_phase(page: Page, phase: str, timeout_ms: float = 12_000) -> None:
+    expect(page.locator(f"body[data-phase={phase}]")).to_be_attached(timeout=timeout_ms)
+
+
+def plain(text: str | None) -> str:
+    return " ".join((text or "").replace("\u00a0", " ").split())
+
+
+def row(page: Page, table: str, text: str) -> str:
+    rows = page.get_by_role("table", name=table).get_by_role("row").filter(has_text=text)
+    return plain(" ".join(rows.all_inner_texts()))
+
+
+# --------------------------------------------------------------------------- the server
+
+
+@dataclass
+class PageServer:
+    """Serves web/ at / and /static/, and `bodies` at /v1/. Use as a context manager.
+
+    `refuse` holds paths that answer 500; `hang()` keeps every /v1/ answer back until `resume()`.
+    """
+
+    bodies: Bodies = field(default_factory=live_bodies)
+    refuse: set[str] = field(default_factory=set)
+    on_path: Callable[[str], None] = lambda path: None
+
+    def __post_init__(self) -> None:
+        self._go = threading.Event()
+        self._go.set()
+        self._port = 0
+        self._server: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/"
+
+    def hang(self) -> None:
+        self._go.clear()
+
+    def resume(self) -> None:
+        self._go.set()
+
+    def start(self) -> None:
+        """Listens on a port of the system's choice the first time, on the same one after a stop."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler())
+        self._port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._server is None:
+            return
+        self._go.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """(status, content type, body) of one GET."""
+        self.on_path(path)
+        if path.startswith("/v1/"):
+            self._go.wait(timeout=20)
+            return self._api_answer(path.removeprefix("/v1/"))
+        name = "index.html" if path == "/" else path.removeprefix("/static/")
+        file = files("kvdock.web").joinpath(name)
+        if not file.is_file() or ".." in name:
+            return 404, "text/plain", b"no such file"
+        return 200, CONTENT_TYPES["." + name.rsplit(".", 1)[-1]], file.read_bytes()
+
+    def _api_answer(self, name: str) -> tuple[int, str, bytes]:
+        if name in self.refuse:
+            why = schemas.Problem(type="about:blank", title="Broken", status=500, detail="on purpose", code="broken")
+            return 500, "application/problem+json", msgspec.json.encode(why)
+        if name not in self.bodies:
+            return 404, "text/plain", b"no such path"
+        return 200, "application/json", msgspec.json.encode(self.bodies[name])
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, kind, body = server.answer(self.path.split("?")[0])
+                try:
+                    self.send_response(code)
+                    self.send_header("Content-Type", kind)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass  # the page gave up on a hanging answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Silence: the tests speak."""
+
+        return Handler

@@ -1,0 +1,146 @@
+"""The house rules over source text. Each rule takes a file's path and text and yields (line, what is wrong).
+
+Rules read, they change nothing. `RULES` says which files each rule is for. A rule that cannot find
+anything is no rule: test_tidy.py shows every one of them a text that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+MAX_LINE = 120
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+
+Finding = tuple[int, str]
+
+PYTHON = frozenset({".py", ".pyi"})
+NATIVE = frozenset({".cpp", ".h", ".cu", ".cuh"})
+CODE = PYTHON | NATIVE | {".js", ".css"}
+TEXT = CODE | {".html", ".svg", ".toml", ".txt", ".md", ".yml", ".yaml", ".json", ".sh", ""}
+ROOMS = frozenset({"api", "cli", "client", "connectors", "csrc", "datapath", "engine", "protocol", "shm", "web"})
+MAY_PRINT = frozenset({"cli", "bench", "tests"})
+
+
+def long_lines(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > MAX_LINE:
+            yield number, f"{len(line)} characters, at most {MAX_LINE}"
+
+
+def long_file(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    lines = len(text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield lines, f"{lines} lines, at most {MAX_FILE_LINES}"
+
+
+def untidy_space(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line != line.rstrip():
+            yield number, "space at the end of the line"
+        if "\t" in line and path.name != "Makefile":
+            yield number, "tab"
+    if text and not text.endswith("\n"):
+        yield len(text.splitlines()), "no newline at the end of the file"
+
+
+# Folders of one developer's machine; `/home/x` is nobody's.
+_MACHINE_PATH = re.compile(r"(?<![\w.$}*-])/(?:work|root|home/\w{2,})(?=[/\s\"'`)\],:;]|$)")
+
+
+def machine_paths(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _MACHINE_PATH.search(line):
+            yield number, f"path of a developer's machine: {match[0]}"
+
+
+_LEFTOVER_WORD = re.compile(
+    r"\b(?:TODO|FIXME|XXX|HACK)\b|\bconsole\.log\b|^\s*debugger;|\bstd::c(?:out|err)\b|\bprintf\("
+)
+
+
+def leftovers(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _LEFTOVER_WORD.search(line):
+            yield number, f"leftover {match[0].strip()}"
+    if path.suffix != ".py":
+        return
+    banned = {"breakpoint"} if path.parts[0] in MAY_PRINT else {"breakpoint", "print"}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in banned:
+            yield node.lineno, f"leftover {node.func.id}()"
+
+
+def headless(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    """A module opens with a docstring, a header with a comment. An empty __init__ has nothing to say."""
+    if not text.strip():
+        return
+    if path.suffix in PYTHON:
+        if ast.get_docstring(ast.parse(text)) is None:
+            yield 1, "module without a docstring"
+    elif not text.lstrip().startswith(("//", "/*")):
+        yield 1, "header that does not open with a comment"
+
+
+def long_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+_SILENCED = re.compile(r"#\s*(type:\s*ignore(?:\[[^\]]*\])?|noqa(?::\s*[A-Z]+\d+(?:\s*,\s*[A-Z]+\d+)*)?)(?P<rest>.*)")
+
+
+def silenced_without_reason(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _SILENCED.search(line)
+        if match and len(re.findall(r"\w", match["rest"])) < 3:
+            yield number, f"`{match[1]}` without a reason after it"
+
+
+def broad_excepts(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    """Catching everything needs a comment on its line or the next, unless it cleans up and raises again."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler) or not _is_broad(node.type):
+            continue
+        last = node.body[-1]
+        raises_again = isinstance(last, ast.Raise) and last.exc is None
+        if not raises_again and not any("#" in line for line in lines[node.lineno - 1 : node.lineno + 1]):
+            yield node.lineno, "except that catches everything, without a reason"
+
+
+def _is_broad(caught: ast.expr | None) -> bool:
+    if isinstance(caught, ast.Tuple):
+        return any(_is_broad(item) for item in caught.elts)
+    return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
+
+
+class Rule(NamedTuple):
+    check: Callable[[PurePosixPath, str], Iterator[Finding]]
+    suffixes: frozenset[str]
+    rooms: frozenset[str] | None = None
+    """Top folders it is for; None: everywhere."""
+
+    def applies(self, path: PurePosixPath) -> bool:
+        inside = self.rooms is None or path.parts[0] in self.rooms
+        return inside and path.suffix in self.suffixes and path.name != "LICENSE"
+
+
+RULES = (
+    Rule(long_lines, CODE | {".html", ".toml", ".sh", ""}),
+    Rule(long_file, CODE),
+    Rule(untidy_space, frozenset(TEXT)),
+    Rule(machine_paths, frozenset(TEXT)),
+    Rule(leftovers, CODE, ROOMS),
+    Rule(headless, PYTHON | {".h", ".cuh"}),
+    Rule(long_functions, PYTHON),
+    Rule(silenced_without_reason, PYTHON),
+    Rule(broad_excepts, frozenset({".py"})),
+)

@@ -1,0 +1,32 @@
+"""A table region damaged at random is refused, or what is adopted of it is what it was.
+
+KVDOCK_DAMAGE_TRIALS makes it longer; a failure names seed and number of its trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from paths import SUPPORT
+
+TRIALS = int(os.environ.get("KVDOCK_DAMAGE_TRIALS", "60"))
+SCRIPT = SUPPORT / "damage_helpers.py"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_damaged_table_never_crashes_hangs_or_changes_what_it_promised(seed: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), str(seed), str(TRIALS)],
+        capture_output=True, text=True, timeout=60 + TRIALS, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    outcomes: dict[str, int] = json.loads(ran.stdout)
+    print(outcomes)
+    assert sum(outcomes.values()) == TRIALS
+    for kind in ("flip", "overwrite", "cut"):
+        assert any(outcome.startswith(kind) for outcome in outcomes), "every kind of damage was tried"
+    assert any("refused" in outcome for outcome in outcomes) and any("same" in outcome for outcome in outcomes)

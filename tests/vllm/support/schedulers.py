@@ -1,0 +1,73 @@
+"""Real Schedulers in processes of their own, one for each version of vLLM (sched_process.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engines import ENGINE_PYTHON, HERE, ROOT
+
+VERSIONS = ("0.24.0", "0.33.0")
+ITSELF = "0.32.0"
+"""The version of the environment, which whole engines run with."""
+
+
+class Schedulers:
+    """Starts a version's process when it is first asked for, and runs scenarios in it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvdock-test-")
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+
+    def run(
+        self, version: str, scenario: str, *arguments: object, module: str = "sched_scenarios", **named: object
+    ) -> dict[str, Any]:
+        """Figures of a scenario of `module`."""
+        process = self._processes.get(version)
+        if process is None or process.poll() is not None:
+            process = self._processes[version] = self._start(version)
+        assert process.stdin is not None and process.stdout is not None
+        job = {"module": module, "scenario": scenario, "arguments": arguments, "named": named}
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        line = ""
+        try:
+            line = process.stdout.readline()
+        finally:
+            if not line:  # it ended, or the test's time is over: the next test gets another one
+                with process:
+                    process.kill()
+        assert line, f"the process ended:\n{self._log(version).read_text()[-4000:]}"
+        answer = json.loads(line)
+        assert "figures" in answer, f"{answer['raised']}\n{self._log(version).read_text()[-4000:]}"
+        figures: dict[str, Any] = answer["figures"]
+        return figures
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            with process:  # closes its pipes
+                assert process.stdin is not None
+                process.stdin.close()
+                try:
+                    process.wait(30)
+                finally:
+                    process.kill()
+        self._folder.cleanup()
+
+    def _log(self, version: str) -> Path:
+        return Path(self._folder.name) / f"{version}.log"
+
+    def _start(self, version: str) -> subprocess.Popen[str]:
+        vllm = ROOT / f".venv-vllm-{version}"
+        assert version == ITSELF or vllm.is_dir(), f"no vLLM {version}: make test-vllm"
+        folders = [HERE] if version == ITSELF else [vllm, HERE]
+        with self._log(version).open("w") as log:
+            ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+            return subprocess.Popen(
+                [ENGINE_PYTHON, HERE / "sched_process.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True, env={**ours, "PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"},
+            )

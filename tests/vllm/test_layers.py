@@ -1,0 +1,107 @@
+"""Requests that run before their loads have ended, and loads whose failure comes too late, in real Schedulers."""
+
+from __future__ import annotations
+
+import pytest
+from api_helpers import ServerProcess
+from schedulers import VERSIONS, Schedulers
+
+from kvdock.client.client import Client
+
+pytestmark = pytest.mark.vllm
+
+every_version = pytest.mark.parametrize("version", VERSIONS)
+every_way = pytest.mark.parametrize(("overlap", "runner"), [(False, 1), (True, 2)])
+every_groups = pytest.mark.parametrize("windows", [[None], [None, 48]], ids=["1group", "2groups"])
+
+
+@every_version
+@every_way
+@every_groups
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_a_request_runs_before_its_load_has_ended_and_reads_all_of_it(
+    version: str, overlap: bool, runner: int, windows: list[int | None], by_layer: bool, server: ServerProcess,
+    schedulers: Schedulers,
+) -> None:
+    found = schedulers.run(
+        version, "sure", server.unix, by_layer, module="layer_scenarios", windows=windows, overlap=overlap,
+        runner=runner,
+    )
+    assert (found["reported_sure"], found["loaded"], found["ended"]) == (1, 128, "")
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
+
+
+@every_version
+def test_a_step_that_is_not_ordered_after_its_load_is_seen(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    """The negative control."""
+    found = schedulers.run(version, "sure", server.unix, False, orders=False, module="layer_scenarios")
+    assert found["reported_sure"] == 1 and found["bad_reads"] > 0
+
+
+@every_version
+@pytest.mark.parametrize("left", [False, True], ids=["all the time", "at first"])
+def test_a_load_beside_a_request_that_runs_is_reported_when_it_has_ended(
+    version: str, left: bool, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "beside", server.unix, left, module="layer_scenarios")
+    assert (found["loaded"], found["beside"], found["reported_sure"]) == (256, 0, 1)
+    assert found["bands"] == [False, True]
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
+
+
+@every_version
+def test_a_reported_load_whose_request_is_gone_is_seen_to_its_end(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "aborted", server.unix, module="layer_scenarios")
+    assert (found["reported_sure"], found["running"], found["held"]) == (1, 0, 0)
+
+
+@every_version
+def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "sure", server.unix, True, asks=False, module="layer_scenarios")
+    assert found["ended"] == "vLLM ran a step without asking for each layer's KV: set load_by_layer to never"
+
+
+@every_version
+@every_groups
+def test_under_pressure_requests_run_before_their_loads_have_ended_and_nothing_wrong_is_read(
+    version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "pressure", server.unix, windows, 0, 40, sure=True)
+    assert found["wrong"] == {}
+    assert found["reported_sure"] > 20 and found["aborted_waiting"] > 0
+
+
+@every_version
+def test_memory_that_changes_after_a_load_was_reported_ends_the_engine_and_nothing_computed_from_it_is_found(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "changed", server.unix, module="layer_scenarios", overlap=True, runner=2)
+    assert found["flipped"] == 1 and found["read"] > 0
+    assert found["ended"] == "request alone: the server's memory changed while it was being copied"
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
+
+
+@every_version
+def test_damage_ends_an_engine_that_cannot_go_back_once_the_server_was_told(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "damaged", server.unix, module="layer_scenarios", overlap=True, runner=2)
+    assert "in the step that runs the request this vLLM has no way to compute them again" in found["ended"]
+    assert found["wrong_tokens"] == 0
+    with Client(server.unix) as client:
+        assert client.status().counters["mismatches"] == 1
+
+
+@every_version
+def test_nothing_is_stored_of_a_step_that_was_undone(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "undone", server.unix, module="layer_scenarios")
+    assert found["excused"] > 0, "the step did read what was damaged"
+    assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http.guard import allowed_hosts
 from kvdock.api.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings, effective
-from kvdock.api.views.views import probes, views
+from kvdock.api.views import probes, views
 from kvdock.cli.main import app
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES

@@ -81,7 +81,7 @@ def hook_server(pause: Pause) -> None:
             pause("adopt.lock_taken")
             return taken
 
-    from kvdock.api.pool.pool import adopt, pool
+    from kvdock.api.pool import adopt, pool
 
     vars(adopt)["PoolLock"] = vars(pool)["PoolLock"] = Paused
 

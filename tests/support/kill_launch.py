@@ -53,7 +53,7 @@ def around(owner: Any, name: str, *, before: Callable[..., None] | None = None, 
 
 def hook_server(pause: Pause) -> None:
     """The points of server steps that are Python."""
-    from kvdock.api.pool.pool import lock, segments
+    from kvdock.api.pool import lock, segments
     from kvdock.shm import objects as shm
 
     def allocating(fd: int, size: int, name: str) -> None:

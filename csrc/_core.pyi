@@ -5,7 +5,17 @@ from typing import Final
 
 from typing_extensions import Buffer
 
-# ------------------------------------------------------------------ table (csrc/table*.cpp, csrc/bind/table.cpp)
+# ------------------------------------------------------------------ limits (csrc/base/limits.h)
+
+KEY_BYTES: Final[int]
+MAX_KEYS: Final[int]
+MAX_GROUPS: Final[int]
+MAX_RANKS: Final[int]
+MAX_SEGMENTS: Final[int]
+CHECKSUM_PRIME: Final[int]
+CHECKSUM_STRIPE_BYTES: Final[int]
+
+# ------------------------------------------------------------------ table (csrc/table/, csrc/bind/table*.cpp)
 
 class TableError(Exception):
     """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
@@ -17,40 +27,31 @@ class TableError(Exception):
 class Lookup:
     hit_tokens: int
     first_chunk: int
-    lease: int
-    """Grant id; 0 when nothing was locked."""
-    limited: str
-    """What shortened the hit: '', 'held_bytes' or 'pinning'."""
-    unpinned_tokens: int
-    """What the hit lost because a rank has not pinned where it lies."""
+    lease: int  # a grant's id; 0 when nothing was locked
+    limited: str  # what shortened the hit: '', 'held_bytes' or 'pinning'
+    unpinned_tokens: int  # by how much 'pinning' shortened it
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
-
     chunks_json: bytes
     """`chunks` as the wire's JSON: a list of lists of [group, writer, segment, offset, length, "16 hex digits"]."""
-    chunks_msgpack: bytes
-    """The same in MessagePack, with the checksum as an unsigned integer."""
+    chunks_msgpack: bytes  # the same in MessagePack, with the checksum as an unsigned integer
     chunk_count: int
 
     def bytes_from(self, chunk: int) -> int:
         """Bytes of the parts of `chunks[chunk:]`."""
 
 class Reservation:
-    grant: int
-    """0 when nothing was granted."""
+    grant: int  # 0 when nothing was granted
     chunks: list[tuple[int, list[tuple[int, int, int, int, int]]]]
     """(index into keys, [(group, writer, segment, offset, length)])."""
     chunks_json: bytes
     """`chunks` as the wire's JSON: a list of {"index": …, "parts": [[group, writer, segment, offset, length]]}."""
     chunks_msgpack: bytes
-    """The same in MessagePack."""
     chunk_count: int
-    part_bytes: int
-    """Of all parts granted."""
+    part_bytes: int  # of all parts granted
     present: list[int]
     busy: list[int]
-    limited: str
-    """'', 'held_bytes', 'no_space' or 'pinning'."""
+    limited: str  # '', 'held_bytes', 'no_space' or 'pinning'
 
 class GrantView:
     grant: int
@@ -72,8 +73,7 @@ class MemberView:
     nonce: bytes
     ranks: list[int]
     scheduler: bool
-    state: str
-    """live, suspect, dead or gone."""
+    state: str  # live, suspect, dead or gone
     heartbeat_ms: int
     lock_offset: int
     pinned_through: int | None

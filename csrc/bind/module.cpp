@@ -1,12 +1,20 @@
-// The extension module `kvdock._core`. Each bind_*.cpp binds what its room owns: it checks shapes,
-// drops the GIL, and decides nothing.
+// The extension module `kvdock._core`. Each file of csrc/bind/ binds one folder of csrc/: it checks shapes,
+// releases the GIL, and decides nothing.
 #include <pybind11/pybind11.h>
 
-#include "bind/bind.h"
+#include "base/limits.h"
 #include "base/pause.h"
+#include "bind/bind.h"
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
+  m.attr("KEY_BYTES") = kvdock::kKeyBytes;
+  m.attr("MAX_KEYS") = kvdock::kMaxKeys;
+  m.attr("MAX_GROUPS") = kvdock::kMaxGroups;
+  m.attr("MAX_RANKS") = kvdock::kMaxRanks;
+  m.attr("MAX_SEGMENTS") = kvdock::kMaxSegments;
+  m.attr("CHECKSUM_PRIME") = kvdock::kChecksumPrime;
+  m.attr("CHECKSUM_STRIPE_BYTES") = kvdock::kChecksumStripeBytes;
   kvdock::bind_bytes(m);
   kvdock::bind_cuda(m);
   kvdock::bind_table(m);

@@ -18,9 +18,9 @@ using Unlocked = py::gil_scoped_release;
 
 std::vector<Key> keys_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (v.size() % 32)
+  if (v.size() % kKeyBytes)
     throw TableRefusal("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
-  std::vector<Key> out(v.size() / 32);
+  std::vector<Key> out(v.size() / kKeyBytes);
   std::memcpy(out.data(), v.data(), v.size());
   return out;
 }
@@ -28,22 +28,22 @@ std::vector<Key> keys_of(const py::bytes& raw) {
 Key key_of(const py::bytes& raw, bool root_allowed = false) {
   std::string_view v = raw;
   if (root_allowed && v.empty()) return Key{};
-  if (v.size() != 32) throw TableRefusal("bad_argument", "a key is 32 bytes", int64_t(v.size()), 32);
+  if (v.size() != kKeyBytes) throw TableRefusal("bad_argument", "a key is 32 bytes", int64_t(v.size()), kKeyBytes);
   Key k;
-  std::memcpy(k.bytes, v.data(), 32);
+  std::memcpy(k.bytes, v.data(), kKeyBytes);
   return k;
 }
 
 Id16 id_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (v.size() != 16) throw TableRefusal("bad_argument", "an id is 16 bytes", int64_t(v.size()), 16);
+  if (v.size() != kIdBytes) throw TableRefusal("bad_argument", "an id is 16 bytes", int64_t(v.size()), kIdBytes);
   Id16 id;
-  std::memcpy(id.bytes, v.data(), 16);
+  std::memcpy(id.bytes, v.data(), kIdBytes);
   return id;
 }
 
-py::bytes raw(const Id16& id) { return py::bytes(reinterpret_cast<const char*>(id.bytes), 16); }
-py::bytes raw(const Key& key) { return py::bytes(reinterpret_cast<const char*>(key.bytes), 32); }
+py::bytes raw(const Id16& id) { return py::bytes(reinterpret_cast<const char*>(id.bytes), kIdBytes); }
+py::bytes raw(const Key& key) { return py::bytes(reinterpret_cast<const char*>(key.bytes), kKeyBytes); }
 
 py::object value(const Value& v) {
   if (auto* i = std::get_if<int64_t>(&v)) return py::int_(*i);

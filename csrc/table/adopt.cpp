@@ -9,7 +9,6 @@ namespace kvdock {
 
 namespace {
 
-constexpr uint64_t kChecksumPrime = (1ull << 61) - 1;
 constexpr uint64_t kLastIncarnation = (1ull << 24) - 1;  // grant ids have that much room for it
 
 [[noreturn]] void refuse(const char* what, uint64_t where = 0, Value wanted = {}) {

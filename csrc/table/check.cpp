@@ -128,7 +128,7 @@ void Table::check_grants() {
 // I5: per key at most one READY and one RESERVED; children are what the parents' keys say.
 void Table::check_index() {
   std::map<std::pair<uint32_t, std::string>, std::array<uint32_t, 3>> want;  // ready, reserved, children
-  auto name = [](const Key& k) { return std::string(reinterpret_cast<const char*>(k.bytes), 32); };
+  auto name = [](const Key& k) { return std::string(reinterpret_cast<const char*>(k.bytes), kKeyBytes); };
   auto entry = [&](uint32_t space, const Key& k) -> auto& {
     return want.try_emplace({space, name(k)}, std::array<uint32_t, 3>{kNone, kNone, 0}).first->second;
   };

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/limits.h"
 #include "segment/header.h"
 
 namespace kvdock {
@@ -21,11 +22,7 @@ namespace kvdock {
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
 constexpr uint32_t kTableVersion = 3;
-constexpr uint32_t kMaxKeys = 4096;
-constexpr uint32_t kMaxRanks = 128;
-constexpr uint32_t kMaxGroups = 16;
 constexpr uint32_t kMaxNamespaces = 1024;
-constexpr uint32_t kMaxSegments = 4096;
 constexpr uint32_t kMaxSessions = 16384;
 constexpr uint32_t kMaxMembers = 65536;
 constexpr uint32_t kMaxSlabs = 1u << 18;
@@ -34,17 +31,17 @@ constexpr uint32_t kPageRecords = 512;      // record id = page * kPageRecords +
 constexpr uint32_t kLinesPerBlock = 15;
 
 struct Key {
-  uint8_t bytes[32];
-  bool operator==(const Key& o) const { return std::memcmp(bytes, o.bytes, 32) == 0; }
+  uint8_t bytes[kKeyBytes];
+  bool operator==(const Key& o) const { return std::memcmp(bytes, o.bytes, kKeyBytes) == 0; }
   bool is_root() const {
-    static constexpr uint8_t zero[32] = {};
-    return std::memcmp(bytes, zero, 32) == 0;
+    static constexpr uint8_t zero[kKeyBytes] = {};
+    return std::memcmp(bytes, zero, kKeyBytes) == 0;
   }
 };
 
 struct Id16 {
-  uint8_t bytes[16];
-  bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, 16) == 0; }
+  uint8_t bytes[kIdBytes];
+  bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, kIdBytes) == 0; }
 };
 
 // The store that makes a transition happen; what was written before it is visible to whoever sees it, and

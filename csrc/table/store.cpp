@@ -11,14 +11,12 @@ namespace kvdock {
 
 namespace {
 
-constexpr uint64_t kChecksumPrime = (1ull << 61) - 1;
-
 const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i - 1] : call.parent; }
 
 uint64_t hash_call(const ReserveCall& call) {
   uint64_t h = fold(call.groups, call.temporary);
   auto mix = [&h](const Key& k) {
-    for (size_t at = 0; at < 32; at += 8) {
+    for (size_t at = 0; at < kKeyBytes; at += 8) {
       uint64_t v;
       std::memcpy(&v, k.bytes + at, 8);
       h = fold(h ^ h >> 29, v);
@@ -43,7 +41,7 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
     throw TableRefusal("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
   std::vector<uint32_t> order(call.keys.size());
   std::iota(order.begin(), order.end(), 0);
-  auto less = [&](uint32_t a, uint32_t b) { return std::memcmp(call.keys[a].bytes, call.keys[b].bytes, 32) < 0; };
+  auto less = [&](uint32_t a, uint32_t b) { return std::memcmp(call.keys[a].bytes, call.keys[b].bytes, kKeyBytes) < 0; };
   std::sort(order.begin(), order.end(), less);
   for (size_t i = 1; i < order.size(); ++i)
     if (!less(order[i - 1], order[i]))

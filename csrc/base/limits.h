@@ -1,0 +1,23 @@
+// Numbers that more than one part of kvdock must agree on. bind/module.cpp exports them to Python, so that each is
+// written here and nowhere else. Changing one changes what is stored or sent: see docs/lifetime_protocol.md.
+//
+// Only constants, and nothing newer than C++17: nvcc compiles this file too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvdock {
+
+inline constexpr uint32_t kKeyBytes = 32;       // of a chunk's key, and of a namespace's digest
+inline constexpr uint32_t kIdBytes = 16;        // of the id of a request, store, session or member
+inline constexpr uint32_t kMaxKeys = 4096;      // in one lookup or store
+inline constexpr uint32_t kMaxGroups = 16;      // KV groups of a namespace
+inline constexpr uint32_t kMaxRanks = 128;      // writers of a chunk, readers of a lease
+inline constexpr uint32_t kMaxSegments = 4096;  // of a pool, over its whole existence: ids are never reused
+
+// The checksum of a part: docs/lifetime_protocol.md#checksum.
+inline constexpr uint64_t kChecksumPrime = (uint64_t{1} << 61) - 1;
+inline constexpr size_t kChecksumStripeBytes = 4096;
+
+}  // namespace kvdock

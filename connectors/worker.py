@@ -5,8 +5,8 @@ server (release, commit) follows the copy's observed completion (W1, W2); a chun
 hash to what the lease promised is reported and never counted as loaded (W3).
 
 A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose words
-to the server nobody waits for; load() is all three. On a GPU it is sure before it is done, when all of its bytes have
-been hashed and the last ones are still being moved: what reads them is ordered after it on the reader's stream.
+to the server nobody waits for; load() is all three. On a GPU it is verified before it is done, when all of its bytes
+have been hashed and the last ones are still being moved: what reads them is ordered after it on the reader's stream.
 
 Thread safety: loads may be submitted and finished by one thread while others call store() and end_load(); a copier of
 its own for each group and direction keeps a load from waiting behind stores.
@@ -46,7 +46,7 @@ class Bands(NamedTuple):
     """As CudaCopier.scatter takes them."""
 
     ends: Sequence[int]
-    sure_after: int
+    verified_after: int
 
 
 class Loading:
@@ -68,13 +68,13 @@ class Loading:
         """True once the copies have ended."""
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
-    def sure(self, timeout_s: float) -> bool:
+    def verified(self, timeout_s: float) -> bool:
         """True once all that was promised is known to be there for work that is ordered after the load."""
         if self.lost:
             return False
         for _, _, handle in self.copies:
             try:
-                found = handle.sure(timeout_s) if isinstance(handle, StreamHandle) else None
+                found = handle.verified(timeout_s) if isinstance(handle, StreamHandle) else None
             except CopyFailed:
                 return False  # finish_load() says so
             if found is None or not all(result.ok for result in found):
@@ -205,7 +205,7 @@ class WorkerHalf:
         loader = self._loaders[group]
         if bands is not None and isinstance(loader, CudaCopier):
             handle: CopyHandle = loader.scatter(
-                parts, after=self._stream, bands=bands.ends, sure_after=bands.sure_after
+                parts, after=self._stream, bands=bands.ends, verified_after=bands.verified_after
             )
         else:
             handle = loader.scatter(parts, after=self._stream)

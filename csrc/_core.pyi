@@ -404,9 +404,9 @@ class CudaCopy:
     def checksums(self) -> list[int]:
         """Waits; one a part. Raises CudaError when the copy failed."""
 
-    def wait_sure(self, timeout_s: float | None = None) -> bool: ...
-    def sure_checksums(self) -> list[int]:
-        """As checksums(), once the copy is sure: of what was moved, and of the rest as it lay in the slots."""
+    def wait_verified(self, timeout_s: float | None = None) -> bool: ...
+    def verified_checksums(self) -> list[int]:
+        """As checksums(), once the copy is verified: of what was moved, and of the rest as it lay in the slots."""
 
 class CudaCopier:
     """Copies by block id between slots and the paged blocks of layouts (device addresses), which share staging,
@@ -438,10 +438,10 @@ class CudaCopier:
     ) -> CudaCopy: ...
     def scatter(
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *,
-        after: int | None = None, bands: Sequence[int] = (), sure_after: int = 0,
+        after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0,
     ) -> CudaCopy:
-        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once. The copy is sure when
-        `sure_after` bands were moved and the CPU has hashed the rest in the slots; 0: when it has ended."""
+        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once. The copy is verified when
+        `verified_after` bands were moved and the CPU has hashed the rest in the slots; 0: when it has ended."""
 
     def fileno(self) -> int:
         """An eventfd that counts copies that ended."""

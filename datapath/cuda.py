@@ -3,7 +3,7 @@
     copier.scatter(parts, after=stream) ─► handle     only enqueues; `after`'s work so far comes first
     handle.order(stream)                              `stream`'s later work comes after the copy
     handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
-    handle.sure(timeout_s)                            what it will have brought: scatter(…, sure_after=…)
+    handle.verified(timeout_s)                        its results before it has ended: scatter(…, verified_after=…)
     handle.done() | wait() | copier.fileno()          for the host, which need not ask
 
 The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
@@ -42,7 +42,7 @@ class CopyTuning:
     """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
-    """Of the CPU, for what of a load is to be sure before it was moved. Not measured: who loads knows the cores."""
+    """CPU threads that verify a load before it has ended. Not measured: the caller knows how many cores it may use."""
     quiet_blocks: int = 2
     """Thread blocks of a connector's stores, see for_stores(): the fewest that fill PCIe."""
 
@@ -92,10 +92,10 @@ class CudaHandle:
         `band`. CopyError for a band that it does not have."""
         self._copy.order(stream, band)
 
-    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
-        """Waits until the copy is sure: as result(), of the bytes that were moved, and of those still to be moved as
-        they were in the slots. None on timeout."""
-        return results_of(self._copy.sure_checksums(), self._parts) if self._copy.wait_sure(timeout_s) else None
+    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
+        """Waits until the copy is verified. Like result(), for the bytes already copied, and for the others as the CPU
+        found them in the slots. None on timeout."""
+        return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def result(self) -> list[PartResult]:
         """Waits, then one result a part in order. CudaError when the copy failed: nothing is known of its bytes."""
@@ -140,15 +140,18 @@ class CudaCopier:
         return CudaHandle(copied, tuple(parts))
 
     def scatter(
-        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), sure_after: int = 0
+        self, parts: Sequence[PartCopy], *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
     ) -> CudaHandle:
-        """Slots → paged blocks. `bands`: cut by planes of the layout, so that a reader of the first layers need not
-        wait for the last (handle.order): where each ends, rising, the last at their number. `sure_after`: once so many
-        bands were moved, and the CPU has hashed what is left in the slots, in host memory, the copy is sure; 0: at its
-        end. Else as gather()."""
+        """Slots → paged blocks.
+
+        `bands` cuts the copy by planes of the layout, so that a reader of the first layers need not wait for the last
+        (handle.order): ascending plane indices at which each band ends; the last equals the number of planes. The copy
+        is verified once the first `verified_after` bands have been copied and the CPU has hashed the others in the
+        slots, which must be in host memory; 0: when it has ended. Otherwise like gather().
+        """
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()
-        copied = self._core.scatter(self._number, *packed, after=after, bands=bands, sure_after=sure_after)
+        copied = self._core.scatter(self._number, *packed, after=after, bands=bands, verified_after=verified_after)
         return CudaHandle(copied, tuple(parts))
 
     def fileno(self) -> int:

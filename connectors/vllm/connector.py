@@ -46,7 +46,7 @@ from kvdock.connectors.vllm.setup import (
     manifest_of,
     place_of,
     refuse_what_is_not_supported,
-    reports_sure,
+    reports_verified,
     undoes_steps,
     workers_here,
 )
@@ -164,7 +164,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             rank=place.rank, device=str(device), stream=_stream_of(str(device)), by_request=BY_REQUEST,
             undoes_steps=undoes_steps(self._config),
             by_layer=loads_by_layer(self._config, self._settings, self._groups),
-            reports_sure=reports_sure(self._config, self._cache, place),
+            reports_verified=reports_verified(self._config, self._cache, place),
             hash_threads=hash_threads(cores_of(workers_here(self._config))),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)

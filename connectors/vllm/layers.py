@@ -32,14 +32,14 @@ class Layers:
             count = max(of_layers.values()) + 1
             first = ceil(count * FIRST_SHARE)
             ends = sorted({first + (count - first) * band // LATER_BANDS for band in range(LATER_BANDS + 1)})
-            self.bands.append(Bands(ends, sure_after=1))
+            self.bands.append(Bands(ends, verified_after=1))
             for layer, plane in of_layers.items():
                 self._where[layer] = group, next(band for band, end in enumerate(ends) if plane < end)
         self._watched: list[Loading] = []
         self._ordered: set[tuple[int, int, int]] = set()
 
     def watch(self, loadings: Sequence[Loading]) -> None:
-        """Loads that are sure, of a step that asks for each layer; those of the step before are forgotten."""
+        """Loads that are verified, of a step that asks for each layer; those of the step before are forgotten."""
         self._watched, self._ordered = [loading for loading in loadings if loading.copies], set()
 
     def order(self, layer: str, stream: int) -> None:

@@ -120,7 +120,7 @@ def _asks(layer: object) -> bool:
     return any(kind.__name__ in ("Attention", "MLAAttention") for kind in type(layer).__mro__)
 
 
-def reports_sure(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
+def reports_verified(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
     """Whether a load may be reported before it has ended. Not by a rank that others store for: each publishes what it
     saw to be whole, and nobody what others did. Not in a pipeline, where a step that computes nothing is no sign that
     nobody waits. Not where vLLM zeroes blocks that it gives out, before anything was ordered after a load."""

@@ -3,8 +3,8 @@
 Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
 while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
 
-A load in the background that begins in a step that computes nothing is reported in such a step once it is sure
-(Loading.sure): on a GPU while its last layers are on their way. The next step's work is ordered after them.
+A load in the background that begins in a step that computes nothing is reported in such a step once it is verified
+(Loading.verified): on a GPU while its last layers are on their way. The next step's work is ordered after them.
 
 Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
 fence() returned; blocks that a failed load leaves behind are reported no later than its end; nothing that was computed
@@ -70,18 +70,18 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
 class WorkerSide:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
     `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
-    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `reports_sure`: loads
-    may be reported before they have ended, on a GPU, which needs so many `hash_threads` of the CPU."""
+    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `reports_verified`:
+    loads may be reported before they have ended, on a GPU, which needs so many `hash_threads` of the CPU."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], *,
         rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool, by_layer: bool,
-        reports_sure: bool, hash_threads: int, clock: Callable[[], float] = time.perf_counter,
+        reports_verified: bool, hash_threads: int, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
         self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
-        self._reports_sure = where.cuda is not None and reports_sure
+        self._reports_verified = where.cuda is not None and reports_verified
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
@@ -134,7 +134,7 @@ class WorkerSide:
             self._stores[store.number] = run(self._storing, self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
-            is_early = order.is_async and orders.is_idle and self._reports_sure
+            is_early = order.is_async and orders.is_idle and self._reports_verified
             self._running.append(_Load(order, self._submit(order, is_early), is_early))
         # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
         self._take_ended(
@@ -147,7 +147,7 @@ class WorkerSide:
         loads = [load for load in self._running if load.reported and not load.ordered]
         by_layer = self._by_layer and [load.order.plan.request_id for load in loads] == [alone]
         for load in loads:
-            assert load.loading is not None and stream is not None, "loads are sure on a GPU only"
+            assert load.loading is not None and stream is not None, "loads are verified on a GPU only"
             if not by_layer:
                 load.loading.order(stream)
             load.ordered = True
@@ -159,7 +159,7 @@ class WorkerSide:
 
     def wait_for_layer(self, layer: str, stream: int | None) -> None:
         """What is put on `stream` (a CUstream) from now on finds that layer's KV of this step's loads."""
-        assert stream is not None, "loads are sure on a GPU only"
+        assert stream is not None, "loads are verified on a GPU only"
         self._layers.order(layer, stream)
 
     def ended(self) -> tuple[set[str], set[str]]:
@@ -169,19 +169,19 @@ class WorkerSide:
         self._layers.watch([])
         self._take_ended(lambda load: False)
         if self._is_idle:
-            self._report_sure()
+            self._report_verified()
         self._raise_what_was_lost()
         loaded, self._loaded = self._loaded, set()
         failed, self._failed_requests = self._failed_requests, set()
         return loaded, failed
 
-    def _report_sure(self) -> None:
-        """Nothing is computed, and nobody else waits for the step that a sure load holds up."""
+    def _report_verified(self) -> None:
+        """Nothing is computed, and nobody else waits for the step that a verified load holds up."""
         waits_s = IDLE_WAIT_S  # for the first: the loop had better wait than spin
         for load in self._running:
             if load.loading is not None and not load.reported:
                 if load.is_early:
-                    load.reported = load.loading.sure(waits_s)
+                    load.reported = load.loading.verified(waits_s)
                     self._loaded |= {load.order.plan.request_id} if load.reported else set()
                 else:
                     load.loading.wait(waits_s)

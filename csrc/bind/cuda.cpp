@@ -26,14 +26,14 @@ Place place_of(bool host) { return host ? Place::host : Place::device; }
 std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, size_t layout, const py::buffer& slots,
                                     const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
                                     std::optional<uintptr_t> after, const std::vector<size_t>& bands,
-                                    size_t sure_after) {
+                                    size_t verified_after) {
   const Integers<uint64_t> slot(slots, "slots");
   const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
   require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
           std::to_string(slot.view().size()));
   const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
   const py::gil_scoped_release released;
-  return self.scatter(layout, parts, after ? &*after : nullptr, {bands, sure_after});
+  return self.scatter(layout, parts, after ? &*after : nullptr, {bands, verified_after});
 }
 
 std::shared_ptr<cuda::Copy> gather(cuda::Copier& self, size_t layout, const py::buffer& slots,
@@ -80,11 +80,12 @@ void bind_copier(py::module_& m) {
           "wait", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait(or_for_ever(timeout_s)); },
           py::arg("timeout_s") = py::none(), Nogil())
       .def(
-          "wait_sure", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait_sure(or_for_ever(timeout_s)); },
+          "wait_verified",
+          [](const cuda::Copy& self, Timeout timeout_s) { return self.wait_verified(or_for_ever(timeout_s)); },
           py::arg("timeout_s") = py::none(), Nogil())
       .def("order", &cuda::Copy::order, py::arg("stream"), py::arg("band") = py::none(), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil())
-      .def("sure_checksums", &cuda::Copy::sure_checksums, Nogil());
+      .def("verified_checksums", &cuda::Copy::verified_checksums, Nogil());
   py::class_<cuda::Copier>(m, "CudaCopier")
       .def(py::init([](int device, size_t piece_bytes, int buffers, int load_blocks, int store_blocks,
                        int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads) {
@@ -100,7 +101,7 @@ void bind_copier(py::module_& m) {
            py::kw_only(), py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
            py::arg("skips"), py::kw_only(), py::arg("after") = py::none(), py::arg("bands") = std::vector<size_t>(),
-           py::arg("sure_after") = size_t(0))
+           py::arg("verified_after") = size_t(0))
       .def("fileno", &cuda::Copier::ended_fd)
       .def_property_readonly("closed", &cuda::Copier::closed)
       .def_property_readonly("staging_bytes", &cuda::Copier::staging_bytes)

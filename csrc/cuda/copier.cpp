@@ -103,8 +103,8 @@ void check_bands(const PagedLayout& layout, const Bands& bands) {
   }
   if (!bands.ends.empty() && before != layout.planes().size())
     refuse("end of the last band (planes)", (long long)(before), std::to_string(layout.planes().size()));
-  if (bands.sure_after > bands.ends.size())
-    refuse("sure_after (bands)", (long long)(bands.sure_after), "at most " + std::to_string(bands.ends.size()));
+  if (bands.verified_after > bands.ends.size())
+    refuse("verified_after (bands)", (long long)(bands.verified_after), "at most " + std::to_string(bands.ends.size()));
 }
 
 // The share of a part that reaches to plane `end` and begins where the share before it ended, at stripe `begin`.
@@ -256,7 +256,7 @@ std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLay
 std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, bool store, const uintptr_t* after,
                                       const Bands& bands) {
   const DeviceLayout& layout = layout_at(number);
-  check_call(layout.layout, parts, bands.sure_after > 0);
+  check_call(layout.layout, parts, bands.verified_after > 0);
   check_bands(layout.layout, bands);
   const size_t all[] = {layout.layout.planes().size()};
   const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
@@ -274,7 +274,7 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_)
     throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
-  if (bands.sure_after > 0) start_hashers();
+  if (bands.verified_after > 0) start_hashers();
   if (after != nullptr) {
     const ContextGuard current(device_);
     copy->after_ = take_event();
@@ -282,10 +282,10 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();
-  if (bands.sure_after > 0) hash_the_rest(copy, layout.layout, parts, bands);
+  if (bands.verified_after > 0) hash_the_rest(copy, layout.layout, parts, bands);
   for (auto& batch : batches) {
     batch->copy = copy;
-    copy->first_batches_left_ += batch->band < bands.sure_after;
+    copy->first_batches_left_ += batch->band < bands.verified_after;
     backlog_.push_back(std::move(batch));
   }
   // Behind other batches, or beside a thread that submits, there is no hurry.
@@ -401,9 +401,9 @@ void Copier::finish(Batch& batch) {
       const auto moved = uint64_t(total % kPrime);
       uint64_t& sum = copy.sums_[batch.first_result + i];
       sum = add_mod_p(sum, moved);
-      if (batch.band >= copy.sure_after_) continue;
-      uint64_t& sure = copy.sure_sums_[batch.first_result + i];
-      sure = add_mod_p(sure, moved);
+      if (batch.band >= copy.verified_after_) continue;
+      uint64_t& verified = copy.verified_sums_[batch.first_result + i];
+      verified = add_mod_p(verified, moved);
     }
   } else if (copy.error_.empty()) {
     copy.error_ = batch.error;
@@ -412,7 +412,7 @@ void Copier::finish(Batch& batch) {
   if (batch.uploaded != nullptr) idle_events_.push_back(batch.uploaded);
   if (batch.done != nullptr) idle_events_.push_back(batch.done);
   if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // it is over, and its event may serve another copy
-  if (batch.band < copy.sure_after_) --copy.first_batches_left_;
+  if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.after_ != nullptr) idle_events_.push_back(copy.after_);
   copy.after_ = nullptr;

@@ -46,11 +46,11 @@ struct Tuning {
   int hash_threads;                              // of the CPU
 };
 
-// How a load goes. `ends`: of each band, as a number of planes, rising; empty: all planes at once. It is sure once
-// its first `sure_after` bands were moved, and the CPU has hashed the rest in the slots; 0: when it has ended.
+// How a load goes. `ends`: of each band, as a number of planes, rising; empty: all planes at once. It is verified once
+// its first `verified_after` bands were moved, and the CPU has hashed the rest in the slots; 0: when it has ended.
 struct Bands {
   std::span<const size_t> ends;
-  size_t sure_after = 0;
+  size_t verified_after = 0;
 };
 
 class DescriptorRing;
@@ -73,23 +73,23 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
-  // As wait() and checksums(), of a copy that is sure: of the bytes that were moved, and of those that will be as they
-  // were in the slots.
-  bool wait_sure(double timeout_s) const;
-  std::vector<uint64_t> sure_checksums() const;
+  // Like wait() and checksums(), but for a verified copy: the sums cover the bytes already copied, and the others as
+  // the CPU found them in the slots.
+  bool wait_verified(double timeout_s) const;
+  std::vector<uint64_t> verified_checksums() const;
 
  private:
   friend class Copier;
   struct Shared;  // mutex and condition of the Copier, which may be gone before the Copy
-  bool is_sure() const;
+  bool is_verified() const;
   template <typename Condition>
   bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;
   Copier* copier_ = nullptr;  // there as long as something is to be submitted
   std::vector<uint64_t> sums_;
   size_t batches_left_ = 0, bands_submitted_ = 0;
-  std::vector<uint64_t> sure_sums_;
-  size_t sure_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first_batches: those of the first bands
+  std::vector<uint64_t> verified_sums_;
+  size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first_batches: those of the first bands
   Event after_ = nullptr;     // the copier's, as those of bands_; null when not needed any more
   std::vector<Event> bands_;  // the end of each
   std::string error_;

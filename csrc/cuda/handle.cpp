@@ -25,19 +25,19 @@ bool Copy::wait(double timeout_s) const {
   return wait_until(timeout_s, [&] { return batches_left_ == 0; });
 }
 
-bool Copy::is_sure() const {
-  return batches_left_ == 0 || (sure_after_ > 0 && first_batches_left_ == 0 && hashes_left_ == 0);
+bool Copy::is_verified() const {
+  return batches_left_ == 0 || (verified_after_ > 0 && first_batches_left_ == 0 && hashes_left_ == 0);
 }
 
-bool Copy::wait_sure(double timeout_s) const {
-  return wait_until(timeout_s, [&] { return is_sure(); });
+bool Copy::wait_verified(double timeout_s) const {
+  return wait_until(timeout_s, [&] { return is_verified(); });
 }
 
-std::vector<uint64_t> Copy::sure_checksums() const {
-  wait_sure(-1);
+std::vector<uint64_t> Copy::verified_checksums() const {
+  wait_verified(-1);
   const std::lock_guard<std::mutex> guard(shared_->mutex);
   if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
-  return batches_left_ == 0 ? sums_ : sure_sums_;
+  return batches_left_ == 0 ? sums_ : verified_sums_;
 }
 
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {

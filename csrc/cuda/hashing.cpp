@@ -1,4 +1,4 @@
-// The CPU's share of a load that is to be sure before it has ended: what is still to be moved, hashed in the slots.
+// Verifying a load before it has ended: the CPU hashes, in the slots, the bytes that are still to be copied.
 #include <deque>
 #include <system_error>
 
@@ -18,9 +18,9 @@ void Copier::start_hashers() try {
 
 void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,
                            const Bands& bands) {
-  copy->sure_after_ = bands.sure_after;
-  copy->sure_sums_.resize(parts.size());
-  const size_t first_planes = layout.bytes_before(bands.ends[bands.sure_after - 1]);
+  copy->verified_after_ = bands.verified_after;
+  copy->verified_sums_.resize(parts.size());
+  const size_t first_planes = layout.bytes_before(bands.ends[bands.verified_after - 1]);
   for (size_t i = 0; i < parts.size(); ++i) {
     const size_t blocks = parts[i].block_ids.size(), bytes = layout.block_bytes() * blocks;
     const size_t first_stripe = stripes_of(first_planes * blocks);
@@ -33,7 +33,7 @@ void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout&
 // A copy that has been moved is known without what was not hashed yet. Waits for what is being hashed.
 void Copier::let_go_of_slots(std::unique_lock<std::mutex>& lock, Copy& copy) {
   if (copy.hashes_left_ == 0) return;
-  copy.sure_after_ = 0;
+  copy.verified_after_ = 0;
   copy.hashes_left_ -= std::erase_if(hashes_, [&](const Hash& hash) { return hash.copy.get() == &copy; });
   shared_->changed.wait(lock, [&] { return copy.hashes_left_ == 0; });
 }
@@ -48,7 +48,7 @@ void Copier::run_hasher() {
     lock.unlock();
     const uint64_t found = checksum(reinterpret_cast<const char*>(hash.slot), hash.bytes, hash.first_stripe);
     lock.lock();
-    uint64_t& sum = hash.copy->sure_sums_[hash.part];
+    uint64_t& sum = hash.copy->verified_sums_[hash.part];
     sum = add_mod_p(sum, found);
     if (--hash.copy->hashes_left_ == 0) shared_->changed.notify_all();
   }

@@ -25,7 +25,7 @@ class Copy:
     def wait(self, timeout_s: float | None) -> bool:
         return True
 
-    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
+    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return []
 
     def result(self) -> list[PartResult]:
@@ -44,9 +44,9 @@ def state(layers: Layers) -> tuple[bool, bool]:
 
 def test_the_first_band_has_its_share_of_the_planes_and_the_others_share_the_rest() -> None:
     for count in (1, 2, 7, 8, 9, 32, 61):
-        ends, sure_after = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
+        ends, verified_after = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
         first, later = ends[0], count - ends[0]
-        assert sure_after == 1 and FIRST_SHARE * count <= first < FIRST_SHARE * count + 1
+        assert verified_after == 1 and FIRST_SHARE * count <= first < FIRST_SHARE * count + 1
         assert list(ends) == sorted(set(ends)) and ends[-1] == count and len(ends) == 1 + min(later, LATER_BANDS)
         sizes = [end - begin for begin, end in pairwise(ends)]
         assert not sizes or max(sizes) - min(sizes) <= 1

@@ -20,7 +20,7 @@ from kvdock.connectors.vllm.setup import (
     loads_by_layer,
     place_of,
     refuse_what_is_not_supported,
-    reports_sure,
+    reports_verified,
     undoes_steps,
     workers_here,
 )
@@ -232,8 +232,8 @@ def test_loads_are_reported_early_only_where_nobody_else_depends_on_their_end(
     set_up = config()
     vars(set_up.parallel_config).update(parallel)
     place = place_of(set_up.parallel_config, [KVGroup(None, 16, {"layer.0": 128}, latent)])
-    assert reports_sure(set_up, SimpleNamespace(needs_kv_cache_zeroing=zeroes), place) == reports
-    assert reports_sure(set_up, SimpleNamespace(), place) == (reports or zeroes)
+    assert reports_verified(set_up, SimpleNamespace(needs_kv_cache_zeroing=zeroes), place) == reports
+    assert reports_verified(set_up, SimpleNamespace(), place) == (reports or zeroes)
 
 
 def test_steps_are_undone_only_where_none_run_ahead() -> None:

@@ -169,9 +169,9 @@ def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_
             begun = reader.connector.scheduler.begin_load(request, [into], 0, len(tokens))
             assert begun is not None
             attachment, plan = begun
-            bands = Bands([2 * (layer + 1) for layer in range(layers)], sure_after=1)
+            bands = Bands([2 * (layer + 1) for layer in range(layers)], verified_after=1)
             loading = worker.submit_load(attachment, plan, bands=[bands])
-            assert loading.sure(10.0) is not damaged
+            assert loading.verified(10.0) is not damaged
             assert loading.is_whole() is not damaged
             read = []
             (_, _, copied), = loading.copies

@@ -243,7 +243,7 @@ class RandomCase:
         self.skips = [int(random.integers(0, len(ids) + 1)) for ids in self.lists]
         ends = [end for end in range(1, len(self.planes)) if random.integers(2)]
         self.bands = [*ends, len(self.planes)] if ends else []
-        self.sure_after = int(random.integers(0, len(self.bands) + 1))
+        self.verified_after = int(random.integers(0, len(self.bands) + 1))
         direct = int(random.choice([0, 1 << 40]))
         load, store, at_once = (int(random.integers(1, 33)) for _ in range(3))
         self.tuning = CopyTuning(
@@ -279,8 +279,8 @@ def test_random_layouts_move_as_the_cpu_moves_them(round_: int) -> None:
             for i, ids in enumerate(case.lists):
                 expected = checksum(slots.read(i)[: len(plain[i][1])])
                 part = PartCopy(slots.address(i), ids, case.skips[i], expected)
-                handle = copier.scatter([part], bands=case.bands, sure_after=case.sure_after)
-                assert handle.sure(None) == handle.result() == [PartResult(expected, True)], told
+                handle = copier.scatter([part], bands=case.bands, verified_after=case.verified_after)
+                assert handle.verified(None) == handle.result() == [PartResult(expected, True)], told
                 assert cpu.scatter([part]).result()[0].ok, told
                 assert torch.equal(paged.cpu(), host[at : at + case.bytes]), told
             cpu.close()

@@ -111,7 +111,7 @@ def test_a_band_is_there_for_work_ordered_after_it_and_the_last_bands_need_not_b
                 copier.scatter(parts, bands=ends)
 
 
-def test_a_load_is_sure_before_it_has_ended_and_work_ordered_after_it_finds_all_of_it() -> None:
+def test_a_load_is_verified_before_it_has_ended_and_work_ordered_after_it_finds_all_of_it() -> None:
     shape = Shape(layers=8, blocks=1024, tokens=16, heads=8, head_size=128)
     paged, reader = Paged("NL_X_NB_TWO_BS_NH_HS", torch.bfloat16, shape, device="cuda"), new_stream()
     planes, size = len(paged.layout.planes), paged.layout.part_bytes(256)
@@ -125,8 +125,8 @@ def test_a_load_is_sure_before_it_has_ended_and_work_ordered_after_it_finds_all_
             torch.cuda.synchronize()
             ids = torch.randperm(1024).view(4, 256)
             parts = [PartCopy(slots.address(index), ids[index], 0, sums[index]) for index in range(4)]
-            handle = copier.scatter(parts, bands=[planes * 7 // 8, planes], sure_after=1)
-            sure = handle.sure(10.0)
+            handle = copier.scatter(parts, bands=[planes * 7 // 8, planes], verified_after=1)
+            verified = handle.verified(10.0)
             unended += not handle.done()
             handle.order(stream_of(reader))
             with torch.cuda.stream(reader):
@@ -136,13 +136,13 @@ def test_a_load_is_sure_before_it_has_ended_and_work_ordered_after_it_finds_all_
                 ]
             reader.synchronize()
             assert all(bool(one) for one in seen)
-            assert sure == handle.result() and [one.checksum for one in handle.result()] == sums
+            assert verified == handle.result() and [one.checksum for one in handle.result()] == sums
     assert unended > 0
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sure_after", [1, 2, 3])
-def test_damage_is_known_when_a_load_is_sure_wherever_it_lies(way: str, sure_after: int) -> None:
+@pytest.mark.parametrize("verified_after", [1, 2, 3])
+def test_damage_is_known_when_a_load_is_verified_wherever_it_lies(way: str, verified_after: int) -> None:
     paged = paged_kv()
     size, planes = paged.layout.part_bytes(20), len(paged.layout.planes)
     with slots_in("host", 3, size) as slots, cuda_copier(paged.layout, WAYS[way]) as copier:
@@ -154,10 +154,10 @@ def test_damage_is_known_when_a_load_is_sure_wherever_it_lies(way: str, sure_aft
             slots.write(1, bytes(damage))
             ids = torch.randperm(60).view(3, 20)
             parts = [PartCopy(slots.address(index), ids[index], 0, checksum(b"\7" * size)) for index in range(3)]
-            handle = copier.scatter(parts, bands=[2, 4, planes], sure_after=sure_after)
-            sure = handle.sure(None)
-            assert sure is not None and [one.ok for one in sure] == [True, False, True]
-            assert handle.result() == sure and handle.sure(0.0) == sure
+            handle = copier.scatter(parts, bands=[2, 4, planes], verified_after=verified_after)
+            verified = handle.verified(None)
+            assert verified is not None and [one.ok for one in verified] == [True, False, True]
+            assert handle.result() == verified and handle.verified(0.0) == verified
 
 
 def test_a_load_that_ends_before_it_was_hashed_needs_no_hash() -> None:
@@ -170,23 +170,23 @@ def test_a_load_that_ends_before_it_was_hashed_needs_no_hash() -> None:
             with slots_in("host", 1, size) as slots:
                 slots.write(0, b"\7" * size)
                 part = PartCopy(slots.address(0), range(64), 0, checksum(b"\7" * size))
-                handles = [copier.scatter([part], bands=[1, planes], sure_after=1) for _ in range(8)]
+                handles = [copier.scatter([part], bands=[1, planes], verified_after=1) for _ in range(8)]
                 assert all(handle.result()[0].ok for handle in handles)
-            assert all(handle.sure(0.0) == handle.result() for handle in handles)
+            assert all(handle.verified(0.0) == handle.result() for handle in handles)
 
 
 def test_what_cannot_be_hashed_beforehand_is_refused() -> None:
     paged = paged_kv()
     size, planes = paged.layout.part_bytes(4), len(paged.layout.planes)
-    for place, bands, sure_after, message in (
-        ("host", [1, planes], 3, "sure_after .bands.: found 3, wanted at most 2"),
-        ("host", [], 1, "sure_after .bands.: found 1, wanted at most 0"),
+    for place, bands, verified_after, message in (
+        ("host", [1, planes], 3, "verified_after .bands.: found 3, wanted at most 2"),
+        ("host", [], 1, "verified_after .bands.: found 1, wanted at most 0"),
         ("device", [1, planes], 1, "wanted host memory"),
     ):
         with slots_in(place, 1, size) as slots, cuda_copier(paged.layout) as copier:
             part = PartCopy(slots.address(0), range(4), 0, 0)
             with pytest.raises(CopyError, match=message):
-                copier.scatter([part], bands=bands, sure_after=sure_after)
+                copier.scatter([part], bands=bands, verified_after=verified_after)
     with pytest.raises(CopyError, match="hash threads: found 0"), cuda_copier(paged.layout, CopyTuning(hash_threads=0)):
         pass
 

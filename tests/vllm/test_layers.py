@@ -24,10 +24,10 @@ def test_a_request_runs_before_its_load_has_ended_and_reads_all_of_it(
     schedulers: Schedulers,
 ) -> None:
     found = schedulers.run(
-        version, "sure", server.unix, by_layer, module="layer_scenarios", windows=windows, overlap=overlap,
+        version, "verified", server.unix, by_layer, module="layer_scenarios", windows=windows, overlap=overlap,
         runner=runner,
     )
-    assert (found["reported_sure"], found["loaded"], found["ended"]) == (1, 128, "")
+    assert (found["reported_verified"], found["loaded"], found["ended"]) == (1, 128, "")
     assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
 
 
@@ -36,8 +36,8 @@ def test_a_step_that_is_not_ordered_after_its_load_is_seen(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     """The negative control."""
-    found = schedulers.run(version, "sure", server.unix, False, orders=False, module="layer_scenarios")
-    assert found["reported_sure"] == 1 and found["bad_reads"] > 0
+    found = schedulers.run(version, "verified", server.unix, False, orders=False, module="layer_scenarios")
+    assert found["reported_verified"] == 1 and found["bad_reads"] > 0
 
 
 @every_version
@@ -46,7 +46,7 @@ def test_a_load_beside_a_request_that_runs_is_reported_when_it_has_ended(
     version: str, left: bool, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     found = schedulers.run(version, "beside", server.unix, left, module="layer_scenarios")
-    assert (found["loaded"], found["beside"], found["reported_sure"]) == (256, 0, 1)
+    assert (found["loaded"], found["beside"], found["reported_verified"]) == (256, 0, 1)
     assert found["bands"] == [False, True]
     assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)
 
@@ -56,14 +56,14 @@ def test_a_reported_load_whose_request_is_gone_is_seen_to_its_end(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     found = schedulers.run(version, "aborted", server.unix, module="layer_scenarios")
-    assert (found["reported_sure"], found["running"], found["held"]) == (1, 0, 0)
+    assert (found["reported_verified"], found["running"], found["held"]) == (1, 0, 0)
 
 
 @every_version
 def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "sure", server.unix, True, asks=False, module="layer_scenarios")
+    found = schedulers.run(version, "verified", server.unix, True, asks=False, module="layer_scenarios")
     assert found["ended"] == "vLLM ran a step without asking for each layer's KV: set load_by_layer to never"
 
 
@@ -72,9 +72,9 @@ def test_an_engine_that_does_not_ask_for_each_layer_ends_when_it_was_said_to(
 def test_under_pressure_requests_run_before_their_loads_have_ended_and_nothing_wrong_is_read(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "pressure", server.unix, windows, 0, 40, sure=True)
+    found = schedulers.run(version, "pressure", server.unix, windows, 0, 40, verified=True)
     assert found["wrong"] == {}
-    assert found["reported_sure"] > 20 and found["aborted_waiting"] > 0
+    assert found["reported_verified"] > 20 and found["aborted_waiting"] > 0
 
 
 @every_version

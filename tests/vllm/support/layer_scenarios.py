@@ -1,5 +1,5 @@
 """Loads that are reported before they have ended, and loads in the step that runs their request, which fail too late
-to be taken back. Around a real Scheduler, stepped by hand: a load that is sure has copied nothing (lockstep.py)."""
+to be taken back. Around a real Scheduler, stepped by hand: a load that is verified has copied nothing (lockstep.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from chaos import Chaos
 from lockstep import into_lockstep
 from sched_engine import SchedEngine
-from sched_scenarios import count_sure, figures, prompt
+from sched_scenarios import count_verified, figures, prompt
 from vllm.v1.request import RequestStatus
 
 from kvdock.connectors.vllm.worker_side import LoadLost
@@ -37,12 +37,12 @@ def lost(engine: SchedEngine, *request: Any) -> str:
     return ""
 
 
-def sure(address: str, by_layer: bool, asks: bool = True, orders: bool = True, **settings: Any) -> dict[str, Any]:
+def verified(address: str, by_layer: bool, asks: bool = True, orders: bool = True, **settings: Any) -> dict[str, Any]:
     """Cold, then loaded: the request runs before its load has copied anything. `asks`: vLLM asks for each layer.
     `orders`: the step is ordered after the load. `ended`: the engine did, with these words."""
     engine = stored(address, prompt(4, 150), **settings)
-    into_lockstep(engine, random.Random(0), 0, sure=True)
-    count_sure(engine)
+    into_lockstep(engine, random.Random(0), 0, verified=True)
+    count_verified(engine)
     worker, engine.asks_for_layers = engine.worker._worker, asks
     worker._by_layer = by_layer
     if not orders:
@@ -56,8 +56,8 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
     same alone. `beside`: what was reported before it had ended at first. `bands`: of each load, whether it was cut into
     them, for the CPU to hash ahead."""
     engine, bands = stored(address, prompt(7, 150), **settings), []
-    into_lockstep(engine, random.Random(0), 0, sure=True, hasty=False)
-    count_sure(engine)
+    into_lockstep(engine, random.Random(0), 0, verified=True, hasty=False)
+    count_verified(engine)
     half = engine.worker._worker._half
     submit = half.submit_load
 
@@ -75,7 +75,7 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
     if left:
         engine.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
     engine.run()
-    beside = engine.seen["reported_sure"]
+    beside = engine.seen["reported_verified"]
     engine.forget_prefixes()
     engine.add("alone", prompt(7, 150), 2)
     engine.run()
@@ -86,10 +86,10 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
 def aborted(address: str, **settings: Any) -> dict[str, Any]:
     """A request is aborted when its load was reported, and nobody else comes. `running`: loads that have not ended."""
     engine = stored(address, prompt(9, 150), **settings)
-    into_lockstep(engine, random.Random(0), 0, sure=True)
-    count_sure(engine)
+    into_lockstep(engine, random.Random(0), 0, verified=True)
+    count_verified(engine)
     engine.add("warm", prompt(9, 150))
-    while not engine.seen["reported_sure"]:
+    while not engine.seen["reported_verified"]:
         engine.step()
     engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
     engine.run()
@@ -103,8 +103,8 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
     connector lets it be. Then another engine asks, twice. `ended`: the first one did, with these words."""
     engine = stored(address, prompt(5, 70), **settings)
     chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
-    into_lockstep(engine, random.Random(0), 0, sure=True)
-    report, submit = worker._report_sure, worker._half.submit_load
+    into_lockstep(engine, random.Random(0), 0, verified=True)
+    report, submit = worker._report_verified, worker._half.submit_load
 
     def late(*arguments: Any) -> Any:
         loading = submit(*arguments)
@@ -118,7 +118,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
                 chaos._flip(worker._session.attachment, load.order.plan.pieces[1].parts[0])
                 engine.seen["flipped"] += 1
 
-    worker._report_sure, worker._half.submit_load = endangered, late
+    worker._report_verified, worker._half.submit_load = endangered, late
     ended = lost(engine, "alone", prompt(5, 150), 20)
     other = SchedEngine(address, **settings)
     for name in ("other", "third"):  # what lies behind the damaged chunk is found once it is back
@@ -175,4 +175,4 @@ def flip_as_it_begins(engine: SchedEngine) -> None:
     worker._submit = endangered
 
 
-SCENARIOS = {made.__name__: made for made in (sure, beside, aborted, changed, damaged, undone)}
+SCENARIOS = {made.__name__: made for made in (verified, beside, aborted, changed, damaged, undone)}

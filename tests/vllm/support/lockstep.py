@@ -23,7 +23,7 @@ from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult
 
 LEAST_QUESTIONS = 8
-"""So often a load that may be sure is asked whether it has ended: up to three times a step."""
+"""So often a load that may be verified is asked whether it has ended: up to three times a step."""
 
 
 class Job(Future[Any]):
@@ -74,7 +74,7 @@ class Queue:
 
 
 class LateLoading(Loading):
-    """Copies in the step in which it ends, or when somebody waits for its end, or orders work after it. It is sure
+    """Copies in the step in which it ends, or when somebody waits for its end, or orders work after it. It is verified
     when its bytes are seen to be whole, `unsure` questions after it was submitted."""
 
     def __init__(
@@ -98,7 +98,7 @@ class LateLoading(Loading):
             self.copies = [(group, pieces, LateCopy(self, handle)) for group, pieces, handle in made.copies]
         return self._copied
 
-    def sure(self, timeout_s: float) -> bool:
+    def verified(self, timeout_s: float) -> bool:
         self._unsure -= 1
         return self._unsure < 0 and all(
             checksum(self._bytes(part)) == part.checksum_value for piece in self.plan.pieces for part in piece.parts
@@ -124,7 +124,7 @@ class LateCopy:
     def wait(self, timeout_s: float | None) -> bool:
         return self.done()
 
-    def sure(self, timeout_s: float | None) -> list[PartResult] | None:
+    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return self.result() if self.done() else None
 
     def result(self) -> list[PartResult]:
@@ -134,10 +134,10 @@ class LateCopy:
 
 
 def into_lockstep(
-    engine: SchedEngine, source: random.Random, most_steps: int, *, sure: bool = False, hasty: bool = True
+    engine: SchedEngine, source: random.Random, most_steps: int, *, verified: bool = False, hasty: bool = True
 ) -> list[Exception]:
-    """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `sure`: loads
-    are reported before they have copied anything, as a GPU's are before all was copied; `hasty`: in every step."""
+    """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `verified`:
+    loads are reported before they have copied anything, as on a GPU before all was copied; `hasty`: in every step."""
     failures: list[Exception] = []
     queues = []
 
@@ -152,10 +152,10 @@ def into_lockstep(
                 setattr(side, name, queues[-1])
     worker = engine.worker._worker
     submit = worker._half.submit_load
-    least = LEAST_QUESTIONS if sure else 0
+    least = LEAST_QUESTIONS if verified else 0
     worker._half.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
-    worker._reports_sure = sure
-    if sure and hasty:
+    worker._reports_verified = verified
+    if verified and hasty:
         into_haste(worker)
     fence, wait_for_layer = worker.fence, worker.wait_for_layer
     worker.fence = lambda orders, stream: fence(orders, 0)  # nothing that runs here has streams

@@ -113,7 +113,7 @@ def hash_seed(seed: str | None) -> Iterator[None]:
 
 def pressure(
     address: str, windows: Windows, first: int, end: int, sizes: Sequence[int] = (), by_hand: bool = True,
-    likely: float = 0.03, sure: bool = False, **settings: Any,
+    likely: float = 0.03, verified: bool = False, **settings: Any,
 ) -> dict[str, Any]:
     """Random requests with shared prefixes in a pool too small for them, and misfortunes. Seeds [first, end).
 
@@ -122,7 +122,7 @@ def pressure(
     wrong = {}
     for seed in range(first, end):
         try:
-            found = one_seed(address, windows, seed, sizes, by_hand, likely, sure, settings)
+            found = one_seed(address, windows, seed, sizes, by_hand, likely, verified, settings)
         except Exception as error:  # whatever it was: the test says which seed
             found = {"raised": f"{type(error).__name__}: {error}"}
         if any(found.get(name) for name in ("raised", "bad_reads", "wrong_tokens", "unfinished", "held")):
@@ -133,20 +133,20 @@ def pressure(
 
 def one_seed(
     address: str, windows: Windows, seed: int, sizes: Sequence[int], by_hand: bool, likely: float,
-    sure: bool, settings: dict[str, Any],
+    verified: bool, settings: dict[str, Any],
 ) -> dict[str, Any]:
     source = random.Random(seed)
     share = sum(BLOCK / size for size in sizes) if sizes else len(windows)  # of a pool of one group
     engine = SchedEngine(
         address, windows=windows, sizes=sizes, seqs=4, budget=source.choice((64, 64, 200)),
-        blocks=int(source.choice((40, 64, 96) if sure else (24, 32, 48)) * share) // 2 + 1,  # else few fit
+        blocks=int(source.choice((40, 64, 96) if verified else (24, 32, 48)) * share) // 2 + 1,  # else few fit
         **{"overlap": source.random() < 0.5, "runner": source.choice((1, 2)), **settings},
         weights_digest=f"seed {seed}",
     )
-    failures = into_lockstep(engine, source, source.choice((0, 1, 3)), sure=sure) if by_hand else []
-    if sure:
+    failures = into_lockstep(engine, source, source.choice((0, 1, 3)), verified=verified) if by_hand else []
+    if verified:
         engine.worker._worker._by_layer = source.random() < 0.5
-        count_sure(engine)
+        count_verified(engine)
     try:
         chaos = Chaos(engine, source, likely)
         bases = [prompt(100 + at, 160) for at in range(3)]
@@ -168,17 +168,17 @@ def one_seed(
     return figures(engine, **chaos.seen)
 
 
-def count_sure(engine: SchedEngine) -> None:
-    """`reported_sure`: loads that were reported before they ended."""
+def count_verified(engine: SchedEngine) -> None:
+    """`reported_verified`: loads that were reported before they ended."""
     worker = engine.worker._worker
-    report = worker._report_sure
+    report = worker._report_verified
 
     def counted() -> None:
         before = [load for load in worker._running if not load.reported]
         report()
-        engine.seen["reported_sure"] += sum(load.reported for load in before)
+        engine.seen["reported_verified"] += sum(load.reported for load in before)
 
-    worker._report_sure = counted
+    worker._report_verified = counted
 
 
 def abort(address: str) -> dict[str, Any]:

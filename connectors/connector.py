@@ -42,7 +42,7 @@ class ConnectorSettings:
     copy_threads: int = 2
     """Of copies with the CPU."""
     copy_tuning: CopyTuning | None = None
-    """Of copies on a GPU; None: as measured. Of stores only `quiet_blocks` counts (CopyTuning.for_stores)."""
+    """For copies on a GPU; None: as measured. For stores only its `background_store_ctas` counts (for_stores())."""
 
 
 class KvdockConnector:

@@ -32,33 +32,34 @@ class CopyTuning:
     piece_bytes: int = 16 << 20
     """Of one staging buffer."""
     buffers: int = 2
-    load_blocks: int = 16
-    """Thread blocks of a kernel that fills paged blocks from staging; `store_blocks` that empties them. Each keeps a
-    multiprocessor from the engine, whose kernels are often made for all of them: four fill PCIe, more end sooner."""
-    store_blocks: int = 4
-    direct_blocks: int = 8
-    """Thread blocks of a kernel that works on pinned host memory itself."""
+    load_ctas: int = 16
+    """CTAs (thread blocks) of a kernel that copies from staging to paged blocks; `store_ctas`: of one that copies back.
+    Each keeps a multiprocessor from the engine, whose kernels often expect all of them: four fill PCIe, more end
+    sooner."""
+    store_ctas: int = 4
+    direct_ctas: int = 8
+    """CTAs of a kernel that reads or writes the slots themselves, in page-locked host memory."""
     direct_load_bytes: int = 4 << 20
     """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """CPU threads that verify a load before it has ended. Not measured: the caller knows how many cores it may use."""
-    quiet_blocks: int = 2
-    """Thread blocks of a connector's stores, see for_stores(): the fewest that fill PCIe."""
+    background_store_ctas: int = 2
+    """CTAs of a connector's stores in the background (for_stores): the fewest that fill PCIe."""
 
     def for_core(self) -> dict[str, int]:
         """What the core's copier is told."""
         values = asdict(self)
-        del values["quiet_blocks"]
+        del values["background_store_ctas"]
         return values
 
     def for_stores(self) -> CopyTuning:
         """For stores while the engine computes: by the kernel alone, whatever their size. A copy engine that a store
         keeps busy lets no other copy to the host in before the store has ended, and an engine copies its tokens there:
-        with 1 GiB on an H200, they came 15 ms late. More thread blocks than fill PCIe would hold up the engine's
+        with 1 GiB on an H200, they came 15 ms late. More CTAs than fill PCIe would hold up the engine's
         kernels (bench/LOG.md)."""
         least = 1 << 20  # of staging, which is not used
-        return replace(self, piece_bytes=least, direct_blocks=self.quiet_blocks, direct_store_bytes=1 << 62)
+        return replace(self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:

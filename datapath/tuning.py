@@ -30,16 +30,16 @@ from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.datapath")
 
-FORMAT: Final = 3  # of the file, and of what is measured: raised when either changes
+FORMAT: Final = 4  # of the file, and of what is measured: raised when either changes
 SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
-BLOCKS: Final = (4, 8, 16, 32)
-QUIET_BLOCKS: Final = (1, 2, 4, 8)
+CTAS: Final = (4, 8, 16, 32)
+BACKGROUND_STORE_CTAS: Final = (1, 2, 4, 8)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
 """Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
-each byte costs. Thread blocks of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of
-a staged store are not measured: four fill PCIe."""
+each byte costs. CTAs of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of a staged
+store are not measured: four fill PCIe."""
 FILLS: Final = 1.1
 """A connector's store may take so many times as long as with more thread blocks: nobody waits for it, and few disturb
 the engine least."""
@@ -86,8 +86,8 @@ class Calibration:
         g, t = self.geometry, self.tuning
         return (
             f"{self.device} ({self.uuid[:8]}), {g.planes} planes of {g.run_count} x {g.run_bytes} bytes a block: "
-            f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, loads by {t.load_blocks} thread blocks, direct up to "
-            f"{t.direct_load_bytes >> 10} KiB by {t.direct_blocks}, stores by {t.quiet_blocks}; "
+            f"{t.buffers} x {t.piece_bytes >> 20} MiB staging, loads by {t.load_ctas} thread blocks, direct up to "
+            f"{t.direct_load_bytes >> 10} KiB by {t.direct_ctas}, stores by {t.background_store_ctas}; "
             f"load {self.load_share:.1%}, store {self.store_share:.1%} of plain copies"
         )
 
@@ -139,12 +139,14 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
-    tuning = _choose(tuning, "load_blocks", BLOCKS, lambda one: [bench.staged(one, store=False)])
+    tuning = _choose(tuning, "load_ctas", CTAS, lambda one: [bench.staged(one, store=False)])
     tuning = _choose(tuning, "piece_bytes", PIECES_BYTES, bench.long_both_ways)
-    tuning = _choose(tuning, "direct_blocks", BLOCKS, bench.direct_both_ways)
+    tuning = _choose(tuning, "direct_ctas", CTAS, bench.direct_both_ways)
     tuning = replace(
         tuning,
-        quiet_blocks=fewest(_costs(tuning, "quiet_blocks", QUIET_BLOCKS, lambda one: [bench.quiet(one)])),
+        background_store_ctas=fewest(
+            _costs(tuning, "background_store_ctas", BACKGROUND_STORE_CTAS, lambda one: [bench.background_store(one)])
+        ),
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
         direct_store_bytes=bench.crossover_bytes(tuning, store=True),
     )
@@ -234,7 +236,7 @@ class _Bench:
     def long_both_ways(self, tuning: CopyTuning) -> list[Timer]:
         return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]
 
-    def quiet(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
+    def background_store(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
         """Stores as connectors make them, of so many times the scratch."""
         return self._copies(tuning.for_stores(), True, self._bytes, passes=passes)
 
@@ -267,7 +269,8 @@ class _Bench:
                 self._watch.copy(*((from_, to) if store else (to, from_)), self._bytes, to_device=not store)
             return self._watch.stop_ms()
 
-        chosen = self.quiet(tuning, passes=PASSES) if store else self.staged(tuning, store=False, passes=PASSES)
+        storing, passes = self.background_store, PASSES
+        chosen = storing(tuning, passes=passes) if store else self.staged(tuning, store=False, passes=passes)
         with chosen as copies:
             least = _least_in_turns({"plain": plain, "copies": copies})
         return least["plain"] / least["copies"]

@@ -64,7 +64,7 @@ class _Load:
 
 def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
     """What was measured for copies alone, for loads that others are computed beside."""
-    return replace(measured, load_blocks=min(measured.load_blocks, BESIDE_STEPS), hash_threads=hash_threads)
+    return replace(measured, load_ctas=min(measured.load_ctas, BESIDE_STEPS), hash_threads=hash_threads)
 
 
 class WorkerSide:

@@ -87,14 +87,14 @@ void bind_copier(py::module_& m) {
       .def("checksums", &cuda::Copy::checksums, Nogil())
       .def("verified_checksums", &cuda::Copy::verified_checksums, Nogil());
   py::class_<cuda::Copier>(m, "CudaCopier")
-      .def(py::init([](int device, size_t piece_bytes, int buffers, int load_blocks, int store_blocks,
-                       int direct_blocks, size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads) {
+      .def(py::init([](int device, size_t piece_bytes, int buffers, int load_ctas, int store_ctas,
+                       int direct_ctas, size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads) {
              return std::make_unique<cuda::Copier>(
-                 device, cuda::Tuning{piece_bytes, buffers, load_blocks, store_blocks, direct_blocks, direct_load_bytes,
+                 device, cuda::Tuning{piece_bytes, buffers, load_ctas, store_ctas, direct_ctas, direct_load_bytes,
                                       direct_store_bytes, hash_threads});
            }),
-           py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"), py::arg("load_blocks"),
-           py::arg("store_blocks"), py::arg("direct_blocks"), py::arg("direct_load_bytes"),
+           py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"), py::arg("load_ctas"),
+           py::arg("store_ctas"), py::arg("direct_ctas"), py::arg("direct_load_bytes"),
            py::arg("direct_store_bytes"), py::arg("hash_threads"), Nogil())
       .def("add_layout", &cuda::Copier::add_layout, py::arg("layout"), Nogil())
       .def("gather", &gather, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),

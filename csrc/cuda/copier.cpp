@@ -37,8 +37,8 @@ Tuning checked(const Tuning& tuning) {
   require_tuning(tuning.buffers >= 2 && tuning.buffers <= 8, "staging buffers", size_t(tuning.buffers), "2..8");
   require_tuning(tuning.piece_bytes >= (1u << 20) && tuning.piece_bytes % kStripeBytes == 0, "piece_bytes",
                  tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
-  for (const int blocks : {tuning.load_blocks, tuning.store_blocks, tuning.direct_blocks})
-    require_tuning(blocks >= 1 && blocks <= 1024, "thread blocks", size_t(blocks), "1..1024");
+  for (const int ctas : {tuning.load_ctas, tuning.store_ctas, tuning.direct_ctas})
+    require_tuning(ctas >= 1 && ctas <= 1024, "thread blocks", size_t(ctas), "1..1024");
   require_tuning(tuning.hash_threads >= 1 && tuning.hash_threads <= 64, "hash threads", size_t(tuning.hash_threads),
                  "1..64");
   return tuning;

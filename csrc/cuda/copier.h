@@ -41,7 +41,7 @@ namespace kvdock::cuda {
 struct Tuning {
   size_t piece_bytes;
   int buffers;                                   // staging buffers of piece_bytes each
-  int load_blocks, store_blocks, direct_blocks;  // thread blocks of a kernel
+  int load_ctas, store_ctas, direct_ctas;  // CTAs (thread blocks) of a kernel
   size_t direct_load_bytes, direct_store_bytes;  // a call of up to so many bytes goes direct
   int hash_threads;                              // of the CPU
 };

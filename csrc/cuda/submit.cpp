@@ -136,7 +136,7 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   args.last_stripe = piece.last_stripe;
   args.first_part = batch.part_of(piece.first_stripe);
   args.last_part = batch.part_of(piece.last_stripe - 1);
-  const int most = batch.direct ? tuning_.direct_blocks : batch.store ? tuning_.store_blocks : tuning_.load_blocks;
+  const int most = batch.direct ? tuning_.direct_ctas : batch.store ? tuning_.store_ctas : tuning_.load_ctas;
   constexpr uint32_t kWarps = kBlockThreads / 32;
   const uint32_t wanted = (piece.last_stripe - piece.first_stripe + kWarps - 1) / kWarps;
   const unsigned blocks = std::min(unsigned(most), wanted);

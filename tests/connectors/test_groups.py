@@ -214,9 +214,11 @@ def test_a_layout_for_each_group_is_wanted(rig: Rig) -> None:
         WorkerHalf(rig.connector.session, [])
 
 
-@pytest.mark.parametrize("given", [None, CopyTuning(quiet_blocks=3, direct_store_bytes=0)], ids=["measured", "given"])
+@pytest.mark.parametrize(
+    "given", [None, CopyTuning(background_store_ctas=3, direct_store_bytes=0)], ids=["measured", "given"]
+)
 def test_stores_are_told_to_leave_the_engine_alone_and_loads_are_not(rig: Rig, given: CopyTuning | None) -> None:
-    measured, told = CopyTuning(quiet_blocks=1), []
+    measured, told = CopyTuning(background_store_ctas=1), []
 
     class Watched(Device):
         def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning:

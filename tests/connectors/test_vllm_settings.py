@@ -127,11 +127,11 @@ def test_a_worker_hashes_with_half_of_what_is_its_own(
 
 
 def test_loads_beside_steps_take_few_multiprocessors_and_the_workers_threads() -> None:
-    measured = CopyTuning(piece_bytes=1 << 20, load_blocks=16, store_blocks=7)
+    measured = CopyTuning(piece_bytes=1 << 20, load_ctas=16, store_ctas=7)
     assert beside_steps(measured, 3) == CopyTuning(
-        piece_bytes=1 << 20, load_blocks=BESIDE_STEPS, store_blocks=7, hash_threads=3
+        piece_bytes=1 << 20, load_ctas=BESIDE_STEPS, store_ctas=7, hash_threads=3
     )
-    assert beside_steps(CopyTuning(load_blocks=2), 8) == CopyTuning(load_blocks=2, hash_threads=8)
+    assert beside_steps(CopyTuning(load_ctas=2), 8) == CopyTuning(load_ctas=2, hash_threads=8)
 
 
 @pytest.mark.parametrize(("algorithm", "seed", "fixed", "hashing"), [

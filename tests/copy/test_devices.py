@@ -97,7 +97,7 @@ def test_copies_with_the_cpu_refuse_a_stream() -> None:
 
 
 def calibration() -> Calibration:
-    tuning = CopyTuning(piece_bytes=8 << 20, load_blocks=4)
+    tuning = CopyTuning(piece_bytes=8 << 20, load_ctas=4)
     return Calibration("NVIDIA H200", "ab" * 16, 13000, Geometry(64, 256, 16, 16), tuning, 0.4, 0.99, 0.98)
 
 
@@ -170,11 +170,11 @@ def test_stores_take_the_fewest_thread_blocks_that_are_nearly_as_fast_as_any() -
 
 
 def test_a_store_beside_steps_is_the_kernels_alone() -> None:
-    tuning = CopyTuning(quiet_blocks=3, direct_blocks=16, direct_store_bytes=0, load_blocks=7)
+    tuning = CopyTuning(background_store_ctas=3, direct_ctas=16, direct_store_bytes=0, load_ctas=7)
     storing = tuning.for_stores()
-    assert storing.direct_blocks == 3 and storing.direct_store_bytes > 1 << 50
+    assert storing.direct_ctas == 3 and storing.direct_store_bytes > 1 << 50
     assert storing.piece_bytes < CopyTuning().piece_bytes, "it needs no staging"
-    rest = {name: getattr(tuning, name) for name in ("direct_blocks", "direct_store_bytes", "piece_bytes")}
+    rest = {name: getattr(tuning, name) for name in ("direct_ctas", "direct_store_bytes", "piece_bytes")}
     assert replace(storing, **rest) == tuning, "nothing else is changed"
 
 

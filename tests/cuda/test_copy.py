@@ -189,7 +189,7 @@ def test_blocks_that_are_not_on_the_device_are_refused_when_the_copier_is_made()
     [
         (CopyTuning(buffers=1), "staging buffers: found 1, wanted 2..8"),
         (CopyTuning(piece_bytes=12345), "piece_bytes: found 12345"),
-        (CopyTuning(load_blocks=0), "thread blocks: found 0"),
+        (CopyTuning(load_ctas=0), "thread blocks: found 0"),
     ],
 )
 def test_a_tuning_that_cannot_be_is_refused(tuning: CopyTuning, message: str) -> None:

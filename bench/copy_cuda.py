@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.cuda_rig import GIB, POISON, SHAPES, Case, Clock, Pinned3, Shape, in_turns, median_ratio, segments
+from bench.cuda_rig import GIB, POISON, SHAPES, Case, Clock, Shape, ThreeSegments, in_turns, median_ratio, segments
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, CudaHandle
@@ -40,7 +40,7 @@ def say(text: str) -> None:
 class Bench:
     """One GPU. `figures` grows as things are measured."""
 
-    def __init__(self, memory: Pinned3, device: int, seed: int) -> None:
+    def __init__(self, memory: ThreeSegments, device: int, seed: int) -> None:
         self.memory, self.device, self.seed = memory, device, seed
         self.clock = Clock(device)
         self.plain_on_gpu = _core.CudaBuffer(device=device, bytes=GIB, host=False)
@@ -350,7 +350,7 @@ def measure(seed: int, device: int = 0) -> dict[str, object]:
     torch.manual_seed(seed)
     torch.zeros(1, device=f"cuda:{device}")
     with segments() as (pool_id, infos):
-        memory = Pinned3(pool_id, infos, device)
+        memory = ThreeSegments(pool_id, infos, device)
         try:
             bench = Bench(memory, device, seed)
             bench.ceilings()

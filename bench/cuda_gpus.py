@@ -1,4 +1,4 @@
-"""Two GPUs at once, each a worker process over the same pinned segments: beside two plain copies at once."""
+"""Two GPUs at once, each a worker process over the same registered segments: compared with two plain copies at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Barrier
 import numpy as np
 import torch
 
-from bench.cuda_rig import GIB, SHAPES, Case, Clock, Pinned3, segments
+from bench.cuda_rig import GIB, SHAPES, Case, Clock, ThreeSegments, segments
 from kvdock import _core
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.cuda import CudaCopier
@@ -26,7 +26,7 @@ def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: 
     """Rounds of plain and our copies, each begun together with the other worker; tells their medians in ms a byte."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=f"cuda:{device}")
-    memory = Pinned3(pool_id, infos, device)
+    memory = ThreeSegments(pool_id, infos, device)
     shape = next(shape for shape in SHAPES if shape.name == "mla_18k")
     case = Case(shape, memory, GIB // 2, device, seed)
     # `shared`: the slots that both workers read, as ranks read MLA parts; `own`: those of this one.

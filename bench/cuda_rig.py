@@ -1,4 +1,4 @@
-"""What GPU copies are measured on: pinned segments of a real pool, paged blocks as torch tensors, and clocks."""
+"""What GPU copies are measured on: registered segments of a real pool, paged blocks as torch tensors, and clocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.layout import PagedLayout, paged_layout
-from kvdock.datapath.pinning import CudaPin, Pinned
+from kvdock.datapath.registration import CudaRegister, Registration
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.shm.segment import SegmentInfo
 
@@ -52,18 +52,18 @@ SHAPES: Final = (
 """256 tokens a part: 16 blocks of 16, and 4 of 64."""
 
 
-class Pinned3:
-    """Three pinned segments of 1 GiB as one GPU's process has them: slots in two, and one for plain copies."""
+class ThreeSegments:
+    """Three registered segments of 1 GiB in one GPU's process: two hold slots, one serves plain copies."""
 
     def __init__(self, pool_id: int, infos: Sequence[SegmentInfo], device: int) -> None:
         self._attached = AttachedSegments(pool_id)
-        self._pins: list[Pinned] = []
+        self._registrations: list[Registration] = []
         self._infos = list(infos)
-        pin = CudaPin(device)
+        register = CudaRegister(device)
         for info in infos:
             self._attached.attach(info)
             mapping = self._attached.mapping(info.id)
-            self._pins.append(pin(mapping.address, mapping.bytes))
+            self._registrations.append(register(mapping.address, mapping.bytes))
 
     @property
     def plain_at(self) -> int:
@@ -85,17 +85,17 @@ class Pinned3:
         return [self._attached.address(info.id, offset, part_bytes) for info, offset in chosen]
 
     def bytes_at(self, address: int, size: int) -> Any:
-        """uint8 view of pinned memory."""
+        """A uint8 view of registered memory."""
         for info in self._infos:
             base = self._attached.mapping(info.id).address
             if base <= address < base + info.bytes:
                 view = np.frombuffer(memoryview(self._attached.mapping(info.id)), dtype=np.uint8)
                 return view[address - base : address - base + size]
-        raise ValueError(f"address: found {address}, wanted pinned memory")
+        raise ValueError(f"address: found {address}, wanted registered memory")
 
     def close(self) -> None:
-        for pin in self._pins:
-            pin.close()
+        for registration in self._registrations:
+            registration.close()
         self._attached.close()
 
 
@@ -114,7 +114,7 @@ def segments() -> Iterator[tuple[int, list[SegmentInfo]]]:
 class Case:
     """One shape: 1 GiB of blocks on a GPU, in a shuffled order, and as many parts in shuffled slots."""
 
-    def __init__(self, shape: Shape, memory: Pinned3, total_bytes: int, device: int, seed: int) -> None:
+    def __init__(self, shape: Shape, memory: ThreeSegments, total_bytes: int, device: int, seed: int) -> None:
         source = np.random.default_rng(seed)
         self.shape, self._memory, self._source = shape, memory, source
         self.parts = total_bytes // shape.part_bytes

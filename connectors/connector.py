@@ -186,7 +186,8 @@ def open_worker(
 ) -> tuple[EngineSession, WorkerHalf]:
     """A process's session, not started, and its worker half. LayoutMismatch, NoCuda."""
     device = Device.named(settings.device)
-    session = EngineSession(Client(settings.address, timeout_s=settings.timeout_s), manifest, identity, pin=device.pin)
+    client = Client(settings.address, timeout_s=settings.timeout_s)
+    session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerHalf(
         session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,
         tuning=settings.copy_tuning,

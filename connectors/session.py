@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvdock.client.client import Client
 from kvdock.connectors.grants import GrantBook
 from kvdock.datapath.liveness import MemberLiveness
-from kvdock.datapath.pinning import Pin, SegmentPinner
+from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import (
@@ -33,7 +33,7 @@ from kvdock.protocol.schemas import (
     Segment,
     SessionAttached,
 )
-from kvdock.shm.errors import AttachError, SegmentNotPinned
+from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import pool_exists
 
 log = logging.getLogger("kvdock.connector")
@@ -72,7 +72,7 @@ class Attachment:
     segments: AttachedSegments
     liveness: MemberLiveness
     heartbeat_s: float
-    pinner: SegmentPinner | None = None
+    registrar: SegmentRegistrar | None = None
     grants: GrantBook = field(default_factory=GrantBook)
     changes_since: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,8 +91,8 @@ class Attachment:
             self._users -= 1
             last = self._users == 0
         if last:
-            if self.pinner is not None:
-                self.pinner.close()
+            if self.registrar is not None:
+                self.registrar.close()
             self.segments.close()
             self.liveness.close()
 
@@ -100,19 +100,19 @@ class Attachment:
 class EngineSession:
     """`identity`, `manifest` and the random source are passed in; nothing is contacted before start().
 
-    `pin`: registers segments with the GPU's driver, in the background; None when copies need no pinned memory.
+    `register`: registers segments with the GPU's driver, in the background; None when copies do not need it.
     """
 
     def __init__(
         self, client: Client, manifest: Manifest, identity: Identity, *, source: random.Random | None = None,
-        pin: Pin | None = None,
+        register: Register | None = None,
     ) -> None:
         self.client, self.manifest, self.identity = client, manifest, identity
         self.keeps_lease: Callable[[str], bool] = lambda _lease: False
         """The scheduler half's word on an old lease it asked for: True means keep."""
         self.on_changes: Callable[[Attachment, Changes], None] | None = None
         """Is told with each heartbeat, in its thread, which chunks lookups began and ceased to find."""
-        self._pin = pin
+        self._register = register
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
@@ -152,12 +152,13 @@ class EngineSession:
     def ensure_segment(self, attachment: Attachment, segment: int) -> None:
         """Maps a segment the pool grew since we last looked. AttachError, ServerUnavailable, ApiError.
 
-        SegmentNotPinned when copies need it pinned and it is not yet."""
+        SegmentNotRegistered when copies need it registered with the driver, and it is not yet."""
         if all(known.id != segment for known in attachment.segments.segments):
             self._map(attachment, self.client.segments().segments, populate=False)
-        if attachment.pinner is not None and not attachment.pinner.is_pinned(segment):
-            raise SegmentNotPinned(
-                f"segment {segment}", found=f"pinned through {attachment.pinner.pinned_through}", wanted="a pinned one"
+        if attachment.registrar is not None and not attachment.registrar.is_registered(segment):
+            raise SegmentNotRegistered(
+                f"segment {segment}", found=f"pinned through {attachment.registrar.pinned_through}",
+                wanted="a registered one",
             )
 
     def close(self) -> None:
@@ -190,17 +191,19 @@ class EngineSession:
         member = f"{self.identity.member}-{self._lives}"
         liveness = MemberLiveness(pool.lock_file, source=self._source)
         segments = AttachedSegments(int(pool.pool_id, 16))
-        pinner = SegmentPinner(segments, self._pin, progress=self._wake.set) if self._pin is not None else None
+        registrar = None
+        if self._register is not None:
+            registrar = SegmentRegistrar(segments, self._register, progress=self._wake.set)
         answer: SessionAttached | None = None
         try:
-            answer = self.client.attach(self._attach_body(member, liveness, pinner))
-            attachment = self._attachment_of(answer, member, segments, liveness, pinner)
+            answer = self.client.attach(self._attach_body(member, liveness, registrar))
+            attachment = self._attachment_of(answer, member, segments, liveness, registrar)
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
             if answer is not None:  # without a word it would be taken for dead, and its ranks for taken until then
                 self._leave(answer.session, member)
-            if pinner is not None:
-                pinner.close()
+            if registrar is not None:
+                registrar.close()
             segments.close()
             liveness.close()
             if isinstance(error, ApiError) and error.code != "not_ready":
@@ -219,7 +222,7 @@ class EngineSession:
             return False
         if last.pool_id == pool_id:
             try:
-                self.client.attach(self._attach_body(last.member, last.liveness, last.pinner))
+                self.client.attach(self._attach_body(last.member, last.liveness, last.registrar))
             except ApiError as error:
                 log.warning("cannot come back as %s: %s", last.member, error)
             else:
@@ -237,7 +240,7 @@ class EngineSession:
         if last is not None:
             last.release()
 
-    def _attach_body(self, member: str, liveness: MemberLiveness, pinner: SegmentPinner | None) -> AttachSession:
+    def _attach_body(self, member: str, liveness: MemberLiveness, registrar: SegmentRegistrar | None) -> AttachSession:
         who = self.identity
         return AttachSession(
             instance=who.instance,
@@ -245,13 +248,13 @@ class EngineSession:
             label=who.label,
             member=Member(
                 id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
-                pinned_through=_pinned_through(pinner),
+                pinned_through=_pinned_through(registrar),
             ),
         )
 
     def _attachment_of(
         self, answer: SessionAttached, member: str, segments: AttachedSegments, liveness: MemberLiveness,
-        pinner: SegmentPinner | None,
+        registrar: SegmentRegistrar | None,
     ) -> Attachment:
         return Attachment(
             session=answer.session,
@@ -262,19 +265,19 @@ class EngineSession:
             segments=segments,
             liveness=liveness,
             heartbeat_s=answer.heartbeat_s,
-            pinner=pinner,
+            registrar=registrar,
             changes_since=answer.changes_next,
         )
 
     def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:
-        """In the order of their ids. A pinner maps the pages itself, outside of this thread."""
-        pinner = attachment.pinner
+        """In the order of their ids. A registrar maps the pages itself, outside of this thread."""
+        registrar = attachment.registrar
         try:
             for segment in segments:
-                attachment.segments.attach(segment, populate=populate and pinner is None)
+                attachment.segments.attach(segment, populate=populate and registrar is None)
         finally:
-            if pinner is not None:
-                pinner.wake()
+            if registrar is not None:
+                registrar.wake()
 
     # ------------------------------------------------------------------ the heartbeat thread
 
@@ -321,7 +324,7 @@ class EngineSession:
         keep: list[str] = []
         try:
             while True:
-                through = _pinned_through(attachment.pinner)
+                through = _pinned_through(attachment.registrar)
                 since = attachment.changes_since if self.on_changes is not None else None
                 beat = Heartbeat(
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
@@ -364,12 +367,12 @@ class EngineSession:
         return done, keep
 
 
-def _pinned_through(pinner: SegmentPinner | None) -> int | None:
+def _pinned_through(registrar: SegmentRegistrar | None) -> int | None:
     """What a member says of itself; None: it needs no pinning."""
-    return None if pinner is None else pinner.pinned_through
+    return None if registrar is None else registrar.pinned_through
 
 
 def _unmap(attachment: Attachment, segment: int) -> None:
-    if attachment.pinner is not None:
-        attachment.pinner.unpin(segment)
+    if attachment.registrar is not None:
+        attachment.registrar.unregister(segment)
     attachment.segments.detach(segment)

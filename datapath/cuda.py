@@ -7,7 +7,7 @@
     handle.done() | wait() | copier.fileno()          for the host, which need not ask
 
 The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
-described by a PagedLayout. Slots lie in memory that the driver knows: pinned segments (pinning.py), or
+described by a PagedLayout. Slots lie in memory that the driver knows: registered segments (registration.py), or
 CudaSlotMemory on the device.
 
 Invariants: those of copy.py; a call never waits for the GPU.
@@ -108,7 +108,7 @@ class CudaCopier:
     the later ones are opened with beside().
 
     Raises NoCuda; CopyError for a tuning that cannot be; CudaError when the layout's memory is not that GPU's, or
-    when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB pinned).
+    when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
     """
 
     def __init__(self, layout: PagedLayout, *, device: int, tuning: CopyTuning | None = None) -> None:

@@ -10,7 +10,7 @@ from kvdock.datapath.copy import Copier, CpuCopier
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
 from kvdock.datapath.errors import DeviceUnknown
 from kvdock.datapath.layout import PagedLayout
-from kvdock.datapath.pinning import CudaPin, Pin
+from kvdock.datapath.registration import CudaRegister, Register
 from kvdock.datapath.tuning import tuned
 
 
@@ -33,9 +33,9 @@ class Device:
         return cls(index)
 
     @property
-    def pin(self) -> Pin | None:
-        """How segments are made known to the driver; None when nothing needs it."""
-        return None if self.cuda is None else CudaPin(self.cuda)
+    def register(self) -> Register | None:
+        """Registers segments with the driver; None when nothing needs it."""
+        return None if self.cuda is None else CudaRegister(self.cuda)
 
     def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning | None:
         """As is best for the first layout with chunks of so many tokens, which is measured once on a machine, in well

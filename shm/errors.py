@@ -9,7 +9,7 @@
     └── AttachError         a segment cannot be used by this engine
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
-        ├── SegmentNotPinned     it is mapped, but the GPU's driver does not know it yet: try again
+        ├── SegmentNotRegistered it is mapped, but the GPU's driver does not know it yet: try again
         ├── SegmentWrongVersion  written by a build with another layout
         └── SegmentCorrupt       the header contradicts itself, the object or the caller
 """
@@ -54,7 +54,7 @@ class SegmentAbsent(AttachError):
     pass
 
 
-class SegmentNotPinned(AttachError):
+class SegmentNotRegistered(AttachError):
     pass
 
 

@@ -83,7 +83,7 @@ class WorkerSide:
         self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
         self._reports_verified = where.cuda is not None and reports_verified
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
-        self._session = EngineSession(self._client, manifest, identity, pin=where.pin)
+        self._session = EngineSession(self._client, manifest, identity, register=where.register)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         self._half = WorkerHalf(
             self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,

@@ -18,7 +18,7 @@ import torch
 import uvicorn
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
 from connector_helpers import CHUNK, Rig, mapped_objects, mortal, no_trace, tokens_of
-from pin_helpers import GatedLock, MemoryLock, locked_bytes
+from mlock_helpers import GatedLock, MemoryLock, locked_bytes
 
 from kvdock.api.app import create_app
 from kvdock.api.clock import ServerClock
@@ -29,10 +29,10 @@ from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.connectors.interface import LoadDone
 from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.datapath.pinning import Pin
+from kvdock.datapath.registration import Register
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ServerUnavailable
-from kvdock.shm.errors import SegmentNotPinned
+from kvdock.shm.errors import SegmentNotRegistered
 from kvdock.shm.objects import SHM_DIR
 
 
@@ -354,14 +354,14 @@ def test_a_connector_that_lost_its_server_closes_without_a_trace() -> None:
             assert client.leases().leases == []
 
 
-# --------------------------------------------------------------------------- pinning
+# --------------------------------------------------------------------------- registration with a GPU's driver
 
 
 @contextmanager
-def pinning(server: ServerProcess, pin: Pin) -> Iterator[EngineSession]:
-    """An engine process that pins what it maps."""
+def registering(server: ServerProcess, register: Register) -> Iterator[EngineSession]:
+    """An engine process that registers what it maps."""
     with Client(server.unix) as client:
-        session = EngineSession(client, manifest(), Identity(unique("instance"), unique("member")), pin=pin)
+        session = EngineSession(client, manifest(), Identity(unique("instance"), unique("member")), register=register)
         session.start()
         try:
             yield session
@@ -375,35 +375,35 @@ def attached(session: EngineSession) -> Attachment:
 
 
 def reported(client: Client) -> list[int | None]:
-    """What the members say that they have pinned."""
+    """`pinned_through` of each member."""
     return [member.pinned_through for view in client.sessions().sessions for member in view.members]
 
 
-def test_what_is_pinned_is_reported_at_once_and_unpinned_at_the_end() -> None:
+def test_what_is_registered_is_reported_at_once_and_unregistered_at_the_end() -> None:
     before = locked_bytes()
     with ServerProcess(heartbeat_s=60.0) as server, Client(server.unix) as client:
-        pin = GatedLock()
-        with pinning(server, pin) as session:
-            assert pin.reached.wait(10.0)
-            assert reported(client) == [0], "attaching says that nothing is pinned yet"
-            with pytest.raises(SegmentNotPinned, match="segment 0: found pinned through 0"):
+        register = GatedLock()
+        with registering(server, register) as session:
+            assert register.reached.wait(10.0)
+            assert reported(client) == [0], "attaching says that nothing is registered yet"
+            with pytest.raises(SegmentNotRegistered, match="segment 0: found pinned through 0"):
                 session.ensure_segment(attached(session), 0)
-            pin.gate.set()
+            register.gate.set()
             eventually(lambda: reported(client) == [1])
             session.ensure_segment(attached(session), 0)
             assert locked_bytes() == before + 16 * MIB
         assert locked_bytes() == before
 
 
-def test_an_engine_that_pins_nothing_says_nothing_of_it() -> None:
+def test_an_engine_that_registers_nothing_reports_nothing() -> None:
     with ServerProcess() as server, Client(server.unix) as client, Rig(server.unix):
         assert reported(client) == [None]
 
 
-def test_segments_that_the_pool_grows_and_gives_up_are_pinned_and_unpinned() -> None:
+def test_segments_that_the_pool_grows_and_gives_up_are_registered_and_unregistered() -> None:
     before_locked, before_mapped = locked_bytes(), mapped_objects()
     sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
-    with mortal(**sizes) as server, Client(server.unix) as client, pinning(server, MemoryLock()) as session:
+    with mortal(**sizes) as server, Client(server.unix) as client, registering(server, MemoryLock()) as session:
         eventually(lambda: reported(client) == [1])
         writer = attach(client)
         writer.store(keys(150))  # parts of 16 KiB
@@ -422,9 +422,9 @@ def test_segments_that_the_pool_grows_and_gives_up_are_pinned_and_unpinned() -> 
         writer.close()
 
 
-def test_after_a_restart_of_the_server_all_is_pinned_anew() -> None:
+def test_after_a_restart_of_the_server_all_is_registered_anew() -> None:
     before = locked_bytes()
-    with mortal() as server, pinning(server, MemoryLock()) as session:
+    with mortal() as server, registering(server, MemoryLock()) as session:
         with Client(server.unix) as client:
             eventually(lambda: reported(client) == [1])
         first = attached(session)
@@ -436,10 +436,10 @@ def test_after_a_restart_of_the_server_all_is_pinned_anew() -> None:
             session.close()
 
 
-def test_a_member_that_comes_back_says_what_it_still_has_pinned() -> None:
-    with mortal() as server, pinning(server, MemoryLock()) as session, Client(server.unix) as client:
+def test_a_member_that_comes_back_reports_what_is_still_registered() -> None:
+    with mortal() as server, registering(server, MemoryLock()) as session, Client(server.unix) as client:
         eventually(lambda: reported(client) == [1])
         before = attached(session)
         session.lost(before, ServerUnavailable("the line was cut"))
         eventually(lambda: session.attachment is before)
-        assert reported(client) == [1] and before.pinner is not None and before.pinner.is_pinned(0)
+        assert reported(client) == [1] and before.registrar is not None and before.registrar.is_registered(0)

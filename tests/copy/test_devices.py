@@ -31,8 +31,8 @@ def layout_of(shape: Shape = SHAPE) -> Paged:
     return Paged("NL_X_NB_TWO_NH_BS_HS", torch.bfloat16, shape)
 
 
-def test_the_cpu_needs_no_pinning_and_copies_with_the_cpu() -> None:
-    assert Device.named("cpu") == CPU and CPU.pin is None
+def test_the_cpu_needs_no_registration_and_copies_with_the_cpu() -> None:
+    assert Device.named("cpu") == CPU and CPU.register is None
     for copier in CPU.open_copiers([layout_of().layout] * 2, threads=1):
         assert isinstance(copier, CpuCopier)
         copier.close()

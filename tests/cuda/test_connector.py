@@ -1,4 +1,4 @@
-"""The connector with its blocks on a GPU, against a real server: pinned in the background, copied by the kernels."""
+"""The connector with blocks on a GPU and a real server: memory registered in the background, copies by kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKS = CHUNKS * PER_CHUNK
 
 
 class GpuRig(Rig):
-    """A Rig whose blocks are on the GPU. What it says of hits counts once its segments are pinned."""
+    """A Rig whose blocks are on the GPU. Its hits count once its segments are registered."""
 
     def __init__(self, address: str, *, seed: int = 0) -> None:
         with torch.device("cuda"):
@@ -34,10 +34,10 @@ class GpuRig(Rig):
         super().__init__(address, kv=kv, device="cuda")
         self.fill(seed)
         torch.cuda.synchronize()
-        eventually(lambda: self.attachment.pinner is not None and self.attachment.pinner.pinned_through > 0)
+        eventually(lambda: self.attachment.registrar is not None and self.attachment.registrar.pinned_through > 0)
 
     def hit(self, tokens: list[int], local: int = 0) -> str:
-        """A request that hits all of `tokens`; it may take a heartbeat until the server knows what is pinned."""
+        """A request that hits all of `tokens`; it may take a heartbeat until the server knows what is registered."""
         found: list[str] = []
 
         def asked() -> bool:
@@ -134,7 +134,7 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
         settings, manifest, Identity(unique("i"), unique("m")), [layout], stream=stream_of(stream)
     )
     with rig:
-        eventually(lambda: rig.attachment.pinner is not None and rig.attachment.pinner.pinned_through > 0)
+        eventually(lambda: rig.attachment.registrar is not None and rig.attachment.registrar.pinned_through > 0)
         warm = stored(rig, 15)
         rig.connector.finished(rig.hit(warm))
         tokens = tokens_of(16, CHUNKS)

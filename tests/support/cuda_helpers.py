@@ -1,4 +1,4 @@
-"""For tests on a GPU: marks, copiers of every kind, and slots in pinned or device memory."""
+"""For tests on a GPU: marks, copiers of every kind, and slots in page-locked or device memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DIRECT: Final = CopyTuning(piece_bytes=MIB, direct_load_bytes=1 << 40, direct_st
 WAYS: Final = {"staged": STAGED, "direct": DIRECT}
 
 
-class PinnedBytes:
-    """Allocates from pinned memory (`host`) or the device's, in which slots may lie; keeps it."""
+class LockedBytes:
+    """Allocates page-locked memory (`host`) or the device's, in which slots may lie; keeps it."""
 
     def __init__(self, *, host: bool, device: int = 0) -> None:
         self._host, self._device = host, device
@@ -55,7 +55,7 @@ class PinnedBytes:
 @contextmanager
 def slots_in(place: str, count: int, slot_bytes: int, device: int = 0) -> Iterator[Slots]:
     """`place`: "host" or "device"."""
-    memory = PinnedBytes(host=place == "host", device=device)
+    memory = LockedBytes(host=place == "host", device=device)
     try:
         yield Slots(count, slot_bytes, memory)
     finally:

@@ -1,4 +1,4 @@
-"""An engine's worker in a process of its own, for tests: it maps a pool's segment, pins it, and copies.
+"""An engine's worker in a process of its own, for tests: it maps a pool's segment, registers it, and copies.
 
     python tests/support/cuda_peer.py store|load POOL_ID DEVICE SEED [SEGMENT-JSON]
 
@@ -15,7 +15,7 @@ import torch
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CudaCopier
 from kvdock.datapath.layout import paged_layout
-from kvdock.datapath.pinning import CudaPin, SegmentPinner
+from kvdock.datapath.registration import CudaRegister, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.shm.segment import SegmentInfo
 
@@ -40,9 +40,9 @@ def main(verb: str, pool_id: int, device: int, seed: int, segment: str, sums: st
     info = SegmentInfo(**json.loads(segment))
     attached = AttachedSegments(pool_id)
     attached.attach(info)
-    pinner = SegmentPinner(attached, CudaPin(device))
-    while pinner.pinned_through <= info.id:
-        pinner.wake()
+    registrar = SegmentRegistrar(attached, CudaRegister(device))
+    while registrar.pinned_through <= info.id:
+        registrar.wake()
     tensors = latents(device)
     layout = paged_layout("NL_X_NB_BS_HS", tensors, block_tokens=16)
     ids = torch.randperm(BLOCKS)[: PARTS * PART_BLOCKS].view(PARTS, PART_BLOCKS)
@@ -70,7 +70,7 @@ def main(verb: str, pool_id: int, device: int, seed: int, segment: str, sums: st
             right &= torch.equal(tensor.view(torch.int16)[ids.cuda()].cpu(), plane)
         answer = {"right": right}
     copier.close()
-    pinner.close()
+    registrar.close()
     attached.close()
     return answer
 

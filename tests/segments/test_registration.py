@@ -1,4 +1,4 @@
-"""Segments are pinned in the background, in order; no grant names what a rank of its session has not pinned."""
+"""Segments are registered in the background, in order; no grant names one that a rank of its session has not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, post, raw
-from pin_helpers import GatedLock, MemoryLock, locked_bytes, no_locked_memory
+from mlock_helpers import GatedLock, MemoryLock, locked_bytes, no_locked_memory
 from prometheus_client.parser import text_string_to_metric_families
 from table_helpers import PAGE, Client as TableClient, key, new_table
 
 from kvdock._core import CudaError, TableError, cuda_unavailable
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.client.client import Client
-from kvdock.datapath.pinning import CudaPin, SegmentPinner
+from kvdock.datapath.registration import CudaRegister, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
 
 
@@ -39,64 +39,66 @@ def mapped(pool: SegmentPool) -> Iterator[AttachedSegments]:
 # --------------------------------------------------------------------------- the thread
 
 
-def test_segments_are_pinned_in_the_order_of_their_ids(mapped: AttachedSegments) -> None:
+def test_segments_are_registered_in_the_order_of_their_ids(mapped: AttachedSegments) -> None:
     before, told, asked = locked_bytes(), threading.Semaphore(0), list[int]()
 
-    def pin(address: int, size_bytes: int) -> MemoryLock.Locked:
+    def register(address: int, size_bytes: int) -> MemoryLock.Locked:
         assert size_bytes == MIB, "a segment is registered in one piece"
         asked.append(address)
         return MemoryLock()(address, size_bytes)
 
-    pinner = SegmentPinner(mapped, pin, progress=told.release, piece_bytes=64 << 10)
+    registrar = SegmentRegistrar(mapped, register, progress=told.release, piece_bytes=64 << 10)
     assert all(told.acquire(timeout=10.0) for _ in range(3)), "each progress is told"
     assert asked == [mapped.mapping(segment).address for segment in range(3)]
-    assert pinner.pinned_through == 3 and locked_bytes() == before + 3 * MIB
-    pinner.close()
+    assert registrar.pinned_through == 3 and locked_bytes() == before + 3 * MIB
+    registrar.close()
     assert locked_bytes() == before
 
 
-def test_a_segment_that_retires_is_unpinned_before_it_is_unmapped(pool: SegmentPool, mapped: AttachedSegments) -> None:
+def test_a_segment_that_retires_is_unregistered_before_it_is_unmapped(
+    pool: SegmentPool, mapped: AttachedSegments
+) -> None:
     before = locked_bytes()
-    pinner = SegmentPinner(mapped, MemoryLock())
-    eventually(lambda: pinner.pinned_through == 3)
+    registrar = SegmentRegistrar(mapped, MemoryLock())
+    eventually(lambda: registrar.pinned_through == 3)
     with pytest.raises(BufferError):
         mapped.detach(1)
-    pinner.unpin(1)
+    registrar.unregister(1)
     mapped.detach(1)
-    assert locked_bytes() == before + 2 * MIB and not pinner.is_pinned(1)
-    assert pinner.pinned_through == 3, "ids are not used again: what retires below changes nothing"
+    assert locked_bytes() == before + 2 * MIB and not registrar.is_registered(1)
+    assert registrar.pinned_through == 3, "ids are not used again: what retires below changes nothing"
     mapped.attach(pool.grow())
-    pinner.wake()
-    eventually(lambda: pinner.pinned_through == 4)
-    pinner.close()
+    registrar.wake()
+    eventually(lambda: registrar.pinned_through == 4)
+    registrar.close()
 
 
-def test_unpinning_waits_for_the_registration_under_way(mapped: AttachedSegments) -> None:
-    pin = GatedLock()
-    pinner = SegmentPinner(mapped, pin)
-    assert pin.reached.wait(10.0)
-    retire = threading.Thread(target=pinner.unpin, args=(0,))
+def test_unregistering_waits_for_the_registration_under_way(mapped: AttachedSegments) -> None:
+    register = GatedLock()
+    registrar = SegmentRegistrar(mapped, register)
+    assert register.reached.wait(10.0)
+    retire = threading.Thread(target=registrar.unregister, args=(0,))
     retire.start()
     retire.join(0.1)
     assert retire.is_alive(), "the memory is still being registered"
-    pin.gate.set()
+    register.gate.set()
     retire.join(10.0)
-    assert not retire.is_alive() and not pinner.is_pinned(0)
+    assert not retire.is_alive() and not registrar.is_registered(0)
     mapped.detach(0)
-    eventually(lambda: pinner.pinned_through == 3)
-    pinner.close()
+    eventually(lambda: registrar.pinned_through == 3)
+    registrar.close()
 
 
-def test_a_retired_segment_that_was_never_pinned_does_not_hold_back_the_others(mapped: AttachedSegments) -> None:
-    pin = GatedLock()
-    pinner = SegmentPinner(mapped, pin)
-    assert pin.reached.wait(10.0)
-    pinner.unpin(1)
+def test_a_retired_segment_that_was_never_registered_does_not_hold_back_the_others(mapped: AttachedSegments) -> None:
+    register = GatedLock()
+    registrar = SegmentRegistrar(mapped, register)
+    assert register.reached.wait(10.0)
+    registrar.unregister(1)
     mapped.detach(1)
-    pin.gate.set()
-    eventually(lambda: pinner.pinned_through == 3)
-    assert not pinner.is_pinned(1) and pinner.is_pinned(2)
-    pinner.close()
+    register.gate.set()
+    eventually(lambda: registrar.pinned_through == 3)
+    assert not registrar.is_registered(1) and registrar.is_registered(2)
+    registrar.close()
 
 
 def test_what_the_kernel_refuses_is_told_once_with_advice_and_tried_again(
@@ -104,30 +106,29 @@ def test_what_the_kernel_refuses_is_told_once_with_advice_and_tried_again(
 ) -> None:
     caplog.set_level(logging.DEBUG, "kvdock.datapath")
     with no_locked_memory():
-        pinner = SegmentPinner(mapped, MemoryLock(), retry_s=0.02)
-        eventually(lambda: "still cannot be pinned" in caplog.text)
-        assert pinner.pinned_through == 0 and not pinner.is_pinned(0)
-    eventually(lambda: pinner.pinned_through == 3)
-    pinner.close()
+        registrar = SegmentRegistrar(mapped, MemoryLock(), retry_s=0.02)
+        eventually(lambda: "still cannot be registered" in caplog.text)
+        assert registrar.pinned_through == 0 and not registrar.is_registered(0)
+    eventually(lambda: registrar.pinned_through == 3)
+    registrar.close()
     [told] = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "ulimit -l" in told.getMessage() and "segment 0" in told.getMessage()
 
 
 def test_it_ends_at_once_while_it_waits_to_try_again(mapped: AttachedSegments) -> None:
     with no_locked_memory():
-        pinner = SegmentPinner(mapped, MemoryLock(), retry_s=3600.0)
-        eventually(lambda: pinner._told == 0)
-        pinner.close()
-    assert not any(thread.name == "kvdock-pin" for thread in threading.enumerate())
+        registrar = SegmentRegistrar(mapped, MemoryLock(), retry_s=3600.0)
+        eventually(lambda: registrar._logged == 0)
+        registrar.close()
+    assert not any(thread.name == "kvdock-register" for thread in threading.enumerate())
 
 
-def test_a_machine_without_a_gpu_says_so_when_asked_to_pin_for_one(mapped: AttachedSegments) -> None:
+def test_a_machine_without_a_gpu_says_so_when_asked_to_register_for_one(mapped: AttachedSegments) -> None:
     if cuda_unavailable():
         with pytest.raises(CudaError):
-            CudaPin(device=0)(mapped.mapping(0).address, MIB)
+            CudaRegister(device=0)(mapped.mapping(0).address, MIB)
         return
-    pinned = CudaPin(device=0)(mapped.mapping(0).address, MIB)
-    pinned.close()
+    CudaRegister(device=0)(mapped.mapping(0).address, MIB).close()
 
 
 # --------------------------------------------------------------------------- the table
@@ -142,7 +143,7 @@ def two_segments() -> tuple[TableClient, list[bytes]]:
     return client, chain
 
 
-def test_a_hit_ends_where_a_rank_has_not_pinned() -> None:
+def test_a_hit_ends_where_a_rank_has_not_registered() -> None:
     client, chain = two_segments()
     for through, hit in ((0, 0), (1, 4), (2, 8)):
         client.table.report_pinned(client.member, through)
@@ -154,7 +155,7 @@ def test_a_hit_ends_where_a_rank_has_not_pinned() -> None:
         client.table.check_integrity()
 
 
-def test_chunks_before_the_skip_need_no_pinning() -> None:
+def test_chunks_before_the_skip_need_no_registration() -> None:
     client, chain = two_segments()
     late = [key("late", n) for n in range(2)]
     client.table.delete(client.space, chain[0])  # frees a slot in segment 0
@@ -166,7 +167,7 @@ def test_chunks_before_the_skip_need_no_pinning() -> None:
     assert client.store(late) == 0, "the freed slot waits for the lease named all"
 
 
-def test_a_store_takes_pinned_slots_only_and_evicts_nothing_for_want_of_them() -> None:
+def test_a_store_takes_registered_slots_only_and_evicts_nothing_for_want_of_them() -> None:
     client = TableClient(new_table(8 * PAGE, segments=2), PAGE)
     client.table.report_pinned(client.member, 1)
     got = client.reserve([key("a", n) for n in range(6)])
@@ -176,11 +177,11 @@ def test_a_store_takes_pinned_slots_only_and_evicts_nothing_for_want_of_them() -
     assert (again.limited, again.grant) == ("pinning", 0)
     assert all(client.has(key("a", n)) for n in range(4))
     client.table.report_pinned(client.member, 2)
-    assert client.store([key("c", n) for n in range(5)]) == 5, "pinned through: it evicts as anybody does"
+    assert client.store([key("c", n) for n in range(5)]) == 5, "all is registered: it evicts like any other"
     client.table.check_integrity()
 
 
-def test_one_engine_that_pins_slowly_does_not_hold_back_another() -> None:
+def test_one_engine_that_registers_slowly_does_not_hold_back_another() -> None:
     client, chain = two_segments()
     client.table.report_pinned(client.member, 0)
     session = client.table.open_session(key("other")[:16], client.space, 0)
@@ -191,7 +192,7 @@ def test_one_engine_that_pins_slowly_does_not_hold_back_another() -> None:
     assert (found.hit_tokens, found.limited) == (16 * 8, "")
 
 
-def test_the_rank_that_has_pinned_least_counts_until_it_dies_or_leaves() -> None:
+def test_the_rank_that_has_registered_least_counts_until_it_dies_or_leaves() -> None:
     client, chain = two_segments()
     slow, slowest = (
         client.table.add_member(client.session, key("rank", rank)[:16], [rank], False, 0) for rank in (1, 2)
@@ -268,7 +269,7 @@ def test_heartbeats_carry_it_and_what_it_cost_is_counted(server: ServerProcess) 
             engine.close()
 
 
-def test_a_member_that_has_pinned_nothing_is_granted_nothing(server: ServerProcess) -> None:
+def test_a_member_that_has_registered_nothing_is_granted_nothing(server: ServerProcess) -> None:
     with Client(server.unix) as client:
         engine = attach(client, model="fresh")
         engine.heartbeat(pinned_through=0)

@@ -1,19 +1,19 @@
-"""Pins the segments that an engine process maps, in the background, so that its first step does not wait.
+"""Registers the segments that an engine process maps with the GPU's driver, in the background.
 
-A GPU copies at full speed only from memory that its driver knows. Registering a segment takes a fraction of a
-second a GiB, and far longer where pages must be faulted in first. So one thread goes through the segments in
-the order of their ids: it maps the pages of one in small pieces, then has the Pin register the whole segment,
-in one piece, since no slot crosses a segment.
+A GPU copies at full speed only from page-locked memory that its driver knows. Registering a segment takes a
+fraction of a second a GiB, and far longer where pages must be faulted in first, and the engine's first step must not
+wait for that. So one thread takes the segments in the order of their ids: it maps the pages of a segment in small
+pieces, then registers the whole segment in one piece, since no slot crosses a segment.
 
-How far it has come is one number: `pinned_through = n` says that every segment with an id below n that the
-pool still has is pinned here. Ids rise and are never used again, so the number only rises, and keeps its
+Its progress is one number: `pinned_through = n`, as the protocol calls it, says that every segment with an id below n
+that the pool still has is registered here. Ids rise and are never used again, so the number only rises, and keeps its
 meaning when a segment below it retires; a count of segments or bytes would not.
 
-A segment that cannot be pinned stays above the number, and is tried again every `retry_s`.
+A segment that cannot be registered stays above the number, and is tried again every `retry_s`.
 
-Threads: every method may be called from any thread. Invariants: a pinned segment stays mapped (a buffer of its
-mapping is held; AttachedSegments.detach raises BufferError before unpin()); `pinned_through` is raised after
-the registration it speaks of.
+Threads: every method may be called from any thread. Invariants: a registered segment stays mapped (a buffer of its
+mapping is held, so AttachedSegments.detach raises BufferError before unregister()); `pinned_through` rises only after
+the registration that it reports.
 """
 
 from __future__ import annotations
@@ -34,82 +34,82 @@ ADVICE: Final = (
     "raise the limit of locked memory (ulimit -l unlimited, docker --ulimit memlock=-1, systemd "
     "LimitMEMLOCK=infinity) and see that the machine has memory to spare; `kvdock doctor` shows both"
 )
-PinFailed = (_core.CudaError, OSError, MemoryError)
-"""What registering may raise; all of it may pass, so all of it is tried again."""
+RegistrationFailed = (_core.CudaError, OSError, MemoryError)
+"""What registering may raise; each of them may pass, so each is tried again."""
 
 
-class Pinned(Protocol):
-    """A registration; it ends with close(), which is for when no copy uses the memory."""
+class Registration(Protocol):
+    """Memory that is registered until close(), which must not be called while a copy uses the memory."""
 
     def close(self) -> None: ...
 
 
-class Pin(Protocol):
-    """Registers [address, address + size_bytes), whose pages are there. Raises one of PinFailed."""
+class Register(Protocol):
+    """Registers [address, address + size_bytes), whose pages are there. Raises one of RegistrationFailed."""
 
-    def __call__(self, address: int, size_bytes: int) -> Pinned: ...
+    def __call__(self, address: int, size_bytes: int) -> Registration: ...
 
 
-class CudaPin:
+class CudaRegister:
     """Registers with the CUDA driver, for all devices of this process."""
 
     def __init__(self, device: int) -> None:
         self._device = device
 
-    def __call__(self, address: int, size_bytes: int) -> Pinned:
+    def __call__(self, address: int, size_bytes: int) -> Registration:
         return _core.CudaSlotMemory(device=self._device, address=address, bytes=size_bytes, host=True)
 
 
 class _Held(NamedTuple):
-    """A pinned segment: its registration, and the buffer that keeps it mapped."""
+    """A registered segment: its registration, and the buffer that keeps it mapped."""
 
-    pinned: Pinned
+    registration: Registration
     view: memoryview
 
     def close(self) -> None:
-        self.pinned.close()
+        self.registration.close()
         self.view.release()
 
 
-class SegmentPinner:
-    """Pins what `segments` holds and what wake() announces. `progress` is called, in the thread, after each."""
+class SegmentRegistrar:
+    """Registers the segments in `segments`, now and after each wake(). Its thread calls `progress` after each one."""
 
     def __init__(
         self,
         segments: AttachedSegments,
-        pin: Pin,
+        register: Register,
         *,
         progress: Callable[[], None] = lambda: None,
         retry_s: float = RETRY_S,
         piece_bytes: int = POPULATE_PIECE_BYTES,
     ) -> None:
-        self._segments, self._pin, self._progress = segments, pin, progress
+        self._segments, self._register, self._progress = segments, register, progress
         self._retry_s, self._piece_bytes = retry_s, piece_bytes
         self._changed = threading.Condition()  # guards what follows
         self._held: dict[int, _Held] = {}
         self._unwanted: set[int] = set()
         self._busy: int | None = None
         self._through = 0
-        self._told: int | None = None  # the segment whose failure was logged
+        self._logged: int | None = None  # the segment whose failure was logged
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvdock-pin", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvdock-register", daemon=True)
         self._thread.start()
 
     @property
     def pinned_through(self) -> int:
-        """Every segment with an id below it that the pool still has is pinned."""
+        """Every segment with an id below it that the pool still has is registered."""
         return self._through
 
-    def is_pinned(self, segment: int) -> bool:
+    def is_registered(self, segment: int) -> bool:
         return segment in self._held
 
     def wake(self) -> None:
-        """More segments were attached."""
+        """Call it when more segments were attached."""
         with self._changed:
             self._changed.notify_all()
 
-    def unpin(self, segment: int) -> None:
-        """Before detach(); returns once neither the driver nor this thread uses it. For when no copy does.
+    def unregister(self, segment: int) -> None:
+        """Call it before detach(), when no copy uses the segment. Then neither the driver nor this thread uses it.
 
         Waits for the registration under way, if it is this segment's.
         """
@@ -122,7 +122,7 @@ class SegmentPinner:
             held.close()
 
     def close(self) -> None:
-        """Unpins all. Waits for the registration under way."""
+        """Unregisters all segments. Waits for the registration under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -137,7 +137,7 @@ class SegmentPinner:
             held = None
             try:
                 held = self._try(segment)
-            finally:  # whatever happened, unpin() must not wait for ever
+            finally:  # whatever happened, unregister() must not wait for ever
                 with self._changed:
                     self._busy = None
                     if held is not None:
@@ -151,7 +151,7 @@ class SegmentPinner:
                 self._progress()
 
     def _take_next(self) -> int | None:
-        """The next segment to pin, once there is one; None to end."""
+        """The next segment to register, once there is one; None to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._next() is not None)
             self._busy = None if self._stopped else self._next()
@@ -171,22 +171,22 @@ class SegmentPinner:
                     view.release()
                     return None
                 mapping.populate(start, min(self._piece_bytes, mapping.bytes - start))
-            pinned = self._pin(mapping.address, mapping.bytes)
-        except PinFailed as error:
+            registration = self._register(mapping.address, mapping.bytes)
+        except RegistrationFailed as error:
             view.release()
-            self._tell_failure(segment, mapping.bytes, error)
+            self._log_failure(segment, mapping.bytes, error)
             return None
-        if self._told == segment:
-            log.info("segment %d is pinned now", segment)
-        return _Held(pinned, view)
+        if self._logged == segment:
+            log.info("segment %d is registered with the driver now", segment)
+        return _Held(registration, view)
 
-    def _tell_failure(self, segment: int, size_bytes: int, error: Exception) -> None:
-        """Once a segment, with what to do."""
-        if self._told == segment:
-            log.debug("segment %d still cannot be pinned: %s", segment, error)
+    def _log_failure(self, segment: int, size_bytes: int, error: Exception) -> None:
+        """Warns once for each segment, with advice."""
+        if self._logged == segment:
+            log.debug("segment %d still cannot be registered: %s", segment, error)
             return
-        self._told = segment
+        self._logged = segment
         log.warning(
-            "segment %d (%d bytes) cannot be pinned, next try in %g s; what lies there and behind is not used by this "
-            "process: %s. %s", segment, size_bytes, self._retry_s, error, ADVICE,
+            "segment %d (%d bytes) cannot be registered with the GPU driver, next try in %g s; this process uses neither "
+            "it nor later ones until then: %s. %s", segment, size_bytes, self._retry_s, error, ADVICE,
         )

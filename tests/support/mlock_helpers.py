@@ -1,4 +1,4 @@
-"""Pinning for machines without a GPU: mlock, with the kernel's own accounting and its own refusals."""
+"""Page-locking for machines without a GPU: mlock, with the kernel's own accounting and its own refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CAP_IPC_LOCK = 14
 
 
 class MemoryLock:
-    """A datapath.pinning.Pin: memory that the kernel may not swap out; refused beyond RLIMIT_MEMLOCK."""
+    """A datapath.registration.Register: memory that the kernel may not swap out; refused beyond RLIMIT_MEMLOCK."""
 
     class Locked:
         def __init__(self, address: int, size_bytes: int) -> None:

@@ -1,0 +1,17 @@
+"""Deliberate breaks of the product, by the room of the broken code; `python -m tests.mutants` runs them."""
+
+from __future__ import annotations
+
+from . import api, cli, connectors, copy, engine, table, vllm, web
+from .mutant import Mutant
+
+ROOMS: dict[str, tuple[Mutant, ...]] = {
+    "table": table.MUTANTS,
+    "copy": copy.MUTANTS,
+    "api": api.MUTANTS,
+    "connectors": connectors.MUTANTS,
+    "vllm": vllm.MUTANTS,
+    "engine": engine.MUTANTS,
+    "cli": cli.MUTANTS,
+    "web": web.MUTANTS,
+}

@@ -1,0 +1,74 @@
+"""Breaks of api/ and protocol/: what the server promises to engines, to people and to the next server."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "P5c", "the namespace leaves out the type of the KV cache", "protocol/keys.py",
+        "canonical_manifest(manifest))",
+        'canonical_manifest({name: value for name, value in manifest.items() if name != "kv_dtype"}))',
+        ("tests/connectors/test_group_sizes.py", "-k", "namespace"),
+        "test_a_manifest_of_one_block_size_is_the_namespace_it_was_before_groups_had_sizes",
+    ),
+    Mutant(
+        "P10", "a repeated reservation is a second one", "api/service.py",
+        "        store = self.names.digest(body.store)\n",
+        "        store = self.names.digest(body.store + str(self._perf_ns()))\n",
+        ("tests/api/test_writing.py",), "test_a_repeated_reservation_is_the_same_one",
+    ),
+    Mutant(
+        "P11", "the hot path takes calls over TCP, whose Host header it does not check", "api/http/hot_path.py",
+        ' or scope.get("client")', "",
+        ("tests/api/test_people.py", "-k", "headers"), "test_every_answer_has_the_security_headers",
+    ),
+    Mutant(
+        "P12", "unknown fields of a body are accepted", "protocol/wire_types.py",
+        "class Body(msgspec.Struct, forbid_unknown_fields=True)", "class Body(msgspec.Struct)",
+        ("tests/api/test_errors.py", "-k", "problem_with_its_code"), "test_a_refused_call_is_a_problem_with_its_code",
+    ),
+    Mutant(
+        "P13a", "a server that drains grants leases", "api/service.py",
+        "check_grants(self.table, session, request, self.limits.session_grants, draining=self.draining)",
+        "check_grants(self.table, session, request, self.limits.session_grants)",
+        ("tests/cli/test_end.py", "-k", "drain"),
+        "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
+    ),
+    Mutant(
+        "P13b", "a server that drains grants reservations", "api/service.py",
+        "check_grants(self.table, session, store, self.limits.session_grants, draining=self.draining)",
+        "check_grants(self.table, session, store, self.limits.session_grants)",
+        ("tests/cli/test_end.py", "-k", "drain"),
+        "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
+    ),
+    Mutant(
+        "P13c", "a drain ends while reservations are open", "api/pool/drain.py",
+        "view.reservations or (view.leases and", "(view.leases and",
+        ("tests/api/test_takeover.py",), "test_a_reservation_under_way_is_finished_before_the_pool_changes_hands",
+    ),
+    Mutant(
+        "P14", "the tokens of a hit are counted again with each repeat", "api/views/tally.py",
+        "            counters.lookup_renewals += 1\n",
+        "            counters.lookup_renewals += 1\n            counters.hit_tokens += found.hit_tokens\n",
+        ("tests/api/test_reading.py", "-k", "counted"), "test_a_renewal_is_not_counted_as_a_lookup",
+    ),
+    Mutant(
+        "P14b", "the metric of hit tokens is twice the count", "api/views/metrics.py",
+        "_HELP[name], value=total)", '_HELP[name], value=total * (1 + (name == "hit_tokens")))',
+        ("tests/api/test_people.py", "-k", "metrics"), "test_metrics_are_prometheus_text_with_base_units",
+    ),
+    Mutant(
+        "P21", "only the first member of a session must hold its lock", "api/pool/attach.py",
+        "    if not pool.lock_held(member.lock_offset):\n",
+        "    if session is None and not pool.lock_held(member.lock_offset):\n",
+        ("tests/api/test_errors.py", "-k", "problem_with_its_code"), "test_a_refused_call_is_a_problem_with_its_code",
+    ),
+    Mutant(
+        "P25", "members of an adopted pool that never came back never die", "api/pool/keeper.py",
+        "            if not pool.lock_held(lock_offset):\n",
+        "            if not lock_offset and not pool.lock_held(lock_offset):\n",
+        ("tests/api/test_adoption.py", "-k", "dead_held"),
+        "test_what_the_dead_held_is_freed_and_what_the_living_hold_is_not",
+    ),
+)

@@ -1,0 +1,67 @@
+"""Breaks of connectors/, the part that knows no engine."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "P6b", "a load counts as far as the rank that got most", "connectors/ranks.py",
+        "return min(self._valid_tokens, default=None)", "return max(self._valid_tokens, default=None)",
+        ("tests/engine/test_same_tokens_tp.py", "-k", "damaged and mha"),
+        "test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks",
+    ),
+    Mutant(
+        "P6c", "what the other ranks got is not looked at", "connectors/connector.py",
+        "valid = max(plan.local_tokens, min(valid, elsewhere))", "valid = max(plan.local_tokens, valid)",
+        ("tests/engine/test_tp.py", "-k", "not_attached"),
+        "test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing",
+    ),
+    Mutant(
+        "P7a", "an engine whose member is dead goes on under the same id", "connectors/session.py",
+        '"unknown_member", "member_dead"}', '"unknown_member"}',
+        ("tests/connectors/test_session.py",), "",
+    ),
+    Mutant(
+        "P7b", "an engine whose session is unknown goes on with heartbeats", "connectors/session.py",
+        'frozenset({"unknown_session", "unknown', 'frozenset({"unknown',
+        ("tests/connectors/test_session.py",),
+        "test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successor",
+    ),
+    Mutant(
+        "P7c", "a member is presented to another pool than its own", "connectors/session.py",
+        "        if last.pool_id == pool_id:\n", "        if pool_id:\n",
+        ("tests/connectors/test_session.py",), "",
+        equivalent="the other pool refuses the member's lock",
+    ),
+    Mutant(
+        "P8a", "HitLimit drops `finished`", "connectors/wrappers.py",
+        "\n\nclass MinimumLoad(Wrapper):\n",
+        "\n    def finished(self, request_id: str) -> None:\n        pass\n\n\nclass MinimumLoad(Wrapper):\n",
+        ("tests/connectors/test_wrappers.py",), "test_no_verb_is_dropped",
+    ),
+    Mutant(
+        "P8b", "MinimumLoad keeps the lease of the load that it declines", "connectors/wrappers.py",
+        "        super().finished(request_id)  # the one verb", "        # the one verb",
+        ("tests/connectors/test_wrappers.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
+    ),
+    Mutant(
+        "P19", "what failed to load is asked for again", "connectors/scheduler.py",
+        "request.ceiling = min(request.ceiling, valid_tokens // self.chunk_tokens)",
+        "request.ceiling = request.ceiling",
+        ("tests/vllm/test_parallel.py", "-k", "offered_again"),
+        "test_what_one_worker_had_is_not_offered_again_when_another_had_less",
+    ),
+    Mutant(
+        "P20", "a load of another length than was answered begins", "connectors/scheduler.py",
+        "            if not all(piece.parts for piece in pieces):\n                return None",
+        "            if not pieces:\n                return None",
+        ("tests/connectors/test_groups.py", "-k", "another_length"),
+        "test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends",
+    ),
+    Mutant(
+        "P26", "the end of one copy of a grant counts as the end of all", "connectors/grants.py",
+        "            self._active[grant] -= 1\n", "            self._active[grant] = 0\n",
+        ("tests/connectors/test_grants.py",), "test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended",
+    ),
+)

@@ -1,0 +1,101 @@
+"""Breaks of connectors/vllm/; most guards need the environments of `make test-vllm`."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+SCHEDULER, WORKER = "connectors/vllm/scheduler_side.py", "connectors/vllm/worker_side.py"
+PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
+
+MUTANTS = (
+    Mutant(
+        "P17", "a chunk is whole when any of its parts is", "connectors/vllm/checked.py",
+        "if not all(self._matches(", "if not any(self._matches(",
+        ("tests/vllm/test_scheduler.py", "-k", "misfortune and 0.24.0"),
+        "test_misfortune_with_every_other_load_harms_nothing",
+    ),
+    Mutant(
+        "V1", "a resumed request's blocks are appended to its table", SCHEDULER,
+        "            if request_id in cached.resumed_req_ids:\n", "            if ids is None:\n",
+        PRESSURE, "",
+    ),
+    Mutant(
+        "V2", "the null block of a resumed request counts as block 0", SCHEDULER,
+        "return [block or None for block in blocks]", "return list(blocks)",
+        PRESSURE, "", equivalent="`_offer` takes the same blocks out of the table",
+    ),
+    Mutant(
+        "V2b", "the null blocks of an allocation count as block 0", "connectors/vllm/connector.py",
+        "[[None if block.is_null else block.block_id for", "[[block.block_id for",
+        ("tests/vllm/test_scheduler.py", "-k", "every_position_is_right and 0.24.0"),
+        "test_a_prefix_is_loaded_and_every_position_is_right",
+    ),
+    Mutant(
+        "V2c", "blocks that a window has left behind stay in the table", SCHEDULER,
+        "                column[:gone] = [None] * gone\n", "                del gone\n",
+        PRESSURE, "",
+    ),
+    Mutant(
+        "V3", "a load that could not begin is reported as loaded", WORKER,
+        "self._file(load.order, load.order.plan.local_tokens)", "self._file(load.order, load.order.plan.hit_tokens)",
+        ("tests/vllm/test_parallel.py", "-k", "without_a_server and 0.24.0"),
+        "test_a_worker_without_a_server_reports_its_loads_and_stores",
+    ),
+    Mutant(
+        "V4", "blocks that a running request grows into do not fence stores", SCHEDULER,
+        "                    self._fresh.update(more)\n", "",
+        PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
+    ),
+    Mutant(
+        "V4b", "a store that was sent is not fenced", SCHEDULER,
+        "                    fences.append(number)\n", "                    pass\n",
+        PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
+    ),
+    Mutant(
+        "V4c", "the worker does not wait for fenced stores", WORKER,
+        "            wait(fenced)\n", "",
+        PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
+    ),
+    Mutant(
+        "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/setup.py",
+        "kv_dtype=str(vllm_config.cache_config.cache_dtype)", "kv_dtype=str(model.dtype)",
+        ("tests/connectors/test_vllm_settings.py", "tests/connectors/test_vllm_groups.py"), "",
+    ),
+    Mutant(
+        "V5b", "the manifest says that there is one rank", "connectors/vllm/setup.py",
+        "tensor_parallel=place.heads_split,", "tensor_parallel=1,",
+        ("tests/vllm/test_parallel.py", "-k", "0.24.0"), "",
+        equivalent="writers, the bytes of a part and the signature differ as well",
+    ),
+    Mutant(
+        "V5d", "the revision leaves out the quantization and the type", "connectors/vllm/identity.py",
+        '        "quantization": str(model.quantization),\n        "dtype": str(model.dtype),\n', "",
+        ("tests/connectors/test_vllm_settings.py",), "",
+    ),
+    Mutant(
+        "V6", "a load counts as far as the rank that got most", "connectors/vllm/orders.py",
+        "= min(valid, self.valid_tokens.get(", "= max(valid, self.valid_tokens.get(",
+        ("tests/connectors", "-k", "report"), "",
+    ),
+    Mutant(
+        "V8", "stores of steps that read what did not come are kept", SCHEDULER,
+        "                store.dropped |= not store.sent\n", "                pass\n",
+        ("tests/vllm/test_layers.py", "-k", "undone and 0.24.0"), "test_nothing_is_stored_of_a_step_that_was_undone",
+    ),
+    Mutant(
+        "V9", "a request whose load is under way at a reset is stored afterwards", SCHEDULER,
+        "            tracked.is_old = True\n", "            pass\n",
+        ("tests/vllm/test_metrics.py", "-k", "reset"), "",
+    ),
+    Mutant(
+        "V10", "drafts count as computed", SCHEDULER,
+        "min(before + count, request.num_tokens)", "before + count",
+        PRESSURE, "", equivalent="`begin_store` ends at the keys of known tokens",
+    ),
+    Mutant(
+        "V11", "the blocks of a failed load begin one chunk late", WORKER,
+        "if (piece.chunk + 1) * plan.chunk_tokens > valid", "if piece.chunk * plan.chunk_tokens > valid",
+        ("tests/vllm/test_scheduler.py", "-k", "damaged_as_its_load and 0.24.0"),
+        "test_a_chunk_damaged_as_its_load_begins_is_computed",
+    ),
+)

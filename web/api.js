@@ -16,7 +16,7 @@ export async function get(path, timeoutMs = TIMEOUT_MS) {
     return await answer.json();
   } catch (error) {
     if (abort.signal.aborted) throw new Error(`no answer within ${timeoutMs / 1000} s`);
-    if (error instanceof TypeError) throw new Error("it cannot be reached");
+    if (error instanceof TypeError) throw new Error("the connection failed");
     if (error instanceof SyntaxError) throw new Error("its answer is not JSON");
     throw error;
   } finally {

@@ -194,7 +194,7 @@ def test_a_lost_server_is_announced_and_found_again(page_server: PageServer, ope
     page_server.stop()
     say.wait_phase(page, "gone")
     expect(page.get_by_role("alert")).to_have_text(
-        re.compile(r"unreachable since \d\d:\d\d:\d\d: it cannot be reached\.")
+        re.compile(r"unreachable since \d\d:\d\d:\d\d: the connection failed\.")
     )
     expect(page.locator("#banner-next")).to_contain_text("keeps trying")
     expect(page.locator("#pill")).to_have_text("Unreachable")
@@ -233,6 +233,23 @@ def test_one_failing_path_marks_its_own_panel_only(page_server: PageServer, open
     say.wait_phase(page, "live", 100)
     page_server.refuse.clear()
     expect(note).to_be_hidden()
+
+
+@pytest.mark.parametrize(
+    ("refused", "path", "panels"),
+    [("segments", "v1/segments?limit=1000", ["pool"]), ("sessions", "v1/sessions", ["grants", "sessions"])],
+)
+def test_a_failing_path_is_named_in_every_panel_that_shows_it(
+    page_server: PageServer, open_page: OpenPage, refused: str, path: str, panels: list[str]
+) -> None:
+    page = open_page(page_server.url)
+    page_server.refuse.add(refused)
+    for panel in panels:
+        note = page.locator(f"#{panel} .failed")
+        expect(note).to_have_text(f"Not up to date: {path}: it answered 500: on purpose.")
+    expect(page.locator(".failed:visible")).to_have_count(len(panels))
+    page_server.refuse.clear()
+    expect(page.locator(".failed:visible")).to_have_count(0)
 
 
 def test_a_page_opened_while_the_api_fails_says_how_to_start_it(page_server: PageServer, open_page: OpenPage) -> None:

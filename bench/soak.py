@@ -192,7 +192,7 @@ class Server:
 
     def start(self) -> None:
         environ = {**os.environ, "KVDOCK_SOCKET_PATH": f"{self._folder}/s.sock", "KVDOCK_POOL_BYTES": str(POOL_BYTES)}
-        program = [sys.executable, "-m", "kvdock.cli.main", "serve", "--port", "0"]
+        program = [sys.executable, "-m", "kvdock", "serve", "--port", "0"]
         with Path(f"{self._folder}/server.log").open("a") as log:
             self.process = subprocess.Popen(program, env=environ, stdout=log, stderr=log)
         until = time.monotonic() + WAIT_S

@@ -70,7 +70,3 @@ def _names_a_shell(arguments: list[str]) -> bool:
 def _fail(sentence: str, exit_code: int) -> None:
     typer.echo(f"kvdock: {sentence}", err=True)
     sys.exit(exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -167,11 +167,12 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 
 def pins() -> dict[str, Version]:
     pinned: dict[str, Version] = {}
-    for line in sources()[PurePosixPath("constraints.txt")].splitlines():
-        name, equals, version = line.partition("==")
-        if line and not line.startswith("#"):
-            assert equals, f"constraints.txt: {line!r} is no pin"
-            pinned[canonicalize_name(name)] = Version(version)
+    for file in ("constraints.txt", "constraints-test.txt"):
+        for line in sources()[PurePosixPath(file)].splitlines():
+            name, equals, version = line.partition("==")
+            if line and not line.startswith("#"):
+                assert equals, f"{file}: {line!r} is no pin"
+                pinned[canonicalize_name(name)] = Version(version)
     return pinned
 
 

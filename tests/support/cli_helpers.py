@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-KVDOCK = (sys.executable, "-m", "kvdock.cli.main")
+KVDOCK = (sys.executable, "-m", "kvdock")
 SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
 TIMEOUT_S = 60
 

@@ -1,0 +1,24 @@
+"""The `kvdock` program, `python -m kvdock` and `python -m kvdock.cli`. The build installs this file as kvdock/__main__.py.
+
+Ctrl-C while the commands are imported ends it as it does later: with one sentence. Who starts it may block SIGINT until
+it is ready for that, as `make run` does.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+
+def main() -> None:
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        from kvdock.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("kvdock: stopped\n")
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

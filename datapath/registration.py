@@ -187,6 +187,6 @@ class SegmentRegistrar:
             return
         self._logged = segment
         log.warning(
-            "segment %d (%d bytes) cannot be registered with the GPU driver, next try in %g s; this process uses neither "
-            "it nor later ones until then: %s. %s", segment, size_bytes, self._retry_s, error, ADVICE,
+            "segment %d (%d bytes) cannot be registered with the GPU driver, next try in %g s; until then this process "
+            "uses neither it nor later ones: %s. %s", segment, size_bytes, self._retry_s, error, ADVICE,
         )

@@ -1,0 +1,73 @@
+"""pytest plugin: a run of all tests is shared by two workers, longest first; a run of some of them is one process.
+
+A module's tests stay together, so that what they share is made once. Tests marked `alone`, which measure the machine
+or look at all of it, come last, and no other test runs beside one of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+WORKERS: Final = 2
+LONGEST: Final = (
+    "tests/kill/test_matrix.py", "tests/engine/test_tp.py", "tests/cli/test_demo.py", "tests/engine/test_soak.py",
+    "tests/page/test_page.py", "tests/api/test_adoption.py", "tests/api/test_faults.py", "tests/cli/test_asks.py",
+    "tests/engine/test_same_tokens_tp.py", "tests/connectors/test_session.py", "tests/engine/test_connector.py",
+    "tests/api/test_fuzz.py", "tests/page/test_reach.py",
+)
+"""Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself."""
+LOCKS: Final = pytest.StashKey[tuple[Path, Path]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """To start workers takes longer than most parts of the tests do."""
+    is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    options = config.option
+    return WORKERS if is_all and not (options.keyword or options.markexpr or options.lf) else 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    run = getattr(config, "workerinput", {}).get("testrunuid")
+    if run is not None:
+        folder = Path(tempfile.gettempdir())
+        config.stash[LOCKS] = folder / f"kvdock-turn-{run}", folder / f"kvdock-tests-{run}"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for path in config.stash.get(LOCKS, ()):
+        path.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if LOCKS in config.stash:
+        items.sort(key=_turn)
+        for item in items:
+            module = item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group("alone" if item.get_closest_marker("alone") else module))
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("alone"):
+        return len(LONGEST) + 1
+    module = item.nodeid.partition("::")[0]
+    return LONGEST.index(module) if module in LONGEST else len(LONGEST)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Waits outside of the test's own time limit."""
+    if LOCKS not in item.config.stash:
+        return (yield)
+    turn, tests = item.config.stash[LOCKS]
+    with tests.open("w") as lock:
+        with turn.open("w") as first:
+            fcntl.flock(first, fcntl.LOCK_EX)  # or others' tests would follow each other past the one that waits
+            fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)

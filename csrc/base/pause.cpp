@@ -44,13 +44,6 @@ void pause_at(const char* point) {
   while (std::strncmp(page->point, point, sizeof page->point) == 0) usleep(1000);
 }
 
-void bind_pause(pybind11::module_& m) {
-  m.def("pause_at", [](const std::string& point) {
-    const pybind11::gil_scoped_release released;
-    pause_at(point.c_str());
-  });
-}
-
 }  // namespace kvdock
 
 #endif

@@ -4,14 +4,10 @@
 
 #ifdef KVDOCK_PAUSE_POINTS
 
-#include <pybind11/pybind11.h>
-
 namespace kvdock {
 
 // Holds the calling thread while the page at $KVDOCK_PAUSE_PAGE names this point, once its count is up.
 void pause_at(const char* point);
-
-void bind_pause(pybind11::module_& m);
 
 }  // namespace kvdock
 

@@ -19,6 +19,6 @@ PYBIND11_MODULE(_core, m) {
   kvdock::bind_cuda(m);
   kvdock::bind_table(m);
 #ifdef KVDOCK_PAUSE_POINTS
-  kvdock::bind_pause(m);
+  m.def("pause_at", &kvdock::pause_at, pybind11::call_guard<pybind11::gil_scoped_release>());
 #endif
 }

@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml cli/__main_
 # One set-up at a time in a checkout: the second waits, and then finds the work done.
 define locked
 @flock -n Makefile true || echo 'Waiting for another set-up of this checkout to end'
-@+flock Makefile $(MAKE) --no-print-directory
+@+flock Makefile $(MAKE) -s --no-print-directory
 endef
 
 # $(call step,what it does,command): one line for a person, all output into the log, the end of which follows a failure.
@@ -67,7 +67,7 @@ clean:
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(VENV)/.deps: constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvdock needs Python 3.11 or later: PYTHON=… make")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvdock needs Python 3.11: PYTHON=… make")'
 	$(call step,Making $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call step,$(RUN_SIZE),$(PIP) -r constraints.txt)
 	@touch $@

@@ -1,4 +1,4 @@
-"""The `kvdock` program, `python -m kvdock` and `python -m kvdock.cli`. The build installs this file as kvdock/__main__.py.
+"""The `kvdock` program, also as `python -m kvdock`: the build installs this file as kvdock/__main__.py as well.
 
 Ctrl-C while the commands are imported ends it as it does later: with one sentence. Who starts it may block SIGINT until
 it is ready for that, as `make run` does.

@@ -7,15 +7,14 @@ functions and under TYPE_CHECKING count too: a room that names a higher one depe
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from graphs import imports
 from paths import ROOT
 
 
@@ -39,21 +38,6 @@ ROOMS = {
     "web": Room(may=(), never=("torch", "numpy", "fastapi")),
     "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "bench")),
 }
-
-
-def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a module imports; `from a import b` names both a and a.b."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__"):
-                yield node.lineno, str(node.args[0].value)
 
 
 def breaches(room: str, source: str) -> list[str]:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tomllib
-from functools import cache
 from pathlib import PurePosixPath
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from paths import ROOT
+from references import FENCE, anchors
+from sources import sources
 from tidy_rules import RULES, Rule
 
 from kvdock.api.settings import Settings
 from kvdock.cli.meanings import MEANINGS, default_text
 from kvdock.protocol.errors import CODES
-
-
-@cache
-def sources() -> dict[PurePosixPath, str]:
-    """Text by path of every file that is, or would be, committed."""
-    # A checkout may belong to another user than the one who tests it, as in a container.
-    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"]
-    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    return {PurePosixPath(name): (ROOT / name).read_text() for name in listed if name and (ROOT / name).is_file()}
 
 
 def breaches(rule: Rule, files: dict[PurePosixPath, str]) -> list[str]:
@@ -65,6 +55,11 @@ BROKEN = {
     "leftovers": ("api/x.py", f"# {'TO' + 'DO'}: later\nprint(1)\nbreakpoint()\n"),
     "headless": ("api/x.py", "x = 1\n"),
     "long_functions": ("api/x.py", "def f():\n" + "    call()\n" * 60),
+    "long_native_functions": ("csrc/x.cpp", (
+        "namespace k {\nT::T(int a)\n    : a_{a},\n      b_(a) {\n" + "  f();\n" * 55 + "}\n"
+        "int g(int a) {\n" + "  if (a) { f(\"}\"); }  // }\n" * 59 + "}\n}\n"
+    )),
+    "of_docstrings": ("api/x.py", 'x = 1\n"""Of a first load."""\n'),
     "silenced_without_reason": ("api/x.py", f"x = y  # {'type'}: ignore[misc]\nz = 1  # {'no' + 'qa'}: E501\n"),
     "broad_excepts": ("api/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass\n"),
 }
@@ -98,14 +93,7 @@ def test_the_readme_opens_with_how_to_run_and_how_to_test() -> None:
     assert "make run" in first_screen and "make test" in first_screen
 
 
-_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def anchors(text: str) -> set[str]:
-    """Of a Markdown page's headings: lower case, spaces to hyphens, punctuation gone."""
-    headings = re.findall(r"^#+ +(.+)$", _FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_links(files: dict[PurePosixPath, str]) -> list[str]:
@@ -113,7 +101,7 @@ def dead_links(files: dict[PurePosixPath, str]) -> list[str]:
     folders = {folder for path in files for folder in path.parents}
     dead = []
     for page in (path for path in files if path.suffix == ".md"):
-        for link in _LINK.findall(_FENCE.sub("", files[page])):
+        for link in _LINK.findall(FENCE.sub("", files[page])):
             if re.match(r"[a-z]+:", link):
                 continue
             name, _, heading = link.partition("#")
@@ -190,3 +178,14 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 
 def test_torch_is_pinned_exactly() -> None:
     assert pins()["torch"] == Version("2.13.0")
+
+
+# --------------------------------------------------------------------------- tests
+
+
+def test_every_folder_of_tests_is_run() -> None:
+    """By `make test`, but for tests/vllm, which `make test-vllm` runs."""
+    options = tomllib.loads(sources()[PurePosixPath("pyproject.toml")])["tool"]["pytest"]["ini_options"]
+    run = {PurePosixPath(folder) for folder in options["testpaths"]} | {PurePosixPath("tests/vllm")}
+    tests = {path for path in sources() if path.parts[0] == "tests" and path.name.startswith("test_")}
+    assert {path.parent for path in tests} == run

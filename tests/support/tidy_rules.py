@@ -1,7 +1,7 @@
 """The house rules over source text. Each rule takes a file's path and text and yields (line, what is wrong).
 
 Rules read, they change nothing. `RULES` says which files each rule is for. A rule that cannot find
-anything is no rule: test_tidy.py shows every one of them a text that breaks it.
+anything is no rule: tests/house/test_tidy.py shows every one of them a text that breaks it.
 """
 
 from __future__ import annotations
@@ -86,12 +86,56 @@ def headless(path: PurePosixPath, text: str) -> Iterator[Finding]:
         yield 1, "header that does not open with a comment"
 
 
+def of_docstrings(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    """A docstring says what a thing is or does; one that opens with "Of" needs the line above to be understood."""
+    statements = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    for node in statements:
+        if isinstance(node.value, ast.Constant) and str(node.value.value).startswith("Of "):
+            yield node.lineno, 'docstring that begins with "Of"'
+
+
 def long_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             lines = node.end_lineno - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 yield node.lineno, f"{node.name}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+_NATIVE_NOISE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',
+    re.DOTALL | re.MULTILINE,
+)
+_NATIVE_SCOPE = re.compile(r"(?:template\s*<.*>\s*)?(?:namespace|class|struct|union|enum|extern)\b", re.DOTALL)
+_MEMBER_INITIALISER = re.compile(r"\)[^:]*(?<!:):(?!:).*[\w>]\s*$", re.DOTALL)
+
+
+def long_native_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
+    """Follows braces: one behind a parameter list opens a function, unless it initialises a member."""
+    code = _NATIVE_NOISE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    kinds: list[str] = []
+    header = first = 0
+    for at, sign in ((match.start(), match[0]) for match in re.finditer(r"[{};]", code)):
+        if sign == "{":
+            before = code[header:at].strip()
+            if "function" in kinds:
+                kinds.append("inner")
+            elif _NATIVE_SCOPE.match(before) or ")" not in before:
+                kinds.append("scope")
+            elif _MEMBER_INITIALISER.search(before):
+                kinds.append("initialiser")
+            else:
+                kinds.append("function")
+                first = code.count("\n", 0, at - len(code[header:at].lstrip())) + 1
+        elif sign == "}" and kinds:
+            last = code.count("\n", 0, at) + 1
+            kind = kinds.pop()
+            if kind == "function" and last - first + 1 > MAX_FUNCTION_LINES:
+                yield first, f"a function of {last - first + 1} lines, at most {MAX_FUNCTION_LINES}"
+            if kind == "initialiser":
+                continue
+        if not {"function", "initialiser"} & set(kinds):
+            header = at + 1
 
 
 _SILENCED = re.compile(r"#\s*(type:\s*ignore(?:\[[^\]]*\])?|noqa(?::\s*[A-Z]+\d+(?:\s*,\s*[A-Z]+\d+)*)?)(?P<rest>.*)")
@@ -141,6 +185,8 @@ RULES = (
     Rule(leftovers, CODE, ROOMS),
     Rule(headless, PYTHON | {".h", ".cuh"}),
     Rule(long_functions, PYTHON),
+    Rule(long_native_functions, NATIVE),
+    Rule(of_docstrings, PYTHON),
     Rule(silenced_without_reason, PYTHON),
     Rule(broad_excepts, frozenset({".py"})),
 )

@@ -1,0 +1,65 @@
+"""Who imports or includes whom, and the circles in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Set
+from pathlib import PurePosixPath
+
+Graph = Mapping[str, Set[str]]
+
+
+def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports; `from a import b` names both a and a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def import_graph(files: Mapping[PurePosixPath, str]) -> Graph:
+    """Each module of kvdock with the modules it imports, under TYPE_CHECKING and inside functions too."""
+    modules = {".".join(path.with_suffix("").parts): path for path in files if path.suffix == ".py"}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        package = f"kvdock.{name}" if path.name == "__init__.py" else f"kvdock.{name}".rpartition(".")[0]
+        graph[name] = set()
+        for _, imported in imports(files[path], package):
+            inside = imported.removeprefix("kvdock.")
+            graph[name] |= {one for one in (inside, inside.rpartition(".")[0]) if one in modules and one != name}
+    return graph
+
+
+def include_graph(files: Mapping[PurePosixPath, str]) -> Graph:
+    """Each file of csrc with the headers of ours that it includes, all by their paths below csrc."""
+    return {
+        str(path.relative_to("csrc")): set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE))
+        for path, text in files.items()
+    }
+
+
+def circle(graph: Graph) -> list[str]:
+    """Some way along the arrows that ends where it began; empty when there is none."""
+    left_for_good: set[str] = set()
+
+    def walk(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in left_for_good:
+            return []
+        for following in sorted(graph[node]):
+            if found := walk(following, [*way, node]):
+                return found
+        left_for_good.add(node)
+        return []
+
+    return next((found for node in graph if (found := walk(node, []))), [])

@@ -41,10 +41,14 @@ def import_graph(files: Mapping[PurePosixPath, str]) -> Graph:
 
 def include_graph(files: Mapping[PurePosixPath, str]) -> Graph:
     """Each file of csrc with the headers of ours that it includes, all by their paths below csrc."""
-    return {
-        str(path.relative_to("csrc")): set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE))
-        for path, text in files.items()
-    }
+    graph: dict[str, set[str]] = {}
+    for path, text in files.items():
+        beside = path.relative_to("csrc").parent
+        included = re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)
+        graph[str(path.relative_to("csrc"))] = {
+            str(beside / name) if path.parent / name in files else name for name in included
+        }
+    return graph
 
 
 def circle(graph: Graph) -> list[str]:

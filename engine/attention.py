@@ -1,7 +1,7 @@
 """Attention of one request over its paged KV: write the new tokens, gather the pages, attend.
 
-Owns nothing; writes only the slots of the tokens being computed. One request at a time: the shapes,
-and so the bits of the result, depend on the request alone, never on who else is in the step.
+Owns nothing; writes only the KV of the tokens being computed. One request at a time, so the shapes, and the bits
+of the result, depend on the request alone and not on the other requests of the step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from kvdock.engine.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Pages:
-    """Where tokens [start, end) of a request go, and where the tokens they see lie. Same for a group's layers."""
+    """Where the KV of tokens [start, end) goes, and where the KV is that they attend to; the same in a group's layers."""
 
     seen: slice
-    """Of the tokens in `blocks`: those that [start, end) see."""
+    """The tokens of `blocks` that [start, end) attend to."""
     blocks: Tensor
-    """int64 (pages,): from the first that is seen to the last that is written."""
+    """int64 (pages,): from the first block that is read to the last that is written."""
     slot_block: Tensor
     slot_offset: Tensor
     """int64 (end - start,): block and offset of each new token."""
     mask: Tensor | None
-    """bool (end - start, seen): what each new token may see; None for a single token, which sees all."""
+    """bool (end - start, seen): what each new token attends to; None for a single token, which attends to all."""
 
 
 def pages(blocks: Sequence[int | None], kind: GroupKind, block_tokens: int, start: int, end: int) -> Pages:
@@ -37,7 +37,7 @@ def pages(blocks: Sequence[int | None], kind: GroupKind, block_tokens: int, star
     first = kind.first_seen(start)
     skipped = first // block_tokens
     present = [block for block in blocks[skipped : -(-end // block_tokens)] if block is not None]
-    assert len(present) == -(-end // block_tokens) - skipped, "a block that is seen is not there"
+    assert len(present) == -(-end // block_tokens) - skipped, "a block that is to be read is missing"
     table = torch.tensor(present, dtype=torch.int64)
     positions = torch.arange(start, end)
     mask = None
@@ -58,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, row: int, whe
     cache.k[row][where.slot_block, where.slot_offset] = k
     if v is not None:
         cache.v[row][where.slot_block, where.slot_offset] = v
-    # index_select makes a contiguous copy whatever the strides: one arithmetic for every format.
+    # index_select makes a contiguous copy whatever the strides, so every format is computed in the same way.
     keys = cache.k[row].index_select(0, where.blocks).flatten(0, 1)[where.seen]
     values = cache.v[row].index_select(0, where.blocks).flatten(0, 1)[where.seen]
     out = F.scaled_dot_product_attention(

@@ -1,14 +1,14 @@
 """The block tables of requests, one list of blocks a KV group, over one pool that all groups share.
 
 table[g][i] is the block with tokens [i * block_tokens, (i + 1) * block_tokens) of group g, or None where the
-group needs none any more (groups.py). All lists of a table are equally long.
+group no longer needs it (engine/groups.py). All lists of a table are equally long.
 
-A request with local hits and tokens from elsewhere is allocated in two phases: first every group touches its
-hits, then every group allocates. Group by group, one group's allocation would take another's hits, which are
-free until they are touched, and one physical block would serve both.
+A request with local hits is allocated in two phases: first every group touches its hits, then every group
+allocates. If the groups did both in turn, one group could be given the block of another group's hit, which is
+free until it is touched, and one physical block would serve both.
 
-Invariants (check_integrity): no block is in two groups, or at two places; two tables share a block only by its
-name; only blocks that have fallen behind are None.
+Invariants (check_integrity): no block is in two groups or at two indices; two tables share a block only if it has
+a name; only blocks that a group no longer needs are None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Table: TypeAlias = list[list[int | None]]
 
 @dataclass(frozen=True)
 class Hit:
-    """A cached prefix of `length` blocks: per group a block for each, None for those it does not need."""
+    """A cached prefix of `length` blocks: for each group its blocks, None for those that the group does not need."""
 
     length: int
     blocks: tuple[tuple[int | None, ...], ...]
@@ -38,7 +38,7 @@ class BlockManager:
         self, kinds: Sequence[GroupKind], num_blocks: int, block_tokens: int, *, step_tokens: int,
         interleaved: bool = False,
     ) -> None:
-        """`step_tokens`: the most a request computes at once. `interleaved`: for tests, the order that goes wrong."""
+        """`step_tokens`: the most tokens a request computes at once. `interleaved`: the wrong order, for tests."""
         self.pool = BlockPool(num_blocks)
         self.kinds, self.block_tokens = tuple(kinds), block_tokens
         self._step_tokens, self._interleaved = step_tokens, interleaved
@@ -46,7 +46,7 @@ class BlockManager:
     # ------------------------------------------------------------------ the prefix cache
 
     def match(self, hashes: Sequence[bytes]) -> Hit:
-        """The longest prefix of `hashes` of which every group has what it needs. Changes and holds nothing."""
+        """The longest prefix of `hashes` for which every group has the blocks it needs. Changes and holds nothing."""
         found = [[self.pool.cached.get((g, name)) for name in hashes] for g in range(len(self.kinds))]
         runs = [_runs(column) for column in found]
         for length in range(len(hashes), 0, -1):
@@ -59,7 +59,7 @@ class BlockManager:
         return Hit(0, tuple(() for _ in self.kinds))
 
     def register(self, table: Table, hashes: Sequence[bytes], begin: int) -> None:
-        """Blocks [begin, len(hashes)) of the table are full and valid: offers them to the prefix cache."""
+        """Offers blocks [begin, len(hashes)) of the table, which are full and valid, to the prefix cache."""
         for group, column in enumerate(table):
             for index in range(begin, len(hashes)):
                 block = column[index]
@@ -69,7 +69,7 @@ class BlockManager:
     # ------------------------------------------------------------------ tables
 
     def fits(self, hit: Hit, tokens: int) -> bool:
-        """Whether a request of `tokens` that begins with `hit` has room to the end, others left as they are."""
+        """Whether a request of `tokens` that begins with `hit` finds enough blocks while the others keep theirs."""
         pages = self.pages(tokens)
         wanted = sum(
             min(pages - hit.length, most_blocks(kind, tokens, self._step_tokens, self.block_tokens))
@@ -78,8 +78,8 @@ class BlockManager:
         return wanted <= self.pool.room_beside(held(hit.blocks))
 
     def admit(self, hit: Hit, hit_tokens: int, end: int) -> Table:
-        """A table for [0, end) of which [0, hit_tokens) need not be computed: its front is `hit`, as far as a
-        prefix of hit_tokens needs it, and the rest is fresh. Raises OutOfBlocks, having done nothing."""
+        """A table for [0, end), of which [0, hit_tokens) need not be computed. It begins with the blocks of `hit` that
+        a prefix of hit_tokens needs, and the rest is fresh. Raises OutOfBlocks and changes nothing."""
         firsts = [self._first_block(kind, hit_tokens) for kind in self.kinds]
         kept = [blocks[first:] for blocks, first in zip(hit.blocks, firsts, strict=True)]
         fresh = [self.pages(end) - max(first, hit.length) for first in firsts]
@@ -100,11 +100,11 @@ class BlockManager:
         return table
 
     def lacking(self, table: Table, end: int) -> int:
-        """How many free blocks more than there are it takes to grow `table` to [0, end); 0 or less: none."""
+        """How many free blocks are missing to grow `table` to [0, end); 0 or less: none."""
         return len(table) * (self.pages(end) - len(table[0])) - len(self.pool.free)
 
     def grow(self, table: Table, end: int) -> None:
-        """Fresh blocks behind what a running request holds. Raises OutOfBlocks, having done nothing."""
+        """Appends fresh blocks to a running request's table. Raises OutOfBlocks and changes nothing."""
         lacking, missing = self.lacking(table, end), self.pages(end) - len(table[0])
         if missing > 0 and lacking > 0:
             raise OutOfBlocks(f"blocks: found {lacking} too few, wanted {missing} for each of {len(table)} groups")
@@ -121,23 +121,23 @@ class BlockManager:
                 self.pool.release([block])
 
     def holds(self, table: Table, tokens: int) -> bool:
-        """Whether every group's list has the blocks it takes to go on after `tokens`, those to be computed too."""
+        """Whether every group's list has the blocks that are needed to compute from `tokens` on, and all later ones."""
         return all(
             None not in column[self._first_block(kind, tokens) :]
             for kind, column in zip(self.kinds, table, strict=True)
         )
 
     def release(self, table: Table) -> None:
-        """Lets go of all blocks: of every group those of the last tokens first."""
+        """Releases all blocks; in every group, the blocks of the last tokens first."""
         self.pool.release([block for row in zip(*table, strict=True) for block in row if block is not None])
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
     def check_integrity(self, tables: Sequence[tuple[Table, int]], others: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless tables and pool agree; `tables` with the tokens that are computed or being loaded,
-        `others` hold the rest."""
-        places: dict[int, tuple[int, int]] = {}
+        """AssertionError unless tables and pool agree. Each table comes with the number of its tokens that are computed
+        or being loaded; `others` are the remaining lists of held blocks."""
+        seen: dict[int, tuple[int, int]] = {}
         for table, computed in tables:
             assert len({len(column) for column in table}) <= 1, "lists of a table differ in length"
             assert not table or self.holds(table, computed), "a block is missing"
@@ -145,7 +145,7 @@ class BlockManager:
                 for index, block in enumerate(column):
                     if block is None:
                         continue
-                    before = places.setdefault(block, (group, index))
+                    before = seen.setdefault(block, (group, index))
                     assert before == (group, index), f"block {block}: found at {(group, index)} and at {before}"
         holders = Counter(block for table, _ in tables for block in held(table))
         nameless = [block for block, count in holders.items() if count > 1 and self.pool.names[block] is None]
@@ -163,7 +163,7 @@ def held(columns: Iterable[Iterable[int | None]]) -> list[int]:
 
 
 def _runs(column: Sequence[int | None]) -> list[int]:
-    """For each place, how many in a row up to it are there."""
+    """For each index, the number of blocks without a gap that end there."""
     runs, run = [], 0
     for block in column:
         run = 0 if block is None else run + 1

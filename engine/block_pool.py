@@ -1,12 +1,12 @@
-"""Who holds each KV block, and which blocks still hold a known prefix.
+"""Which KV blocks are held, and which hold a known prefix.
 
-Ownership: a block's reference count is the number of holders: each request whose table names it, and
-each store of the connector that reads it. Invariants (check_integrity):
-- a block is in the free queue exactly when nobody holds it: free + held = all;
+A block's reference count is the number of its holders: each request whose table names it, and each store of
+the connector that reads it. Invariants (check_integrity):
+- a block is in the free queue exactly when it has no holder: free + held = all;
 - `cached` maps a name to one block, and that block carries that name;
-- a block gets its name only when its whole content is valid, and loses it before anyone rewrites it.
-The free queue is in order of release: allocation takes, and so forgets, the least recently used. A free
-block that has a name is evictable: it counts as room, and stops to the moment a hit holds it.
+- a block gets its name only when its whole content is valid, and loses it before it is written again.
+The free queue is in order of release, so an allocation takes the least recently used block, and its name is
+forgotten. A free block that has a name is evictable: it counts as free until a hit holds it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 Name: TypeAlias = tuple[int, bytes]
-"""(KV group, chain hash): the same tokens have other bytes in each group."""
+"""(KV group, chain hash): the KV of the same tokens differs from group to group."""
 
 
 class OutOfBlocks(RuntimeError):
-    """Fewer free blocks than asked for; nothing was allocated."""
+    """There are fewer free blocks than asked for; nothing was allocated."""
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a full block and everything before it; the first block's parent is b''."""
+    """16 bytes that name a full block and all blocks before it; the first block's parent is b''."""
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -44,11 +44,11 @@ class BlockPool:
         return sum(self.references[block] == 0 for block in self.cached.values())
 
     def room_beside(self, blocks: Iterable[int]) -> int:
-        """How many blocks could be allocated once `blocks`, free or not, are held."""
+        """How many blocks could still be allocated if `blocks`, free or not, were held."""
         return len(self.free) - sum(block in self.free for block in set(blocks))
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block; a free one leaves the queue with its content."""
+        """Adds a holder to each block; a free one leaves the queue and keeps its content."""
         for block in blocks:
             self.free.pop(block, None)
             self.references[block] += 1
@@ -67,7 +67,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. The last block is queued first: a prefix outlives what follows it."""
+        """Takes a holder from each. The last block is queued first, so a prefix is evicted after what follows it."""
         for block in reversed(blocks):
             assert self.references[block] > 0, f"block {block} released more often than held"
             self.references[block] -= 1
@@ -75,7 +75,7 @@ class BlockPool:
                 self.free[block] = None
 
     def register(self, block: int, name: Name) -> None:
-        """`block` now holds valid KV of `name`. A name that has a block already keeps it."""
+        """Notes that `block` holds valid KV of `name`. A name that has a block already keeps it."""
         assert self.references[block] > 0, f"block {block} registered while free"
         if self.names[block] is None and name not in self.cached:
             self.cached[name] = block

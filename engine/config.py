@@ -1,7 +1,7 @@
-"""The engine's settings: what model it is, how its KV is paged, how much it may do in a step.
+"""The engine's settings: its model, how its KV is paged, how much a step may compute.
 
-Owns every default. Invariants: a config that exists is valid, and it never changes. The model's
-weights are a function of ModelConfig alone, so `ModelConfig.revision` names them.
+Owns every default. Invariants: a config that exists is valid and never changes; the model's weights
+follow from ModelConfig alone, so `ModelConfig.revision` names them.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class ModelConfig:
     head_size: int
     mlp_hidden: int
     latent_size: int = 0
-    """Multi-head latent attention when positive: one latent of this size, and head_size - latent_size rotated
-    elements, stand for K and V of all heads. 0: K and V of their own."""
+    """Multi-head latent attention when positive: one latent of this size and head_size - latent_size rotated elements
+    replace K and V of all heads. 0: each head has K and V."""
     groups: tuple[GroupKind, ...] = (FullAttention(),)
     """The KV groups; layer i belongs to groups[i % len(groups)], so that all have equally many layers."""
     vocab_size: int = VOCAB_SIZE
     max_positions: int = 8192
     rope_theta: float = 10_000.0
     sharpness: tuple[float, float] = (2.0, 7.0)
-    """Standard deviation of the attention scores, from the first head to the last: flat heads see
-    everything a little, sharp heads see a few tokens clearly."""
+    """Standard deviation of the attention scores, from the first head to the last: with a small one a head attends to
+    all tokens a little, with a large one to a few tokens strongly."""
     logit_scale: float = 3.0
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -68,13 +68,13 @@ class ModelConfig:
 
     @property
     def revision(self) -> str:
-        """32 hex digits that name the weights: equal configs, equal weights."""
+        """32 hex digits that name the weights; equal configs have equal weights."""
         fields = repr(sorted((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)))
         return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
 
     @property
     def rope_size(self) -> int:
-        """Elements of a head that RoPE turns: all, or those behind the latent."""
+        """Elements of a head that RoPE rotates: all, or those after the latent."""
         return self.head_size - self.latent_size
 
     @property
@@ -87,7 +87,7 @@ class ModelConfig:
         return self.layers // len(self.groups)
 
     def share(self, ranks: int) -> ModelConfig:
-        """What each of `ranks` computes: its heads, its part of the MLP. A latent is everybody's."""
+        """What each of `ranks` computes: its heads and its part of the MLP. Every rank has the whole latent."""
         kv_heads = self.kv_heads if self.latent_size else self.kv_heads // ranks
         return dataclasses.replace(
             self, heads=self.heads // ranks, kv_heads=kv_heads, mlp_hidden=self.mlp_hidden // ranks
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV of one token over all layers."""
+        """Bytes of the KV of one token in all layers."""
         item_bytes = 4 if self.dtype == "float32" else 2
         planes = 1 if self.latent_size else 2
         return self.layers * planes * self.kv_heads * self.head_size * item_bytes
@@ -112,14 +112,14 @@ class EngineConfig:
     max_running: int = 16
     """Requests that hold blocks at the same time, loading ones included."""
     prefill_chunk_tokens: int = 512
-    """A prompt is computed in chunks that end at multiples of this, whoever else is running."""
+    """A prompt is computed in chunks that end at multiples of this, whatever else is running."""
     max_step_tokens: int = 1024
     max_local_hit_tokens: int | None = None
-    """Upper bound of what the engine's own prefix cache may contribute; None: no bound, 0: never."""
+    """The most tokens a request may take from the engine's own prefix cache; None: no limit, 0: none."""
     threads: int = 1
-    """torch's intra-op threads: part of the shape of a computation, hence fixed."""
+    """torch's intra-op threads. The bits of a result depend on their number, so it is fixed."""
     tensor_parallel: int = 1
-    """Ranks: processes that share the heads and the MLP's columns among them."""
+    """Number of ranks: processes that divide the heads and the columns of the MLP among them."""
     idle_wait_s: float = 0.05
     """How long a step waits for the connector when nothing can be computed."""
 
@@ -141,12 +141,12 @@ class EngineConfig:
 
     @property
     def max_request_tokens(self) -> int:
-        """The longest prompt plus output that one request can have: it must fit the pool alone."""
+        """The longest prompt plus output that fits in all blocks of the engine."""
         return bisect_right(range(1, self.model.max_positions + 1), self.num_blocks, key=self.most_blocks)
 
     @property
     def share(self) -> ModelConfig:
-        """The model as one rank has it."""
+        """The part of the model that one rank computes."""
         return self.model.share(self.tensor_parallel)
 
     def most_blocks(self, tokens: int) -> int:

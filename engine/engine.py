@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, one step at a time.
 
-Owns the model and the KV memory; the scheduler owns the rest. A step, in order: take in what the
-connector finished, schedule, compute each request's chunk, offer the new KV to the connector, sample,
-finish who is done. One thread only; the connector may copy on its own threads.
+Owns the model and the KV memory; the scheduler owns the rest. A step, in order: take in what the connector has
+finished, schedule, compute each request's chunk, offer the new KV to the connector, sample, end the requests that
+are complete. One thread only; the connector may copy on its own threads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
     def add_request(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queues a prompt and returns its id. Raises RequestError for one that could never be served."""
+        """Queues a prompt and returns the request's id. Raises RequestError if it could never be served."""
         sampling = sampling if sampling is not None else SamplingParams()
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = request_id if request_id is not None else f"request-{self._arrivals}"
@@ -83,7 +83,7 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> Completion:
-        """Ends a request now; its id stays taken while a load for it is in flight. Raises RequestError."""
+        """Ends a request now; its id stays in use until its load has ended, if it has one. Raises RequestError."""
         request = self.requests.get(request_id)
         if request is None or request.state is State.FINISHED:
             raise RequestError(f"request_id: found {request_id!r}, wanted an unfinished request")
@@ -92,7 +92,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Runs the prompts, and whatever else is queued, to the end; completions in the order of the prompts."""
+        """Runs the prompts, and all other queued requests, to the end; completions in the order of the prompts."""
         ids = [self.add_request(prompt, sampling) for prompt in prompts]
         done: dict[str, Completion] = {}
         while self.has_unfinished:
@@ -108,9 +108,9 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> list[TokenOutput]:
-        """Computes one chunk or token for each request that can; waits for the connector when none can.
+        """Computes one chunk or token of each request that can run; waits for the connector when none can.
 
-        RankLost when another rank of the team is gone: nothing can be computed any more, so close the engine."""
+        Raises RankLost when another rank has ended: nothing can be computed any more, so close the engine."""
         self.runner.check()
         self._take_in(self.connector.poll(0.0))
         works = self.scheduler.schedule()
@@ -119,7 +119,7 @@ class Engine:
         return [output for work in works for output in self._compute(work)]
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for loads and stores in flight, without computing; True when none is left."""
+        """Waits, without computing, for loads and stores that are under way; True when all have ended."""
         deadline = self.clock() + timeout_s
         while self.scheduler.storing or self.scheduler.loading:
             left_s = deadline - self.clock()
@@ -129,14 +129,14 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Aborts what is unfinished and closes the connector, which waits for its copies."""
+        """Aborts unfinished requests and closes the connector, which waits for its copies."""
         for request in list(self.requests.values()):
             if request.state is not State.FINISHED:
                 self._finish(request, "aborted")
         self.connector.close()
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block and request is accounted for: tests call it after each step."""
+        """AssertionError unless lists, states and blocks agree; tests call it after each step."""
         self.scheduler.check_integrity()
 
     def _compute(self, work: Work) -> list[TokenOutput]:
@@ -172,7 +172,7 @@ class Engine:
             reason, request.metrics, request.logits,
         )
 
-    # ------------------------------------------------------------------ the connector's news
+    # ------------------------------------------------------------------ what the connector has finished
 
     def _take_in(self, progress: Progress) -> None:
         for load in progress.loads:
@@ -184,13 +184,13 @@ class Engine:
 
 
 class NoConnector:
-    """The connector of an engine that stands alone: nothing to load, nothing to store."""
+    """The connector of an engine without kvdock: it loads and stores nothing."""
 
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
         return local_tokens
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        raise AssertionError("begin_load: found a call, wanted none, for lookup never offers anything")
+        raise AssertionError("begin_load: found a call, wanted none: lookup never finds anything")
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int

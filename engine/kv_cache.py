@@ -1,11 +1,11 @@
-"""The paged KV memory: allocated in a named format, seen by attention as plain views of rows.
+"""The paged KV memory: allocated in a named format, with one view for each row, which attention uses.
 
-A row is one layer of each KV group: a block belongs to one group at a time, and then holds the KV of that
-group's layers, one in each row. With one group, rows are layers. Of the KV heads a rank has its share.
+A row holds one layer of each KV group: a block belongs to one group at a time and holds the KV of that group's
+layers, one in each row. With one group, rows are layers. A rank has its share of the KV heads.
 
 Owns the tensors. Invariants: k[row] and v[row] are (num_blocks, block_tokens, kv_heads, size) views, whatever
-the format; `planes` cover every byte of `tensors` once. Who may write a block is the block manager's
-business, not ours.
+the format; `planes` cover every byte of `tensors` once. Which request may write a block is decided by the block
+manager, not here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KVCache:
     """What a connector needs to find the KV: `format`, `tensors` nested as the format says, `block_tokens`."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Zeroed memory of config.num_blocks blocks. Raises RuntimeError (torch) when there is not enough."""
+        """Allocates config.num_blocks blocks, all zero. Raises RuntimeError (torch) when memory is short."""
         model = config.share
         form = KV_FORMATS[config.kv_format]
         sizes = {
@@ -59,7 +59,7 @@ def allocate(lists: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int
 
 
 def view(form: KVFormat, tensors: Tensors, sizes: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
-    """One plane, (NB, BS, NH, HS), sharing memory: fix the axes in `at`, order the others."""
+    """One plane, (NB, BS, NH, HS), as a view: fixes the axes in `at` and puts the others in that order."""
     for axis in form.lists:
         tensors = tensors[at[axis]]
     assert isinstance(tensors, Tensor)

@@ -1,8 +1,7 @@
-"""The named paged-KV formats as data: a name spells which axes are lists of tensors and which are axes of one.
+"""The named paged-KV formats as data: a name says which axes are lists of tensors and which are axes of a tensor.
 
-Axes: NL layers, TWO K and V, NB blocks, BS tokens of a block, NH KV heads, HS head size, NBBS blocks
-times tokens, ONE a single head. `A_X_B_C` is a list over A of tensors with axes B, C, outermost first. No code anywhere
-asks for a format by name.
+Axes: NL layers, TWO K and V, NB blocks, BS tokens of a block, NH KV heads, HS head size, NBBS blocks times tokens, ONE
+a single head. `A_X_B_C` is a list over A of tensors with axes B and C, outermost first. No code compares format names.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A decoder-only transformer: RMSNorm, RoPE, grouped-query or latent attention, SwiGLU, untied head.
 
-Owns the weights: drawn from the config's seed, never trained, so the text means nothing; what
-matters is that every cached block matters. An untrained transformer averages its context away. Three
-things keep it: queries and keys are normalised and scored at a set sharpness per head; what a head
-reads is normalised again, so an average over thousands of tokens is as loud as one token; and
-the residual stream starts quiet, so that what was read outweighs the last token itself.
+Owns the weights. They are drawn from the config's seed and never trained, so the text is meaningless, but every
+cached block must change the output. In a plain untrained transformer the context would average out. Three measures
+prevent that: queries and keys are normalised, and scored with a fixed sharpness for each head; the output of a head is
+normalised again, so an average over thousands of tokens is as large as a single token; and the residual stream starts
+small, so that the context outweighs the last token.
 
-Every rank of a team draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it.
-What comes out of attention and MLP is a partial sum, which the team makes whole. A latent is everybody's.
+Every rank of a team draws all weights and keeps its share: whole heads, rows into the MLP and columns out of it. The
+outputs of attention and MLP are partial sums, which the team adds up. Every rank has the whole latent.
 
 Invariant: equal config, team size and shapes give equal bits, in every process with the same thread count.
 """
@@ -33,7 +33,7 @@ EMBEDDING_SCALE = 0.1
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights as (out, in), the order F.linear wants."""
+    """Weights as (out, in), the order that F.linear expects."""
 
     qkv: Tensor
     out: Tensor
@@ -76,7 +76,7 @@ class Model:
         self.cos, self.sin = rope_table(config)
 
     def share(self, weights: Tensor, sections: Sequence[int], *, whole: int = 0, dim: int = 0) -> Tensor:
-        """This rank's part of each of the sections of `weights` along `dim`; the last `whole` are everybody's."""
+        """This rank's part of each section of `weights` along `dim`; the last `whole` sections are not divided."""
         parts = torch.split(weights, list(sections), dim)
         cut = len(parts) - whole
         own = [part.chunk(self.team.size, dim)[self.team.rank] for part in parts[:cut]]
@@ -96,9 +96,9 @@ class Model:
         return F.linear(unit(x[-1:]), self.head)[0].float()
 
     def project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x (n, hidden) → q (n, heads, head) with its sharpness in it, k and v (n, kv_heads, head).
+        """x (n, hidden) → q (n, heads, head), multiplied by the sharpness; k and v (n, kv_heads, head).
 
-        Latent attention in its absorbed form: queries lie in the latent's space, and the latent is the value."""
+        Latent attention has its absorbed form: queries are in the latent's space, and the latent is the value."""
         c = self.config
         rows = F.linear(unit(x), layer.qkv).view(len(x), -1, c.head_size)
         q, k, v = torch.split(rows, [c.heads, c.kv_heads, rows.shape[1] - c.heads - c.kv_heads], dim=1)
@@ -106,14 +106,14 @@ class Model:
         return q.to(self.dtype), k.to(self.dtype), None if c.latent_size else v
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normalised, and turned behind the latent: (n, heads, head) → float32 of the same shape."""
+        """Normalises, and rotates what follows the latent: (n, heads, head) → float32 of the same shape."""
         latent = self.config.latent_size
         turned = rotate(unit(x[..., latent:]), cos, sin)
         return torch.cat((unit(x[..., :latent]).float(), turned), dim=-1) if latent else turned
 
 
 def unit(x: Tensor) -> Tensor:
-    """RMSNorm without a gain: (…, n) → (…, n) of mean square one."""
+    """RMSNorm without a gain: (…, n) → (…, n) with a mean square of one."""
     return F.rms_norm(x, (x.shape[-1],), eps=1e-6)
 
 
@@ -126,6 +126,6 @@ def rope_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE, first half against second half: (n, heads, head) → float32 of the same shape."""
+    """RoPE, which pairs the first half with the second: (n, heads, head) → float32 of the same shape."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

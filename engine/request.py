@@ -1,11 +1,11 @@
 """One request from arrival to completion: its tokens, its blocks, how much of its KV is valid.
 
-Invariant: `computed` is the truth: what is needed of the KV of tokens [0, computed) lies in the blocks of
-`table`, valid. `tokens` may be longer (not computed yet) and so may `table` (allocated ahead).
+Invariant: the blocks of `table` hold valid KV for those of the tokens [0, computed) that are still needed. `tokens`
+may be longer (not computed yet), and so may `table` (allocated ahead).
 
     WAITING ─► LOADING ─► RUNNING ─► FINISHED
-       │  ▲───────┴─────────┘ ▲          abort leads to FINISHED from everywhere
-       └──────────────────────┘          back to WAITING: preempted, or nothing of a load could be used
+       │  ▲───────┴─────────┘ ▲          abort leads to FINISHED from every state
+       └──────────────────────┘          back to WAITING: preempted, or the load was of no use
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdock.engine.block_pool import chain_hash
 
 
 class RequestError(ValueError):
-    """A request that cannot be served; the message names the value found and the value wanted."""
+    """The request cannot be served; the message names the value found and the value wanted."""
 
 
 class State(enum.Enum):
@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. temperature 0 is greedy; else `seed` decides, per request."""
+    """How tokens are chosen and when to stop. temperature 0 is greedy; otherwise each request draws with `seed`."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -40,9 +40,9 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     keep_logits: bool = False
-    """Keep the logits of every sampled position: float32 (vocab,) each."""
+    """Keeps the logits of every sampled position: float32 (vocab,) each."""
     max_local_hit_tokens: int | None = None
-    """For this request, below EngineConfig's own bound; None: that bound."""
+    """A limit for this request, beside that of EngineConfig; None: no other."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -57,15 +57,15 @@ class SamplingParams:
 
 @dataclass
 class Metrics:
-    """Where the KV of one request came from. Token counts add up over preemptions."""
+    """Where the KV of one request came from. Counts include what was done before a preemption."""
 
     time_to_first_token_s: float | None = None
     local_hit_tokens: int = 0
     """Found in the engine's own prefix cache."""
     loaded_tokens: int = 0
-    """Brought by the connector and valid."""
+    """Loaded by the connector and valid."""
     computed_prefill_tokens: int = 0
-    """Computed, but for the one token of each decoding step."""
+    """Computed, without the one token of each decoding step."""
     preemptions: int = 0
 
 
@@ -77,13 +77,13 @@ class Request:
     prompt_length: int
     sampling: SamplingParams
     arrival: int
-    """Rank of arrival: the smaller, the earlier served and the later preempted."""
+    """Order of arrival: a smaller number is served earlier and preempted later."""
     arrived_s: float
     state: State = State.WAITING
     computed: int = 0
     table: Table = field(default_factory=list)
     local: int = 0
-    """Tokens [0, local) lie in blocks that other requests may share: never written."""
+    """Tokens [0, local) are in blocks that other requests may share, so they are never written."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the first full blocks; extended on demand."""
     registered: int = 0
@@ -102,7 +102,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Only the newest token, an output, is missing from the KV."""
+        """True when only the KV of the newest token, which is an output, is missing."""
         return self.computed == len(self.tokens) - 1 and len(self.tokens) > self.prompt_length
 
     def block_hashes(self, block_tokens: int, count: int) -> list[bytes]:
@@ -116,7 +116,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a finished request leaves."""
+    """The result of a request."""
 
     request_id: str
     prompt_tokens: list[int]
@@ -126,4 +126,4 @@ class Completion:
     """'stop' (EOS), 'length' or 'aborted'."""
     metrics: Metrics
     logits: list[torch.Tensor]
-    """Per sampled token, when asked for."""
+    """Of each sampled token, with keep_logits."""

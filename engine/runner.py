@@ -1,7 +1,7 @@
-"""What every rank of an engine has: its share of the model and of the KV memory. It carries out steps.
+"""What every rank of an engine has: its share of the model and of the KV memory. It computes steps.
 
-Owns no decision: a Step says which tokens of a request to compute and where its blocks are. Invariant:
-a step that returned has written its KV.
+Decides nothing: a Step says which tokens of a request to compute and where its blocks are. Invariant: a step that
+returned has written its KV.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Step:
 
 
 class Runner:
-    """Sets torch's thread count for the whole process. ConfigError when `kv` was made for another config."""
+    """Sets torch's thread count for the whole process. Raises ConfigError when `kv` was made for another config."""
 
     def __init__(self, config: EngineConfig, kv: KVCache | None = None, team: Team | None = None) -> None:
         torch.set_num_threads(config.threads)
@@ -41,11 +41,11 @@ class Runner:
         self.kv = kv if kv is not None else KVCache(config)
 
     def check(self) -> None:
-        """RankLost when there is a rank that cannot go on."""
+        """Raises RankLost when a rank cannot continue."""
 
     def run(self, step: Step) -> Tensor:
-        """Logits of the token after the last, float32 (vocab,): the same in every rank. All ranks must run the same
-        steps. RankLost."""
+        """Logits of the token after the last, float32 (vocab,), the same in every rank. All ranks must run the same
+        steps. Raises RankLost."""
         kinds, end = self.config.model.groups, step.start + len(step.tokens)
         where = [
             pages(blocks, kind, self.config.block_tokens, step.start, end)

@@ -1,7 +1,7 @@
 """Logits to a token: greedy, or drawn with the request's own generator.
 
-Owns nothing. Invariant: the token depends on the logits, the parameters and how many tokens this
-request drew before, never on the batch.
+Owns nothing. Invariant: the token depends on the logits, the parameters and how many tokens this request has
+drawn before, never on the batch.
 """
 
 from __future__ import annotations

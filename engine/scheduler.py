@@ -1,15 +1,15 @@
-"""Decides who computes what in the next step, and who holds which blocks meanwhile.
+"""Decides which requests compute what in the next step, and which blocks each holds.
 
-A request's tokens, by who provides their KV, as half-open ranges of [0, len(tokens)):
+A request's tokens, by the source of their KV, as half-open ranges of [0, len(tokens)):
 
     [0, local)       blocks of the engine's prefix cache: shared, held, never written
-    [local, hit)     fresh blocks the connector fills: ours only after its LoadDone
-    [hit, len)       fresh blocks the model fills, chunk by chunk
+    [local, hit)     fresh blocks that the connector fills: not used before its LoadDone
+    [hit, len)       fresh blocks that the model fills, chunk by chunk
 
 Invariants: `computed` moves only over valid KV; a block's hash is registered only below `computed`;
 the blocks of a LOADING request are neither read, written, freed nor registered; blocks that a store reads
-are held until its StoreDone, whatever becomes of the request; the earliest request that holds blocks is
-never preempted for a later one, so somebody always gets on.
+are held until its StoreDone, also when the request has ended; the earliest request that holds blocks is never
+preempted for a later one, so one request always makes progress.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Scheduler:
         self.loading: dict[str, Request] = {}
         self.storing: Counter[BlocksRead] = Counter()
 
-    # ------------------------------------------------------------------ the verbs
+    # ------------------------------------------------------------------ what the engine calls
 
     def add(self, request: Request) -> None:
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
 
     def schedule(self) -> list[Work]:
-        """The next step's work, within the token budget: who decodes, who prefills already, newcomers."""
-        # In order of arrival, so that a request only ever preempts who has not been asked yet.
+        """The next step's work within the token budget: decoding requests, then prefills, then waiting requests."""
+        # In order of arrival, so that a request preempts only requests that come later in this loop.
         ready = [r for r in list(self.running) if r.state is State.RUNNING and self._make_room(r)]
         budget = self.config.max_step_tokens
         works: list[Work] = []
@@ -63,7 +63,7 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) + len(self.loading) >= self.config.max_running:
                 break
-            # Nobody overtakes a request that waits for blocks; one that waits for an answer may be overtaken.
+            # No request overtakes one that waits for blocks; one that waits for an answer may be overtaken.
             if not self._admit(request):
                 break
             if request.state is State.RUNNING:
@@ -71,7 +71,7 @@ class Scheduler:
         return works
 
     def advance(self, work: Work) -> None:
-        """The step computed `work`: its KV is valid now."""
+        """Notes that the step has computed `work`, so its KV is valid."""
         request = work.request
         assert request.computed == work.start, f"computed: found {request.computed}, wanted {work.start}"
         if not request.is_decoding:
@@ -80,7 +80,7 @@ class Scheduler:
         self._register(request)
 
     def offer(self, request: Request) -> None:
-        """Offers the request's KV to the connector and holds what it reads; then lets windows move on."""
+        """Offers the KV to the connector and holds the blocks that it reads; then releases what windows have passed."""
         read = self.connector.begin_store(request.id, request.tokens, request.table, request.computed)
         if read:
             self.blocks.pool.touch(held(read))
@@ -95,7 +95,7 @@ class Scheduler:
         self.blocks.pool.release(held(read))
 
     def load_done(self, done: LoadDone) -> Request | None:
-        """Ends a LOADING request's wait. Returns the request if it was aborted meanwhile: its blocks are free now."""
+        """Takes a request out of LOADING. Returns it if it was aborted meanwhile; its blocks are free then."""
         request = self.loading.pop(done.request_id)
         if request.state is State.FINISHED:
             self._give_up_blocks(request)
@@ -103,15 +103,15 @@ class Scheduler:
         valid = max(done.valid_tokens // self.block_tokens * self.block_tokens, request.local)
         if self.blocks.holds(request.table, valid):
             request.metrics.loaded_tokens += valid - request.local
-            # The logits of the last token are wanted, so it is computed even when all its KV is there.
+            # The logits of the last token are needed, so it is computed even when all KV is present.
             self._start(request, min(valid, len(request.tokens) - 1))
         else:
-            # A shorter prefix than asked for needs what the windows of the longer one had left behind.
+            # A shorter prefix needs blocks that were left out for the longer one, which its windows had passed.
             self._wait_again(request)
         return None
 
     def finish(self, request: Request) -> None:
-        """Takes the request out, for whatever reason; a LOADING one keeps its blocks until its LoadDone."""
+        """Ends the request, for whatever reason; a LOADING one keeps its blocks until its LoadDone."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
@@ -141,15 +141,15 @@ class Scheduler:
         tables += [(r.table, len(r.table[0]) * self.block_tokens) for r in self.loading.values()]
         self.blocks.check_integrity(tables, [held(read) for read in self.storing.elements()])
 
-    # ------------------------------------------------------------------ steps of the verbs
+    # ------------------------------------------------------------------ parts of these
 
     def _next_end(self, request: Request, computed: int) -> int:
-        """Where the chunk after `computed` ends: at fixed multiples, so that a request's shapes are its own."""
+        """Where the chunk after `computed` ends: at fixed multiples, so its shape is independent of other requests."""
         chunk = self.config.prefill_chunk_tokens
         return min(len(request.tokens), (computed // chunk + 1) * chunk)
 
     def _plan(self, request: Request, budget: int, works: list[Work]) -> int:
-        """Adds the request's next chunk, whole or not at all; returns the tokens it takes of the budget."""
+        """Adds the request's next chunk if all of it fits the budget; returns its tokens, or 0."""
         end = self._next_end(request, request.computed)
         if end - request.computed > budget:
             return 0
@@ -157,7 +157,7 @@ class Scheduler:
         return end - request.computed
 
     def _admit(self, request: Request) -> bool:
-        """Tries to take a waiting request in, RUNNING or LOADING. False: there are not enough blocks."""
+        """Tries to make a waiting request RUNNING or LOADING. False: there are not enough blocks."""
         local_hit = self._local_hit(request)
         if not self.blocks.fits(local_hit, len(request.tokens)):
             return False
@@ -167,7 +167,7 @@ class Scheduler:
             return True
         self.waiting.remove(request)
         loads = hit > local
-        # A full hit leaves the last token to be computed, in a block that the hit covers.
+        # After a full hit the last token is computed, in a block that the hit covers.
         end = hit if loads else self._next_end(request, local)
         request.table = self.blocks.admit(local_hit, hit, end)
         request.local, request.registered = local, local_hit.length
@@ -180,7 +180,7 @@ class Scheduler:
         return True
 
     def _local_hit(self, request: Request) -> Hit:
-        """Blocks of the own prefix cache to use: never the last token's, which will be written again."""
+        """The blocks to use from the engine's prefix cache: never the last token's, which will be written again."""
         limits = [request.sampling.max_local_hit_tokens, self.config.max_local_hit_tokens, len(request.tokens) - 1]
         usable = min(limit for limit in limits if limit is not None) // self.block_tokens
         return self.blocks.match(request.block_hashes(self.block_tokens, usable))
@@ -193,14 +193,14 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: r.arrival)
 
     def _make_room(self, request: Request) -> bool:
-        """Grows the table to the next chunk's end, preempting the latest arrivals. False: not in this step."""
+        """Grows the table to the next chunk's end; may preempt the latest arrivals. False: not in this step."""
         end = self._next_end(request, request.computed)
         while (lacking := self.blocks.lacking(request.table, end)) > 0:
             if lacking <= self._returning():
                 return False
             victim = self.running[-1]
             if victim is request and self.loading:
-                return False  # who loads cannot be preempted, but soon runs and can
+                return False  # a loading request cannot be preempted, but it will soon run, and then it can
             self._preempt(victim)
             if victim is request:
                 return False
@@ -208,12 +208,12 @@ class Scheduler:
         return True
 
     def _returning(self) -> int:
-        """How many blocks only stores still hold: waiting for them is cheaper than preempting somebody."""
+        """How many blocks are held only by stores: waiting for them is cheaper than preempting a request."""
         stored = Counter(block for read in self.storing.elements() for block in held(read))
         return sum(self.blocks.pool.references[block] == count for block, count in stored.items())
 
     def _preempt(self, request: Request) -> None:
-        """All its tokens, outputs too, will be looked up and computed again."""
+        """Its tokens, including the outputs, will be looked up again, and computed where they are not found."""
         self.running.remove(request)
         request.metrics.preemptions += 1
         self.connector.finished(request.id)

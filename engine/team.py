@@ -1,6 +1,6 @@
-"""The ranks that compute one model together, as one of them sees it: who it is, and how partial sums become whole.
+"""The ranks that compute one model together: which one this process is, and how partial sums are added up.
 
-Invariant: `total` adds in the order of the ranks, so that every rank has the same bits, and has them again.
+Invariant: `total` adds in the order of the ranks, so every rank gets the same bits, every time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class RankLost(RuntimeError):
-    """A process of the team is gone, or does not answer: what needs all of them cannot go on."""
+    """A process of the team has ended or does not answer, so what needs all of them cannot continue."""
 
 
 class Team(Protocol):
@@ -26,7 +26,7 @@ class Team(Protocol):
     size: int
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`, equal in all of them. All must call it, in the same order. RankLost."""
+        """The sum of all ranks' `part`, equal in all of them. All must call it, in the same order. Raises RankLost."""
 
 
 class Alone:
@@ -37,7 +37,7 @@ class Alone:
 
 
 class GlooTeam:
-    """Processes of this machine, met at `store`; returns when all `size` have come. RankLost when one does not."""
+    """Processes of this machine that meet at `store`. Waits until all `size` are there; raises RankLost if not."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
@@ -48,7 +48,7 @@ class GlooTeam:
         try:
             self._gloo: Any = ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise RankLost(f"rank {rank} of {size} waits for the others in vain: {error}") from error
+            raise RankLost(f"rank {rank} of {size} did not find the others: {error}") from error
 
     def total(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]

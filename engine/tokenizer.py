@@ -1,4 +1,4 @@
-"""Bytes as tokens: token i < 256 is byte i, then a few specials. Nothing to download, nothing to train.
+"""Bytes as tokens: token i < 256 is byte i, then there are a few special ones. Nothing to download or to train.
 
 Invariant: decode(encode(text)) == text for every str.
 """
@@ -13,11 +13,11 @@ VOCAB_SIZE = 258
 
 
 def encode(text: str, *, bos: bool = True) -> list[int]:
-    """UTF-8 bytes of `text`, after a BOS token unless told otherwise."""
+    """The UTF-8 bytes of `text`, after a BOS token if `bos`."""
     tokens = list(text.encode())
     return [BOS, *tokens] if bos else tokens
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of `tokens`; specials vanish, bytes that are not UTF-8 show as U+FFFD."""
+    """The text of `tokens`, without special ones; bytes that are not UTF-8 become U+FFFD."""
     return bytes(t for t in tokens if t < 256).decode(errors="replace")

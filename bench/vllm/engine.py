@@ -1,13 +1,13 @@
-"""One vLLM engine in a process of its own, for bench.vllm_serving: reads jobs as JSON lines, writes answers.
+"""One vLLM engine in a process of its own, for bench.vllm: reads jobs as JSON lines and writes answers.
 
-    python -m bench.vllm_engine '{"kind": "kvdock", …}'
+    python -m bench.vllm.engine '{"kind": "kvdock", …}'
 
-Scheduler and worker run in this process. `model` is a folder, or a configuration: then weights are N(0, 0.02), for the
-flat ones that vLLM's dummy loader makes hide damaged KV. Times are taken where a user of the engine would: from
-add_request to the step that returns a token. Between steps that run no model it sleeps `poll_s`, as vLLM itself does
-in service (1 ms), so that background threads get the interpreter.
+Scheduler and worker run in this process. `model` is a folder or a configuration. A configuration gets weights from
+N(0, 0.02), because the flat weights of vLLM's dummy loader would hide damaged KV. A time to first token runs from
+add_request to the step that returns the token. After a step that runs no model the process sleeps `poll_s`, as vLLM's
+own loop does (1 ms), so that background threads get the interpreter.
 
-A job that fails is answered with {"error": …} and ends the process: its engine is in no known state.
+A job that fails is answered with {"error": …} and ends the process, because the state of its engine is unknown.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any
 
 Prompt = list[int]
 Run = list[tuple[int, float, list[tuple[int, float]]]]
-"""Of one answer, a token: itself, its log-probability, those of the most probable tokens."""
+"""For each token of an answer: the token, its log-probability, and those of the most probable tokens."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # 1 imports flashinfer, of which nothing else here has need
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # 1 imports flashinfer, which nothing else here needs
 }
 FILLER = [3] * 8
-"""Too short to be cached: keeps an engine stepping."""
+"""A request too short to be cached; it keeps an engine stepping."""
 MOST_AT_ONCE = 4
-"""Fed requests under way: an engine that falls behind is not buried."""
+"""Limit of fed requests under way, so that their queue does not grow when an engine falls behind."""
 
 
 class Watch:
@@ -55,7 +55,7 @@ class Watch:
             self._replace(scheduler.connector, "update_state_after_alloc", self._admitted)
             self._replace(scheduler.connector, "build_connector_meta", self._ordered)
         warnings = logging.Handler(logging.WARNING)
-        warnings.emit = lambda record: self.counts.update(["warnings"])  # type: ignore[method-assign]  # all it does
+        warnings.emit = lambda record: self.counts.update(["warnings"])  # type: ignore[method-assign]  # its only method
         logging.getLogger("kvdock").addHandler(warnings)
 
     def take(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ class Watch:
             self.counts["loads_after_preemption"] += request.num_preemptions > 0
 
     def _ordered(self, answer: Any, *rest: Any) -> None:
-        orders = getattr(answer, "orders", None)  # kvdock's alone
+        orders = getattr(answer, "orders", None)  # only kvdock's metadata has it
         if orders is not None:
             self.counts.update({"stores": len(orders.stores), "fences": len(orders.fences)})
 
@@ -155,7 +155,7 @@ class Engine:
         return outputs
 
     def drain(self) -> None:
-        """Until no request is left, nor a transfer that the connector owns up to."""
+        """Steps until the scheduler has no request left and no transfer that its connector reports."""
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.step()
         if self.on_gpu:
@@ -173,7 +173,7 @@ class Engine:
         return {"ttft_s": first - began, "idle_s": time.perf_counter() - began, "cached": outputs[0].num_cached_tokens}
 
     def batch(self, prompts: list[Prompt], tokens: int, order: list[int], logprobs: int | None = 5) -> dict[str, Any]:
-        """All at once, handed in as `order` has them; `runs` are in the order of `prompts`."""
+        """All requests at once, added in the order `order`; `runs` are in the order of `prompts`."""
         began = time.perf_counter()
         places = {self.add(prompts[at], tokens, logprobs): at for at in order}
         runs: list[Run] = [[] for _ in prompts]
@@ -190,9 +190,9 @@ class Engine:
     def alone(
         self, prompts: list[Prompt], tokens: int, logprobs: int | None = 5, times: int = 1, fresh: bool = False
     ) -> dict[str, Any]:
-        """One request after another, each `times` times in a row; `fresh`: with nothing of its prompt on the GPU.
+        """One request after another, each `times` times in a row; `fresh` empties the GPU's prefix cache before each.
 
-        `rounds`: per time, the answers."""
+        `rounds` holds the answers of the first time, of the second, and so on."""
         rounds: list[dict[str, list[Any]]] = [{"runs": [], "cached": []} for _ in range(times)]
         for prompt in prompts:
             if fresh:
@@ -204,7 +204,7 @@ class Engine:
         return {"rounds": rounds}
 
     def forget(self, order: str | None = None, seed: int = 0) -> dict[str, Any]:
-        """Empties the GPU's prefix cache; `order` "in_order" or "shuffled": that of the free blocks."""
+        """Empties the GPU's prefix cache, and sorts or shuffles the free blocks ("in_order", "shuffled")."""
         for _ in range(100):
             if self.llm.reset_prefix_cache():
                 break
@@ -223,8 +223,8 @@ class Engine:
     def decode(
         self, prompts: list[Prompt], tokens: int, feed: list[Prompt] | None = None, interval_s: float = 0.0
     ) -> dict[str, Any]:
-        """All of `prompts` decode together; meanwhile, if anything, requests for one token come in from `feed`, in
-        turns. Figures are of the time in which all of `prompts` ran."""
+        """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns. Figures
+        cover the time in which all of `prompts` ran."""
         times: dict[str, list[float]] = {self.add(prompt, tokens, deltas=True): [] for prompt in prompts}
         fed: dict[str, float] = {}
         cached: list[int] = []
@@ -262,7 +262,7 @@ class Engine:
 
 
 def pace(times: list[list[float]], start: float, end: float) -> dict[str, Any]:
-    """Of tokens that came in (start, end], in s."""
+    """Rate and gaps of the tokens whose times are in (start, end]."""
     inside = [[at for at in seen if start <= at <= end] for seen in times]
     gaps_ms = sorted((b - a) * 1e3 for seen in inside for a, b in itertools.pairwise(seen))
     tokens = sum(len([at for at in seen if at > start]) for seen in inside)
@@ -283,7 +283,7 @@ def run_of(output: Any) -> Run:
 
 
 def transfer(said: dict[str, Any]) -> dict[str, Any]:
-    """What `LLM` is to be given for the connector."""
+    """The arguments of `LLM` that choose the connector."""
     if said["connector"] is None:
         return {}
     from vllm.config import KVTransferConfig
@@ -292,7 +292,7 @@ def transfer(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def randomise(model: Any) -> None:
-    """Of no use on a CPU: vLLM has packed the weights by then."""
+    """Fills the weights. On a CPU it has no effect: vLLM has packed them already."""
     import torch
 
     torch.manual_seed(0)
@@ -306,7 +306,7 @@ def randomise(model: Any) -> None:
 def main() -> None:
     said = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries may print to stdout, which is for answers
     for name, value in (ENVIRONMENT | said["environment"]).items():
         os.environ[name] = value
     try:
@@ -315,7 +315,7 @@ def main() -> None:
         for line in sys.stdin:
             print(json.dumps(engine.do(json.loads(line))), file=answers, flush=True)
         engine.engine.engine_core.shutdown()
-    except Exception as error:  # whatever it was, it is told, and ends the process
+    except Exception as error:  # every failure is reported and ends the process
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Engines to measure (bench.vllm_engine), each a process of its own, and the scales at which that is done.
+"""The engines to measure, each a process of its own (bench/vllm/engine.py), and the scale at which they are measured.
 
 Invariant: only one engine has a job at a time; the others wait for a line on their stdin.
 """
@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvdock.client.client import Client
 
-START_S = 150.0
+START_S = 300.0
 END_S = 30.0
 PINNED_S = 60.0
 STILL_S = 2.0
-"""A pool that has not grown for so long grows with demand."""
+"""A pool that has not grown for this long is not growing by itself."""
+TAIL = 8
+"""Tokens of a prompt that no hit may cover."""
+KINDS = ("none", "native", "kvdock")
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
@@ -34,24 +38,23 @@ LLAMA_8B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Each field is a flag of bench.vllm_serving. Lengths are in tokens."""
+    """Sizes that `--scale` may change. Lengths are in tokens."""
 
     layers: int = 32
-    """Of the engines that are timed."""
+    """Layers of the engines that are timed."""
     dtype: str = "bfloat16"
     backend: str = "FLASH_ATTN"
     block: int = 16
     chunk: int = 128
-    """kvdock's chunk_tokens, but in the preemption mode, where it is a block."""
+    """kvdock's chunk_tokens, except in the preemption mode, where a chunk is a block."""
     batched: int = 8192
     """max_num_batched_tokens."""
     gpu_gib: int = 8
-    """KV of each timed engine: less than `feed_prompts` prompts of `feed` tokens have, so that each is loaded anew."""
+    """KV memory of a timed engine: less than `feed_prompts` prompts of `feed` tokens need, so each is loaded anew."""
     cpu_gib: int = 16
-    """Host KV of vLLM's native offload."""
+    """Host KV memory of vLLM's native offload."""
     check_dtype: str = "float16"
-    """Of the engines whose outputs are compared: fewer ties than bfloat16."""
-    check_backend: str = "FLASH_ATTN"
+    """Type of the engines whose outputs are compared: it has fewer ties than bfloat16."""
     preempt_layers: int = 2
     preempt_seeds: int = 10
     preempt_blocks: int = 10
@@ -65,29 +68,26 @@ class Scale:
     tail_least: int = 16
     tail_most: int = 200
     new: int = 64
-    lens: tuple[int, ...] = (2048, 8192, 32768)
+    lens: Sequence[int] = (2048, 8192, 32768)
     reps: int = 5
-    cold: int = 8192
-    cold_reps: int = 10
     decoders: int = 16
     decoded: int = 512
     decoder_prompt: int = 32
     feed: int = 8192
     feed_prompts: int = 12
     feed_interval_s: float = 0.1
-    saved: int = 1024
-    """Length of the prompts that nobody has, in the decode mode."""
-    saved_interval_s: float = 0.2
+    stored: int = 1024
+    """Length of the new prompts in the decode mode."""
+    stored_interval_s: float = 0.2
 
 
 CPU_SCALE = Scale(
-    dtype="float32", backend="", block=32, chunk=64, batched=256, check_dtype="float32", check_backend="",
-    preempt_seeds=2, preempt_new=150, requests=12, request_blocks=24, prefixes=3, prefix_least=64,
-    prefix_most=256, tail_least=8, tail_most=48, new=40, lens=(128, 512), reps=2, cold=512,
-    cold_reps=3, decoders=4, decoded=100, feed=512, feed_prompts=6, feed_interval_s=0.02, saved=128,
-    saved_interval_s=0.02,
+    dtype="float32", backend="", block=32, chunk=64, batched=256, check_dtype="float32", preempt_seeds=2,
+    preempt_new=150, requests=12, request_blocks=24, prefixes=3, prefix_least=64, prefix_most=256, tail_least=8,
+    tail_most=48, new=40, lens=(128, 512), reps=2, decoders=4, decoded=100, feed=512, feed_prompts=6,
+    feed_interval_s=0.02, stored=128, stored_interval_s=0.02,
 )
-"""To see it work without a GPU, with a tiny model of a folder. Its figures mean nothing."""
+"""Shows that the benchmark works, with a tiny model and no GPU. Its figures mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Setting:
     poll_s: float
     logs: Path
     model: Path | None
-    """A model's folder; None: random weights in Llama 3 8B's shape."""
+    """A model's folder; None: random weights in the shape of Llama 3 8B."""
     namespace: str
     connector: dict[str, Any]
     """Further kv_connector_extra_config of kvdock."""
@@ -117,21 +117,31 @@ class Setting:
 
 
 class Failed(RuntimeError):
-    """A job did not end well, and its engine is gone."""
+    """A job failed, and its engine has ended."""
 
 
-def described(setting: Setting, kind: str, *, layers: int, dtype: str, backend: str, chunk: int,
-              **engine: Any) -> dict[str, Any]:
-    """What bench.vllm_engine is told; `engine` goes to LLM(…)."""
+Figures = dict[str, Any]
+
+
+def say(text: str) -> None:
+    print(f"bench.vllm: {text}", file=sys.stderr, flush=True)
+
+
+def prompt(rng: random.Random, vocabulary: int, tokens: int) -> list[int]:
+    return [rng.randrange(3, vocabulary) for _ in range(tokens)]
+
+
+def described(setting: Setting, kind: str, *, layers: int, dtype: str, chunk: int, **engine: Any) -> dict[str, Any]:
+    """The argument of bench/vllm/engine.py; `engine` goes to LLM(…)."""
     scale = setting.scale
     environment: dict[str, str] = {}
     common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": scale.batched, "block_size": scale.block}
     if setting.on_gpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setting.runner == "v2" else "0"
-        # KV memory is given by its size; the share is only looked at to see whether so much is free.
-        common |= {"attention_backend": backend, "gpu_memory_utilization": 0.1}
+        # The size of the KV memory is given; vLLM uses this share only to check how much memory is free.
+        common |= {"attention_backend": scale.backend, "gpu_memory_utilization": 0.1}
     connectors = {
-        "off": None,
+        "none": None,
         "native": {
             "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": scale.cpu_gib << 30},
@@ -153,7 +163,7 @@ def described(setting: Setting, kind: str, *, layers: int, dtype: str, backend: 
 
 
 class Child:
-    """An engine. `facts` are there once `started` has returned."""
+    """An engine. `facts` are known once `started` has returned."""
 
     def __init__(self, setting: Setting, name: str, said: dict[str, Any]) -> None:
         self.kind: str = said["kind"]
@@ -162,21 +172,21 @@ class Child:
         self._log_at = setting.logs / f"{name}-{self.kind}.log"
         self._log = self._log_at.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm_engine", json.dumps(said)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=Path(__file__).parent.parent,
+            [sys.executable, "-m", "bench.vllm.engine", json.dumps(said)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=Path(__file__).parent.parent.parent,
         )
 
     def started(self) -> None:
         self.facts = self._answer(self._began + START_S)
 
     def do(self, what: str, limit_s: float = 60.0, **more: Any) -> dict[str, Any]:
-        """The job's answer. Failed when there is none within a little more than `limit_s`."""
+        """The job's answer. Raises Failed when there is none within a little more than `limit_s`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": what, "limit_s": limit_s, **more}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise Failed(f"{self.kind}: the engine is gone; {self._end_of_log()}") from None
+            raise Failed(f"{self.kind}: the engine has ended; {self._end_of_log()}") from None
         return self._answer(time.monotonic() + limit_s + 15.0)
 
     def _answer(self, until: float) -> dict[str, Any]:
@@ -206,10 +216,13 @@ class Child:
         self._log.close()
 
 
+Engines = Mapping[str, Child]
+
+
 @contextlib.contextmanager
-def engines(setting: Setting, name: str, said: list[dict[str, Any]]) -> Iterator[dict[str, Child]]:
-    """All of `said`, by kind; they start side by side."""
-    children = {one["kind"]: Child(setting, name, one) for one in said}
+def engines(setting: Setting, name: str, descriptions: list[dict[str, Any]]) -> Iterator[dict[str, Child]]:
+    """The described engines, by kind; they start at the same time. Native is left out when it does not start."""
+    children = {one["kind"]: Child(setting, name, one) for one in descriptions}
     try:
         for child in list(children.values()):
             try:
@@ -217,7 +230,7 @@ def engines(setting: Setting, name: str, said: list[dict[str, Any]]) -> Iterator
             except Failed as error:
                 if child.kind != "native":
                     raise
-                print(f"bench.vllm_serving: without native: {error}", file=sys.stderr, flush=True)
+                say(f"without native: {error}")
                 children.pop("native").close()
         if "kvdock" in children and setting.on_gpu:
             wait_until_pinned(setting.address)
@@ -228,8 +241,7 @@ def engines(setting: Setting, name: str, said: list[dict[str, Any]]) -> Iterator
 
 
 def wait_until_pinned(address: str) -> None:
-    """Until the pool has grown and every worker that copies with a GPU has all of it at hand: what lies elsewhere is a
-    miss."""
+    """Waits until the pool has grown and every worker has page-locked all of it: what is not page-locked is a miss."""
     until = time.monotonic() + PINNED_S
     grown, since = -1, time.monotonic()
     with Client(address) as client:
@@ -246,5 +258,5 @@ def wait_until_pinned(address: str) -> None:
             if done and pinned and min(pinned) >= segments:
                 return
             if time.monotonic() > until:
-                raise Failed(f"kvdock: {pinned} of {segments} segments pinned after {PINNED_S} s")
+                raise Failed(f"kvdock: workers have page-locked {pinned} of {segments} segments after {PINNED_S} s")
             time.sleep(0.1)  # between two looks at how far the pool is pinned

@@ -1,0 +1,78 @@
+"""How long vLLM takes: to the first token, and for tokens beside what a connector loads and stores."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import defaultdict
+
+from bench.vllm.children import TAIL, Engines, Failed, Figures, Scale, prompt, say
+from bench.vllm.outputs import loaded_alone
+
+
+def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
+    """Time to first token by engine and length, medians in ms: `cold` (nobody has the prompt), `local` (it is on the
+    GPU), `load` and `load_shuffled` (it is in host memory, and goes into blocks in order or scattered)."""
+    source = random.Random("loads")
+    taken: dict[str, list[float]] = defaultdict(list)
+    figures: Figures = {}
+    for length in scale.lens:
+        for rep in range(-1, scale.reps):  # the first compiles kernels and does not count
+            ids = prompt(random.Random(f"loads/{length}/{rep}"), vocabulary, length + TAIL)
+            for kind in source.sample(sorted(engines), len(engines)):
+                engine = engines[kind]
+                ways = [("cold", 0, "in_order"), ("local", length, "")]
+                if kind != "none":
+                    both = [("load", length, "in_order"), ("load_shuffled", length, "shuffled")]
+                    ways += both if rep % 2 else reversed(both)
+                for way, cached, order in ways:
+                    if order:
+                        engine.do("forget", order=order, seed=rep)
+                    seen = engine.do("first_token", ids=ids, tokens=4)
+                    if seen["cached"] != cached:  # its time would be that of something else
+                        raise Failed(f"{kind} {way}: {seen['cached']} cached tokens, not {cached}")
+                    if rep >= 0:
+                        taken[f"{kind}_{length}_{way}_ms"].append(seen["ttft_s"] * 1e3)
+        for kind, engine in engines.items():
+            at = f"{kind}_{length}"
+            figures |= {name: statistics.median(ms) for name, ms in taken.items() if name.startswith(f"{at}_")}
+            if kind != "none":
+                for way in ("load", "load_shuffled"):
+                    figures[f"{at}_{way}_over_local_ms"] = figures[f"{at}_{way}_ms"] - figures[f"{at}_local_ms"]
+                pairs = zip(taken[f"{at}_cold_ms"], taken[f"none_{length}_cold_ms"], strict=True)
+                figures[f"{at}_cold_over_none_ms"] = statistics.median(mine - theirs for mine, theirs in pairs)
+                figures[f"{at}_outputs"] = loaded_alone(engine, scale, vocabulary, [length])
+            shown = {name: f"{ms:.1f}" for name, ms in figures.items() if name.startswith(f"{at}_") and "_ms" in name}
+            say(f"loads: {shown}")
+    return figures
+
+
+def decode(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
+    """Tokens a second of running requests: alone, beside requests that are loaded, beside ones that are computed and
+    stored. Losses are shares of the same engine's rate alone (mean of before and after)."""
+    rng = random.Random("decode")
+
+    def decoders() -> list[list[int]]:
+        """New ones each time, so that what they store themselves is stored each time."""
+        return [prompt(rng, vocabulary, scale.decoder_prompt) for _ in range(scale.decoders)]
+
+    known = [prompt(rng, vocabulary, scale.feed + TAIL) for _ in range(scale.feed_prompts)]
+    figures: Figures = {"requests": scale.decoders, "tokens": scale.decoded}
+    for kind, engine in engines.items():
+        feeds: list[tuple[str, list[list[int]], float]] = [("alone", [], 0.0)]
+        if kind != "none":
+            engine.do("alone", 120.0, prompts=known, tokens=4, logprobs=None)
+            feeds.append(("loads", known, scale.feed_interval_s))
+        news = [prompt(random.Random(f"news/{kind}/{at}"), vocabulary, scale.stored + TAIL) for at in range(200)]
+        feeds += [("stores", news, scale.stored_interval_s), ("alone_after", [], 0.0)]
+        engine.do("decode", prompts=decoders(), tokens=8)
+        for name, feed, interval_s in feeds:
+            engine.do("forget")
+            seen = engine.do("decode", prompts=decoders(), tokens=scale.decoded, feed=feed, interval_s=interval_s)
+            figures[f"{kind}_{name}"] = seen
+            say(f"decode: {kind} {name}: {seen['tokens_per_s']:.1f} tokens/s, gaps p50 {seen['gap_ms_p50']:.2f} p99 "
+                f"{seen['gap_ms_p99']:.2f} ms, {seen['fed']} fed with {seen['fed_cached']} cached, {seen['counts']}")
+        alone = (figures[f"{kind}_alone"]["tokens_per_s"] + figures[f"{kind}_alone_after"]["tokens_per_s"]) / 2
+        for name, *_ in feeds[1:]:
+            figures[f"{kind}_{name}_loss"] = 1 - figures[f"{kind}_{name}"]["tokens_per_s"] / alone
+    return figures

@@ -19,7 +19,7 @@ from kvdock.engine.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the KV of tokens [start, end) goes, and where the KV is that they attend to; the same in a group's layers."""
+    """Where the KV of tokens [start, end) goes, and where the KV is that they attend to; equal in a group's layers."""
 
     seen: slice
     """The tokens of `blocks` that [start, end) attend to."""

@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "C13", "one segment too many counts as pinned", "csrc/table/lookup.cpp",
         "if (r.parts[p].segment >= below) return i;", "if (r.parts[p].segment > below) return i;",
-        ("tests/segments/test_pinning.py", "-k", "hit_ends"), "test_a_hit_ends_where_a_rank_has_not_pinned",
+        ("tests/segments/test_registration.py", "-k", "hit_ends"), "test_a_hit_ends_where_a_rank_has_not_registered",
     ),
     Mutant(
         "C15", "settling counts from the last heartbeat", "csrc/table/life.cpp",

@@ -11,12 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from kvdock._core import TableError
+from kvdock.api.build import Parts
 from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.http.guard import Guard
 from kvdock.api.http.openapi import openapi_schema
-from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
-from kvdock.api.views.views import VERSION
+from kvdock.api.views.reports import VERSION
 from kvdock.protocol.errors import ApiError
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -39,8 +39,8 @@ class KvdockApp(FastAPI):
         return openapi_schema(self)
 
 
-def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = no_lifespan) -> FastAPI:
-    """`lifespan` runs the service's background work (server.py); tests of routes alone leave it out."""
+def create_app(settings: Settings, parts: Parts, lifespan: Lifespan = no_lifespan) -> FastAPI:
+    """`lifespan` runs the background work (api/server.py); tests of routes alone leave it out."""
     app = KvdockApp(
         title="kvdock",
         version=VERSION,
@@ -58,15 +58,11 @@ def create_app(settings: Settings, service: CacheService, lifespan: Lifespan = n
             Exception: wire.on_failure,
         },
     )
-    app.state.settings = settings
-    app.state.service = service
+    app.state.handlers = parts.handlers
     app.include_router(routes_engine.router)
     app.include_router(routes_people.router)
     app.include_router(routes_admin.router)
     routes_people.add_page(app)
     routes = (*routes_engine.router.routes, *routes_people.router.routes, *routes_admin.router.routes)
-    app.add_middleware(
-        Guard, settings=settings, counters=service.counters, timings=service.timings, perf_ns=service.perf_ns,
-        routes=routes,
-    )
+    app.add_middleware(Guard, settings=settings, meter=parts.meter, routes=routes)
     return app

@@ -8,7 +8,8 @@ from typing import Literal
 
 from kvdock._core import TableError
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.schemas import KEY_BYTES, Manifest, PartDone
+from kvdock.protocol.schemas import Manifest, PartDone
+from kvdock.protocol.wire_types import KEY_BYTES
 
 _HEX = frozenset("0123456789abcdef")
 

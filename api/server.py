@@ -25,16 +25,14 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from kvdock.api.app import create_app
-from kvdock.api.clock import ServerClock
+from kvdock.api.build import build
+from kvdock.api.errors import StartupError
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
-from kvdock.api.pool.keeper import Keeper
 from kvdock.api.pool.pool import Pool, open_pool
-from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
-from kvdock.protocol.errors import StartupError
 
 log = logging.getLogger("kvdock.api")
 
@@ -93,11 +91,10 @@ class Server:
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
-            clock = ServerClock(start_ms=pool.clock_ms)
-            service = CacheService(settings, pool, clock, perf_ns=time.perf_counter_ns, wall_s=time.time)
-            drain = self._drain = Drain(service, time.monotonic)
+            parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+            keeper, drain = parts.keeper, parts.drain
+            self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
-            keeper = Keeper(service)
 
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -113,8 +110,9 @@ class Server:
                 gc.freeze()  # what start-up made stays to the end: no collection need walk it and stall calls
                 self._on_ready(addresses)
 
-            app = HotPath(create_app(settings, service, lifespan), service)
-            self._uvicorn = _Uvicorn(uvicorn_config(app), announce, drain)
+            app = create_app(settings, parts, lifespan)
+            hot = HotPath(app, parts.handlers.service, parts.meter, settings.body_limit_bytes)
+            self._uvicorn = _Uvicorn(uvicorn_config(hot), announce, drain)
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
@@ -122,11 +120,11 @@ class Server:
 
     def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
-        pool.close(keep=keep)
-        if keep:
-            log.warning(
-                "pool %016x stays in shared memory for the next server at this socket", pool.pool_id
-            )
+        if not keep:
+            pool.close()
+            return
+        pool.leave()
+        log.warning("pool %016x stays in shared memory for the next server at this socket", pool.pool_id)
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
         """Without its keeper a server would never notice a death: it stops instead."""

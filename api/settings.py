@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
-from kvdock.protocol.errors import SettingsError
+from kvdock.api.errors import SettingsError
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB

@@ -1,4 +1,5 @@
-"""Long token lists, decoded and hashed in slices, so that no call keeps the event loop for more than a few ms.
+"""The keys that a call asks for, given as keys or as tokens. Long token lists are decoded and hashed in slices, so
+that no call keeps the event loop for more than a few ms.
 
 A JSON body of a million tokens takes a decoder some 50 ms in one go, and a thread would not help: it
 would hold the interpreter just as long. So the array is cut out of the body by searching for its ends,
@@ -12,9 +13,11 @@ import re
 
 import msgspec
 
+from kvdock.api.convert import key_bytes
+from kvdock.api.pool.registry import NamespaceRecord
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.keys import KeyChain
-from kvdock.protocol.wire_types import MAX_TOKENS, Token
+from kvdock.protocol.keys import HASH_FUNCTION, KeyChain
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_TOKENS, Token
 
 LONG_BODY_BYTES = 64 << 10
 """Shorter bodies are decoded in one go."""
@@ -79,6 +82,24 @@ def check_packed_tokens(raw: bytes | bytearray) -> None:
             "invalid_body", "too many tokens for a MessagePack body: send JSON, or keys",
             found="$.tokens", wanted=f"at most {MAX_PACKED_TOKENS}",
         )
+
+
+async def keys_of(namespace: NamespaceRecord, keys: list[str] | bytes | None, tokens: list[int] | None) -> bytes:
+    """The keys, concatenated; those of the whole chunks of `tokens`. Raises ApiError: invalid_body, bad_argument."""
+    if keys is not None and tokens is None:
+        return key_bytes(keys)
+    if tokens is None or keys is not None:
+        found = "neither" if keys is None else "both"
+        raise ApiError("invalid_body", "give keys or tokens", found=found, wanted="one of $.keys, $.tokens")
+    if (function := namespace.manifest.hash_function) != HASH_FUNCTION:
+        raise ApiError(
+            "bad_argument", "engines of this namespace hash tokens in their own way: give keys",
+            found=function, wanted=HASH_FUNCTION,
+        )
+    count = len(tokens) // namespace.manifest.chunk_tokens
+    if count > MAX_KEYS:
+        raise ApiError("bad_argument", "too many chunks of tokens in one call", found=count, wanted=MAX_KEYS)
+    return await hash_tokens(namespace.digest, tokens, namespace.manifest.chunk_tokens)
 
 
 async def hash_tokens(namespace: bytes, tokens: list[int], chunk_tokens: int) -> bytes:

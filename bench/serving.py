@@ -24,6 +24,7 @@ from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
 from kvdock.protocol.forms import PACKED
+from kvdock.protocol.wire_types import KEY_BYTES
 
 MIB = 1 << 20
 PART_BYTES = 4096
@@ -125,7 +126,7 @@ class Engine:
         self._stores += 1
         body = s.Reserve(session=self.session, member=self.member, store=str(self._stores), keys=keys)
         granted = self.client.reserve(body)
-        count = len(keys) // s.KEY_BYTES
+        count = len(keys) // KEY_BYTES
         if granted.reservation is None or len(granted.chunks) != count:
             raise RuntimeError(f"reserved {len(granted.chunks)} chunks of {count}: {granted.limited_by}")
         parts = [s.PartDone(chunk.index, 0, chunk.index + 1) for chunk in granted.chunks]

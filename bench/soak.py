@@ -36,7 +36,8 @@ from kvdock.connectors.interface import LoadDone, StoreDone
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.errors import ServerUnavailable
-from kvdock.protocol.schemas import Group, Manifest, Status
+from kvdock.protocol.reports import Status
+from kvdock.protocol.schemas import Group, Manifest
 
 BLOCK, CHUNK, HEAD = 16, 64, 512
 PLANES = 4

@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvdock.api.errors import SettingsError
 from kvdock.api.settings import Settings, effective
 from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
 from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.outcome import DONE, FAILED
 from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
-from kvdock.protocol.errors import ApiError, ServerUnavailable, SettingsError
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 if TYPE_CHECKING:  # the extension may not load, and doctor is to say so
     from kvdock.datapath.tuning import Calibration

@@ -11,7 +11,8 @@ from rich.text import Text
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
-from kvdock.protocol.schemas import Leases, LeaseView, MemberView, Sessions, SessionView
+from kvdock.protocol.reports import Leases, LeaseView
+from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
 
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:

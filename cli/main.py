@@ -12,10 +12,11 @@ from typing import Annotated
 
 import typer
 
+from kvdock.api.errors import SettingsError, StartupError
 from kvdock.cli import commands
 from kvdock.cli.outcome import DONE, FAILED, INTERRUPTED, WRONG, Refused
 from kvdock.cli.serve import config, serve
-from kvdock.protocol.errors import ApiError, ServerUnavailable, SettingsError, StartupError
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 EPILOG = "Exit status: 0 done; 1 it could not be done; 2 it was asked for wrongly; 130 stopped by Ctrl-C."
 

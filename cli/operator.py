@@ -15,7 +15,7 @@ from kvdock.cli.outcome import FAILED, WRONG, Refused
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
 from kvdock.protocol.errors import ServerUnavailable
-from kvdock.protocol.schemas import MAX_KEYS
+from kvdock.protocol.wire_types import MAX_KEYS
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvdock.api.errors import StartupError
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
-from kvdock.protocol.errors import StartupError
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses

@@ -9,7 +9,7 @@ from rich.text import Text
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.operator import print_json, reached
 from kvdock.cli.words import duration, figure, printable, size
-from kvdock.protocol.schemas import Status
+from kvdock.protocol.reports import Status
 
 
 def show_status(server: str, *, as_json: bool, console: Console) -> None:

@@ -11,6 +11,8 @@ import msgspec
 from kvdock.client.releases import ReleaseQueue
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
 from kvdock.protocol.calls import Call, page
+from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
+from kvdock.protocol.wire_types import Body, Carrier, ReleaseRefused
 
 A = TypeVar("A")
 
@@ -31,20 +33,15 @@ class SyncCalls(ABC):
 
     @abstractmethod
     def _do(
-        self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,
+        self, call: Call[A], body: Body | None, timeout_s: float | None, *ids: str,
         query: dict[str, str] | None = None,
     ) -> A: ...
 
     def _carrying(
-        self, call: Call[A], body: s.Carrier, timeout_s: float | None, session: str | None, *ids: str
+        self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
     ) -> A:
-        loaded, taken = self._releases.load(session, body)
-        try:
+        with self._releases.carried(session, body) as loaded:
             return self._do(call, loaded, timeout_s, *ids)
-        except BaseException as error:
-            if taken and session is not None:
-                self._releases.put_back(session, taken, error)
-            raise
 
     # ---------------------------------------------------------------- sessions
 
@@ -56,7 +53,7 @@ class SyncCalls(ABC):
 
     def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
         """The member's word on everything it holds, and so on what it has queued."""
-        self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
+        return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
@@ -85,31 +82,28 @@ class SyncCalls(ABC):
         """
         self._releases.add(session, lease, ranks)
 
-    def flush(self, session: str, *, timeout_s: float | None = None) -> list[s.ReleaseRefused]:
+    def flush(self, session: str, *, timeout_s: float | None = None) -> list[ReleaseRefused]:
         """Sends what release_later queued for the session; returns what was refused."""
-        refused: list[s.ReleaseRefused] = []
-        while taken := self._releases.take(session):
-            try:
-                answer = self._do(c.RELEASE_MANY, s.ReleaseMany(session=session, releases=taken), timeout_s)
-            except BaseException as error:
-                self._releases.put_back(session, taken, error)
-                raise
+        refused: list[ReleaseRefused] = []
+        while self._releases.waits(session):
+            answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
             refused += answer.refused_releases
         return refused
 
-    def renew(self, lease: str, body: s.RenewLease, *, timeout_s: float | None = None) -> s.LeaseView:
-        return self._do(c.RENEW, body, timeout_s, lease)
-
     def cancel(self, lease: str, body: s.CancelLease, *, timeout_s: float | None = None) -> None:
         """By the member that asked, when no rank was or will be handed the plan."""
-        self._do(c.CANCEL, body, timeout_s, lease)
+        return self._do(c.CANCEL, body, timeout_s, lease)
 
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)
 
+    def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
+        """What a lease or reservation still holds."""
+        return self._do(c.LEASE, None, timeout_s, lease)
+
     def leases(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
-    ) -> s.Leases:
+    ) -> Leases:
         return self._do(c.LEASES, None, timeout_s, query=page(limit, cursor))
 
     # ---------------------------------------------------------------- writing
@@ -133,15 +127,15 @@ class SyncCalls(ABC):
             found = msgspec.structs.replace(more, segments=[*found.segments, *more.segments])
         return found
 
-    def status(self, *, timeout_s: float | None = None) -> s.Status:
+    def status(self, *, timeout_s: float | None = None) -> Status:
         return self._do(c.STATUS, None, timeout_s)
 
-    def stats(self, *, timeout_s: float | None = None) -> s.Stats:
+    def stats(self, *, timeout_s: float | None = None) -> Stats:
         return self._do(c.STATS, None, timeout_s)
 
     def requests(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
-    ) -> s.Requests:
+    ) -> Requests:
         return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor))
 
     # ---------------------------------------------------------------- administration

@@ -22,14 +22,16 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
+from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
+from kvdock.protocol.wire_types import KEY_BYTES, Body
 
 A = TypeVar("A")
 
 FLUSH_S = 1.0
 """What close() gives queued releases; later they are the server's to ask about."""
 _JSON_TYPE = JSON.media_type.encode()
-_PROBLEM = msgspec.json.Decoder(s.Problem)
+_PROBLEM = msgspec.json.Decoder(Problem)
 
 
 class Client(SyncCalls):
@@ -65,7 +67,7 @@ class Client(SyncCalls):
         self.close()
 
     def _do(
-        self, call: Call[A], body: s.Body | None, timeout_s: float | None, *ids: str,
+        self, call: Call[A], body: Body | None, timeout_s: float | None, *ids: str,
         query: dict[str, str] | None = None,
     ) -> A:
         form = self._form if body is not None and call.packed else JSON
@@ -94,14 +96,14 @@ class Client(SyncCalls):
         return self._decoders.setdefault((answer, packed), made)
 
 
-def _with_key_bytes(body: s.Body) -> s.Body:
+def _with_key_bytes(body: Body) -> Body:
     """Hex keys as one bin. What is no key is left to the server to refuse."""
     if not isinstance(body, s.Lookup | s.Reserve) or not isinstance(body.keys, list):
         return body
-    if set(map(len, body.keys)) - {2 * s.KEY_BYTES}:
+    if set(map(len, body.keys)) - {2 * KEY_BYTES}:
         return body
     try:
         keys = bytes.fromhex("".join(body.keys))
     except ValueError:
         return body
-    return msgspec.structs.replace(body, keys=keys) if len(keys) == s.KEY_BYTES * len(body.keys) else body
+    return msgspec.structs.replace(body, keys=keys) if len(keys) == KEY_BYTES * len(body.keys) else body

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 
-from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.wire_types import MAX_RELEASES, Carrier, Released
 
-C = TypeVar("C", bound=s.Carrier)
+C = TypeVar("C", bound=Carrier)
 _LEASE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -35,29 +36,38 @@ class ReleaseQueue:
         with self._lock:
             self._waiting.setdefault(session, {}).setdefault(lease, set()).update(ranks)
 
-    def take(self, session: str, at_most: int = s.MAX_RELEASES) -> list[s.Released]:
-        """The oldest first; the caller sends them or puts them back."""
-        if not self._waiting:
-            return []
-        with self._lock:
-            leases = self._waiting.get(session, {})
-            taken = [s.Released(lease, sorted(leases.pop(lease))) for lease in list(leases)[:at_most]]
-            if not leases:
-                self._waiting.pop(session, None)
-        return taken
-
-    def put_back(self, session: str, releases: list[s.Released], error: BaseException) -> None:
-        """They may not have arrived. What a lost session held is its server's to clear up."""
-        if isinstance(error, ApiError) and error.code == "unknown_session":
-            return
-        for said in releases:
-            self.add(session, said.lease, said.ranks)
-
     def sessions(self) -> list[str]:
         with self._lock:
             return list(self._waiting)
 
-    def load(self, session: str | None, body: C) -> tuple[C, list[s.Released]]:
-        """The body with what waits for its session, and what was taken for it."""
-        taken = self.take(session, s.MAX_RELEASES - len(body.releases)) if session is not None else []
-        return (msgspec.structs.replace(body, releases=[*body.releases, *taken]) if taken else body), taken
+    def waits(self, session: str) -> bool:
+        """Whether any release of the session waits."""
+        return session in self._waiting
+
+    @contextmanager
+    def carried(self, session: str | None, body: C) -> Iterator[C]:
+        """The body with the session's oldest releases, as many as fit. They wait again if the call fails."""
+        if session is None or session not in self._waiting:
+            yield body
+            return
+        taken = self._take(session, MAX_RELEASES - len(body.releases))
+        try:
+            yield msgspec.structs.replace(body, releases=[*body.releases, *taken])
+        except BaseException as error:
+            self._put_back(session, taken, error)
+            raise
+
+    def _take(self, session: str, at_most: int) -> list[Released]:
+        with self._lock:
+            leases = self._waiting.get(session, {})
+            taken = [Released(lease, sorted(leases.pop(lease))) for lease in list(leases)[:at_most]]
+            if not leases:
+                self._waiting.pop(session, None)
+        return taken
+
+    def _put_back(self, session: str, releases: list[Released], error: BaseException) -> None:
+        """They may not have arrived. If the server does not know the session, it holds nothing that they release."""
+        if isinstance(error, ApiError) and error.code == "unknown_session":
+            return
+        for released in releases:
+            self.add(session, released.lease, released.ranks)

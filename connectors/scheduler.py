@@ -31,7 +31,8 @@ from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import KeyChain
-from kvdock.protocol.schemas import MAX_KEYS, CancelLease, Lookup, LookupAnswer, Reserve
+from kvdock.protocol.schemas import CancelLease, Lookup, LookupAnswer, Reserve
+from kvdock.protocol.wire_types import MAX_KEYS
 
 Witness = Callable[[Attachment], Callable[[Sequence[bytes]], None]]
 """Is called before the server is asked, and what it returns with the keys that are there by the answer."""

@@ -23,7 +23,6 @@ from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import (
-    MAX_KEYS,
     AttachSession,
     Changes,
     GrantRanks,
@@ -33,6 +32,7 @@ from kvdock.protocol.schemas import (
     Segment,
     SessionAttached,
 )
+from kvdock.protocol.wire_types import MAX_KEYS
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import pool_exists
 

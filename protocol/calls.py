@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 
 A = TypeVar("A")
 
@@ -51,17 +52,17 @@ SESSION = Call("GET", "/v1/sessions/{session}", a.SessionDetail)
 LOOKUP = Call("POST", "/v1/lookups", s.LookupAnswer)
 RELEASE = Call("POST", "/v1/leases/{lease}/release", s.ReleaseAnswer)
 RELEASE_MANY = Call("POST", "/v1/releases", s.ReleaseManyAnswer)
-RENEW = Call("POST", "/v1/leases/{lease}/renew", s.LeaseView)
+LEASE = Call("GET", "/v1/leases/{lease}", LeaseView)
 CANCEL = Call("DELETE", "/v1/leases/{lease}", NoneType)
 MISMATCH = Call("POST", "/v1/mismatches", s.MismatchAnswer)
-LEASES = Call("GET", "/v1/leases", s.Leases)
+LEASES = Call("GET", "/v1/leases", Leases)
 RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer)
 COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer)
 ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer)
 SEGMENTS = Call("GET", "/v1/segments", s.Segments)
-STATUS = Call("GET", "/v1/status", s.Status)
-STATS = Call("GET", "/v1/stats", s.Stats)
-REQUESTS = Call("GET", "/v1/requests", s.Requests)
+STATUS = Call("GET", "/v1/status", Status)
+STATS = Call("GET", "/v1/stats", Stats)
+REQUESTS = Call("GET", "/v1/requests", Requests)
 CLEAR = Call("POST", "/v1/cache/clear", a.Cleared, packed=False)
 DELETE = Call("DELETE", "/v1/chunks", a.Deleted, packed=False)
 PIN = Call("POST", "/v1/pins", a.Pinned, packed=False)

@@ -76,19 +76,6 @@ class KvdockError(Exception):
     """Root of the errors that this package raises on purpose."""
 
 
-class SettingsError(KvdockError):
-    """A setting that is unknown or out of range; the message names it, the value and what was wanted."""
-
-
-class StartupError(KvdockError):
-    """The server cannot start here; the message says what stands in the way."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`, `pool_too_small`."""
-
-
 class ServerUnavailable(KvdockError):
     """No answer: connection refused or lost, or nothing within the timeout. For an engine, a miss."""
 

@@ -12,7 +12,8 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.schemas import Body, LookupHead, ReserveHead
+from kvdock.protocol.schemas import LookupHead, ReserveHead
+from kvdock.protocol.wire_types import Body
 
 B = TypeVar("B", bound=Body)
 

@@ -1,10 +1,10 @@
-"""Every body that crosses the control plane, once: what clients send and what the server answers.
+"""The bodies of the calls that engines make, and their answers.
 
-Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in
-browsers would round (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body
-may be MessagePack instead, where keys travel as one bin and checksums as integers (wire_types.py).
-Sizes are bytes, durations seconds: the server's clock never leaves the server. What only people read
-is in reports.py, the scalars are in wire_types.py; both are names of this module too.
+Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in browsers would round
+(grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body may be MessagePack instead, where
+keys travel as one bin and checksums as integers. Sizes are bytes, durations seconds: the server's clock never leaves
+the server. Calls of operators are in protocol/admin_schemas.py, answers that people read in protocol/reports.py, the
+scalars in protocol/wire_types.py.
 """
 
 from __future__ import annotations
@@ -14,41 +14,24 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvdock.protocol.keys import HASH_FUNCTION
-from kvdock.protocol.reports import (
-    ChunkCounts as ChunkCounts,
-    Health as Health,
-    Leases as Leases,
-    LeaseView as LeaseView,
-    PoolView as PoolView,
-    Problem as Problem,
-    Requests as Requests,
-    RequestView as RequestView,
-    Series as Series,
-    Stats as Stats,
-    Status as Status,
-)
 from kvdock.protocol.wire_types import (
-    KEY_BYTES as KEY_BYTES,
-    MAX_GROUPS as MAX_GROUPS,
-    MAX_KEYS as MAX_KEYS,
-    MAX_RELEASES as MAX_RELEASES,
-    Answer as Answer,
-    Body as Body,
-    Carried as Carried,
-    Carrier as Carrier,
-    Checksum as Checksum,
-    ChunkIndex as ChunkIndex,
-    Hex64 as Hex64,
-    Identity as Identity,
-    Key as Key,
-    Keys as Keys,
-    Name as Name,
-    Rank as Rank,
-    Readers as Readers,
-    Released as Released,
-    ReleaseRefused as ReleaseRefused,
-    Tokens as Tokens,
-    checksum_value as checksum_value,
+    MAX_GROUPS,
+    MAX_KEYS,
+    Answer,
+    Body,
+    Carried,
+    Carrier,
+    Checksum,
+    ChunkIndex,
+    Hex64,
+    Identity,
+    Key,
+    Keys,
+    Name,
+    Rank,
+    Readers,
+    Tokens,
+    checksum_value,
 )
 
 # --------------------------------------------------------------------------- identity
@@ -61,7 +44,7 @@ BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 class Group(Identity, frozen=True, kw_only=True):
     """One KV group of the model: what a hit must hold of it, and how large one writer's part is."""
 
-    kind: Literal["full", "window", "state"] = "full"
+    kind: Literal["full", "window"] = "full"
     window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     block_tokens: BlockTokens | msgspec.UnsetType = msgspec.UNSET
@@ -75,7 +58,6 @@ class Manifest(Identity, frozen=True, kw_only=True):
     revision: str = ""
     adapter: str = ""
     kv_dtype: Name
-    scale_mode: str = ""
     layers: Count
     kv_heads: Count
     head_size: Count
@@ -273,7 +255,7 @@ class Lookup(Carrier, kw_only=True):
 
 
 class LookupHead(Carried, kw_only=True):
-    """A lookup's answer but for `chunks`, which the server encodes apart (packed.py)."""
+    """A lookup's answer without `chunks`, which the table encodes itself (protocol/forms.py)."""
 
     hit_tokens: int
     """Length of the longest prefix that can be served, from token 0, skipped tokens included."""
@@ -291,12 +273,6 @@ class ReleaseLease(Body, kw_only=True):
     session: str
     ranks: list[Rank]
     """The reader ranks that say done. Repeating it is harmless."""
-
-
-class RenewLease(Body, kw_only=True):
-    """Changes nothing: a heartbeat renews every lease of its session. It answers what the lease still holds."""
-
-    session: str
 
 
 class CancelLease(Body, kw_only=True):
@@ -354,7 +330,7 @@ class GrantedChunk(Answer, kw_only=True):
 
 
 class ReserveHead(Carried, kw_only=True):
-    """A reservation's answer but for `chunks`, as LookupHead."""
+    """A reservation's answer without `chunks`, as LookupHead."""
 
     reservation: Hex64 | None
     """None when nothing was granted."""

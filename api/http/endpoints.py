@@ -1,25 +1,36 @@
-"""What each engine call does once its body has arrived: decode, one call of the service, encode.
+"""What each engine call does: read the body, decode it, one call of the service, encode the answer.
 
-An Endpoint knows nothing of HTTP, so that two ways lead to it: FastAPI's routes (routes_engine.py) and the short
-way of the Unix socket (hot_path.py). Answers leave in the form the caller asked for.
+Two ways lead here: FastAPI's routes (api/http/routes_engine.py) and the short way of the Unix socket
+(api/http/hot_path.py). Answers leave in the form that the caller asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from starlette.types import Receive
+
+from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
 from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
-from kvdock.api.views import views
 from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.calls import Call
-from kvdock.protocol.errors import ApiError
-from kvdock.protocol.forms import Codec, Form
+from kvdock.protocol.forms import Codec, Form, form_of_answer, form_of_body
+from kvdock.protocol.wire_types import Answer, Body
 
-B = TypeVar("B", bound=s.Body)
-Run = Callable[[CacheService, B, str, Form], Awaitable[s.Answer]]
+B = TypeVar("B", bound=Body)
+Run = Callable[[CacheService, B, str, Form], Answer | Awaitable[Answer]]
 """(service, body, the id in the path, form of the answer)."""
+
+
+class Incoming(NamedTuple):
+    """A call that has arrived: its headers, '' where there is none, and the source of its body."""
+
+    content_type: str
+    accept: str
+    content_length: str
+    receive: Receive
 
 
 class Endpoint(Generic[B]):
@@ -29,9 +40,12 @@ class Endpoint(Generic[B]):
         self._run = run
 
     async def answer(
-        self, service: CacheService, raw: bytes | bytearray, sent: Form, wanted: Form, id_in_path: str
-    ) -> bytes:
-        """The encoded answer. Raises ApiError and TableError: refusals."""
+        self, service: CacheService, incoming: Incoming, body_limit_bytes: int, id_in_path: str
+    ) -> tuple[bytes, str]:
+        """(encoded answer, its media type). Raises ApiError and TableError: refusals."""
+        sent = form_of_body(incoming.content_type)
+        wanted = form_of_answer(incoming.accept, sent)
+        raw = await read_all(incoming.receive, incoming.content_length, body_limit_bytes)
         tokens = None
         if len(raw) >= LONG_BODY_BYTES:
             if sent.packed:
@@ -41,58 +55,16 @@ class Endpoint(Generic[B]):
         body = self._codec.decode(raw, sent)
         if tokens is not None and isinstance(body, s.Lookup | s.Reserve):
             body.tokens = tokens
-        return wanted.encode(await self._run(service, body, id_in_path, wanted))
+        answer = self._run(service, body, id_in_path, wanted)
+        return wanted.encode(answer if isinstance(answer, Answer) else await answer), wanted.media_type
 
 
-async def _attach(service: CacheService, body: s.AttachSession, _: str, form: Form) -> s.Answer:
-    if not service.pool.ready:
-        raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
-    return service.attach(body)
-
-
-async def _heartbeat(service: CacheService, body: s.Heartbeat, session: str, form: Form) -> s.Answer:
-    return service.heartbeat(session, body)
-
-
-async def _lookup(service: CacheService, body: s.Lookup, _: str, form: Form) -> s.Answer:
-    return await service.lookup(body, form)
-
-
-async def _release(service: CacheService, body: s.ReleaseLease, lease: str, form: Form) -> s.Answer:
-    return service.release(lease, body)
-
-
-async def _release_many(service: CacheService, body: s.ReleaseMany, _: str, form: Form) -> s.Answer:
-    return service.release_many(body)
-
-
-async def _renew(service: CacheService, body: s.RenewLease, lease: str, form: Form) -> s.Answer:
-    return views.lease(service, lease, body.session)
-
-
-async def _mismatch(service: CacheService, body: s.ReportMismatch, _: str, form: Form) -> s.Answer:
-    return service.mismatch(body)
-
-
-async def _reserve(service: CacheService, body: s.Reserve, _: str, form: Form) -> s.Answer:
-    return await service.reserve(body, form)
-
-
-async def _commit(service: CacheService, body: s.Commit, reservation: str, form: Form) -> s.Answer:
-    return service.commit(reservation, body)
-
-
-async def _abort(service: CacheService, body: s.Abort, reservation: str, form: Form) -> s.Answer:
-    return service.abort(reservation, body)
-
-
-ATTACH = Endpoint(calls.ATTACH, s.AttachSession, _attach)
-HEARTBEAT = Endpoint(calls.HEARTBEAT, s.Heartbeat, _heartbeat)
-LOOKUP = Endpoint(calls.LOOKUP, s.Lookup, _lookup)
-RELEASE = Endpoint(calls.RELEASE, s.ReleaseLease, _release)
-RELEASE_MANY = Endpoint(calls.RELEASE_MANY, s.ReleaseMany, _release_many)
-RENEW = Endpoint(calls.RENEW, s.RenewLease, _renew)
-MISMATCH = Endpoint(calls.MISMATCH, s.ReportMismatch, _mismatch)
-RESERVE = Endpoint(calls.RESERVE, s.Reserve, _reserve)
-COMMIT = Endpoint(calls.COMMIT, s.Commit, _commit)
-ABORT = Endpoint(calls.ABORT, s.Abort, _abort)
+ATTACH = Endpoint(calls.ATTACH, s.AttachSession, lambda service, body, _, form: service.attach(body))
+HEARTBEAT = Endpoint(calls.HEARTBEAT, s.Heartbeat, lambda service, body, id_, form: service.heartbeat(id_, body))
+LOOKUP = Endpoint(calls.LOOKUP, s.Lookup, lambda service, body, _, form: service.lookup(body, form))
+RELEASE = Endpoint(calls.RELEASE, s.ReleaseLease, lambda service, body, id_, form: service.release(id_, body))
+RELEASE_MANY = Endpoint(calls.RELEASE_MANY, s.ReleaseMany, lambda service, body, _, form: service.release_many(body))
+MISMATCH = Endpoint(calls.MISMATCH, s.ReportMismatch, lambda service, body, _, form: service.mismatch(body))
+RESERVE = Endpoint(calls.RESERVE, s.Reserve, lambda service, body, _, form: service.reserve(body, form))
+COMMIT = Endpoint(calls.COMMIT, s.Commit, lambda service, body, id_, form: service.commit(id_, body))
+ABORT = Endpoint(calls.ABORT, s.Abort, lambda service, body, id_, form: service.abort(id_, body))

@@ -13,6 +13,19 @@ import msgspec
 
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.reports import (
+    ChunkCounts,
+    Health,
+    Leases,
+    LeaseView,
+    PoolView,
+    Requests,
+    RequestView,
+    Series,
+    Stats,
+    Status,
+)
+from kvdock.protocol.wire_types import Answer, Body
 
 SESSION = "0a1b2c-1"
 MEMBER = "scheduler-0"
@@ -39,7 +52,7 @@ _MANIFEST: dict[str, Any] = {
 _CHANGES = 662316 << 32
 _ASKER = {"session": SESSION, "member": MEMBER}
 
-BODIES: dict[type[s.Body], dict[str, Any]] = {
+BODIES: dict[type[Body], dict[str, Any]] = {
     s.AttachSession: {
         "instance": INSTANCE, "manifest": _MANIFEST,
         "member": {"id": MEMBER, "ranks": [0], "scheduler": True, "lock_offset": LOCK_OFFSET},
@@ -48,7 +61,6 @@ BODIES: dict[type[s.Body], dict[str, Any]] = {
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
-    s.RenewLease: {"session": SESSION},
     s.CancelLease: _ASKER,
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
@@ -69,11 +81,11 @@ _SESSION = s.SessionView(
     session=SESSION, instance=INSTANCE, label="", model="example-model", namespace=NAMESPACE, members=[_MEMBER],
     leases=1, reservations=0, held_bytes=32768, age_s=61.5,
 )
-_LEASE = s.LeaseView(
+_LEASE = LeaseView(
     grant=LEASE, kind="lease", session=SESSION, request="r-1", epoch=0, readers=1, remaining=[0], chunks=2,
     bytes=32768, age_s=0.1, closed=False,
 )
-_POOL = s.PoolView(
+_POOL = PoolView(
     limit_bytes=4 << 30, allocated_bytes=1 << 30, prefaulted_bytes=1 << 30, free_bytes=1073704960, reserved_bytes=0,
     ready_bytes=32768, quarantined_bytes=0, held_bytes=32768, segments=1,
 )
@@ -82,13 +94,13 @@ _LIMITS = Limits(
 )
 
 
-def answers() -> dict[type[s.Answer], s.Answer]:
+def answers() -> dict[type[Answer], Answer]:
     part = s.Part(0, 0, 0, 4096, 16384, CHECKSUM)
-    request = s.RequestView(
+    request = RequestView(
         at=1700000000.0, kind="lookup", session=SESSION, label="", request="r-1", tokens=32, hit_tokens=32, chunks=2,
         bytes=32768, took_us=41,
     )
-    series = s.Series(name="hit_ratio", title="Tokens found", unit="ratio", chart="Hit ratio", values=[None, 1.0])
+    series = Series(name="hit_ratio", title="Tokens found", unit="ratio", chart="Hit ratio", values=[None, 1.0])
     detail = {
         **msgspec.structs.asdict(_SESSION),
         "members": [a.MemberDetail(**msgspec.structs.asdict(_MEMBER), grants=[LEASE])],
@@ -110,7 +122,7 @@ def answers() -> dict[type[s.Answer], s.Answer]:
         s.ReleaseAnswer(remaining=[]),
         s.ReleaseManyAnswer(),
         _LEASE,
-        s.Leases(leases=[_LEASE]),
+        Leases(leases=[_LEASE]),
         s.MismatchAnswer(quarantined=1),
         s.ReserveAnswer(
             reservation=RESERVATION, deadline_s=30.0, present=[1], busy=[],
@@ -118,14 +130,14 @@ def answers() -> dict[type[s.Answer], s.Answer]:
         ),
         s.CommitAnswer(ready=1, remaining=[]),
         s.Segments(pool_id=POOL_ID, lock_file="/dev/shm/kvdock-3fa90c51d27be604.lock", segments=[_SEGMENT]),
-        s.Health(status="ok"),
-        s.Status(
+        Health(status="ok"),
+        Status(
             status="ok", reasons=[], version="0.1.0", pool_id=POOL_ID, incarnation=662316, uptime_s=61.5,
-            now=1700000000.0, pool=_POOL, chunks=s.ChunkCounts(reserved=0, ready=2, quarantined=0), sessions=1,
+            now=1700000000.0, pool=_POOL, chunks=ChunkCounts(reserved=0, ready=2, quarantined=0), sessions=1,
             leases=1, reservations=0, counters={"lookups": 1, "hit_tokens": 32},
         ),
-        s.Stats(interval_s=1.0, age_s=0.2, series=[series]),
-        s.Requests(requests=[request]),
+        Stats(interval_s=1.0, age_s=0.2, series=[series]),
+        Requests(requests=[request]),
         a.Cleared(chunks=2),
         a.Deleted(chunks=2),
         a.Pinned(chunks=2),

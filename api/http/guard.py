@@ -8,7 +8,7 @@ name point here (this module wants a known Host). Unix sockets are out of a brow
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from urllib.parse import parse_qsl
 
 from fastapi.routing import APIRoute
@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvdock.api.http.wire import SECURITY_HEADERS, problem_response
 from kvdock.api.settings import Settings
-from kvdock.api.views.history import Counters
-from kvdock.api.views.timing import Timings
+from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.version import API_VERSION, SUPPORTED_VERSIONS, VERSION_HEADER, supported
 
@@ -33,26 +32,21 @@ _VERSION_HEADER = VERSION_HEADER.lower().encode()
 class Guard:
     """ASGI middleware; counts refusals on the way out and times each call. `routes`: those of the API."""
 
-    def __init__(
-        self, app: ASGIApp, settings: Settings, counters: Counters, timings: Timings, perf_ns: Callable[[], int],
-        routes: Iterable[BaseRoute],
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, meter: Meter, routes: Iterable[BaseRoute]) -> None:
         self._app = app
         self._hosts = allowed_hosts(settings)
-        self._counters = counters
-        self._timings = timings
-        self._perf_ns = perf_ns
+        self._meter = meter
         self._routes = [route for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_ns = self._perf_ns()
+        started_ns = self._meter.now_ns()
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._counters.refusals += message["status"] >= 400
+                self._meter.counters.refusals += message["status"] >= 400
                 message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
@@ -65,7 +59,7 @@ class Guard:
         else:
             await self._app(scope, receive, send_guarded)
         route = scope.get("route")
-        self._timings.add(scope["method"], getattr(route, "path", ""), self._perf_ns() - started_ns)
+        self._meter.timings.add(scope["method"], getattr(route, "path", ""), self._meter.now_ns() - started_ns)
 
     def _check(self, scope: Scope) -> None:
         """Raises ApiError: wrong_host, unsupported_version, unknown_parameter."""

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvdock._core import TableError
 from kvdock.api.http import endpoints
-from kvdock.api.http.endpoints import Endpoint
-from kvdock.api.http.wire import read_all, refusal
+from kvdock.api.http.endpoints import Endpoint, Incoming
+from kvdock.api.http.wire import refusal
 from kvdock.api.service import CacheService
+from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError, problem_of
-from kvdock.protocol.forms import JSON, form_of_answer, form_of_body
+from kvdock.protocol.forms import JSON
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
 
 _BY_PATH: dict[str, Endpoint[Any]] = {
@@ -31,7 +32,7 @@ _BY_VERB: dict[tuple[str, str], Endpoint[Any]] = {
     ("reservations", "commit"): endpoints.COMMIT,
     ("sessions", "heartbeat"): endpoints.HEARTBEAT,
 }
-_PROBLEM = b"application/problem+json"
+_PROBLEM = "application/problem+json"
 _VERSION_NAME, _VERSION = VERSION_HEADER.lower().encode(), str(API_VERSION).encode()
 _FIXED_HEADERS = [(b"cache-control", b"no-store"), (_VERSION_NAME, _VERSION)]
 
@@ -39,36 +40,32 @@ _FIXED_HEADERS = [(b"cache-control", b"no-store"), (_VERSION_NAME, _VERSION)]
 class HotPath:
     """ASGI: answers hot calls itself, passes the rest on."""
 
-    def __init__(self, app: ASGIApp, service: CacheService) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: CacheService, meter: Meter, body_limit_bytes: int) -> None:
+        self._app, self._service, self._meter, self._body_limit_bytes = app, service, meter, body_limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint, id_in_path = hot_endpoint(scope)
         if endpoint is None:
             await self._app(scope, receive, send)
             return
-        content_type = accept = declared = ""
+        content_type = accept = content_length = ""
         for name, value in scope["headers"]:
             if name == b"content-type":
                 content_type = value.decode("latin-1")
             elif name == b"content-length":
-                declared = value.decode("latin-1")
+                content_length = value.decode("latin-1")
             elif name == b"accept":
                 accept = value.decode("latin-1")
             elif name == _VERSION_NAME and value != _VERSION:
-                await self._app(scope, receive, send)  # it says what it thinks of other versions
+                await self._app(scope, receive, send)  # which answers for other versions
                 return
-        service = self._service
-        started_ns = service.perf_ns()
-        status, media_type = 200, b""
+        started_ns = self._meter.now_ns()
+        incoming = Incoming(content_type, accept, content_length, receive)
+        status = 200
         try:
-            sent = form_of_body(content_type)
-            wanted = form_of_answer(accept, sent)
-            raw = await read_all(receive, declared, service.settings.body_limit_bytes)
-            content = await endpoint.answer(service, raw, sent, wanted, id_in_path)
-            media_type = wanted.media_type.encode()
+            content, media_type = await endpoint.answer(self._service, incoming, self._body_limit_bytes, id_in_path)
         except (ApiError, TableError) as error:
-            service.counters.refusals += 1
+            self._meter.counters.refusals += 1
             problem = refusal(error, scope["path"])
             status, media_type, content = problem.status, _PROBLEM, JSON.encode(problem)
         except ClientDisconnect:
@@ -78,7 +75,7 @@ class HotPath:
             await _send(send, problem.status, _PROBLEM, JSON.encode(problem))
             raise
         await _send(send, status, media_type, content)
-        service.timings.add("POST", endpoint.route, service.perf_ns() - started_ns)
+        self._meter.timings.add("POST", endpoint.route, self._meter.now_ns() - started_ns)
 
 
 def hot_endpoint(scope: Scope) -> tuple[Endpoint[Any] | None, str]:
@@ -95,8 +92,8 @@ def hot_endpoint(scope: Scope) -> tuple[Endpoint[Any] | None, str]:
     return None, ""
 
 
-async def _send(send: Send, status: int, media_type: bytes, content: bytes) -> None:
+async def _send(send: Send, status: int, media_type: str, content: bytes) -> None:
     length = str(len(content)).encode()
-    headers = [(b"content-type", media_type), (b"content-length", length), *_FIXED_HEADERS]
+    headers = [(b"content-type", media_type.encode()), (b"content-length", length), *_FIXED_HEADERS]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

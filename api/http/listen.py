@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvdock.protocol.errors import StartupError
+from kvdock.api.errors import StartupError
 
 
 @contextmanager

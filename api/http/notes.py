@@ -52,7 +52,7 @@ NOTES: dict[tuple[str, str], Note] = {
         "", "(lease, rank) is the id: a rank that said done before changes nothing, and the answer is the same."
     ),
     ("POST", "/v1/releases"): Note("", "(lease, rank) is the id, as for one release."),
-    ("POST", "/v1/leases/{lease}/renew"): Note("", "changes nothing; repeat it at will."),
+    ("GET", "/v1/leases/{lease}"): Note("A heartbeat renews the leases of its session; this call changes nothing."),
     ("DELETE", "/v1/leases/{lease}"): Note(
         "By the member that asked, before any rank was handed the plan. Say who in the body or in the query.",
         "idempotent by nature: nothing is left to cancel the second time.",

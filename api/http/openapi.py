@@ -15,10 +15,12 @@ from fastapi.openapi.utils import get_openapi
 
 from kvdock.api.http import examples
 from kvdock.api.http.notes import NOTES
-from kvdock.protocol import admin_schemas, schemas
+from kvdock.protocol import admin_schemas, reports, schemas, wire_types
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
+from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER
+from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
 
 _REF = "#/components/schemas/{name}"
 _BODY_ERRORS = ("malformed_json", "too_large", "unsupported_media_type", "invalid_body")
@@ -33,8 +35,8 @@ _VERSION_PARAMETER = {
 def doc(
     summary: str,
     *,
-    answer: type[schemas.Answer] | None = None,
-    body: type[schemas.Body] | None = None,
+    answer: type[Answer] | None = None,
+    body: type[Body] | None = None,
     errors: Iterable[str] = (),
     text: str | None = None,
     packed: bool = False,
@@ -74,13 +76,13 @@ def _content(struct: type[msgspec.Struct], packed: bool) -> dict[str, Any]:
 
 
 def _problem() -> dict[str, Any]:
-    return {"application/problem+json": {"schema": {"$ref": _REF.format(name=schemas.Problem.__name__)}}}
+    return {"application/problem+json": {"schema": {"$ref": _REF.format(name=Problem.__name__)}}}
 
 
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
-    bases = (schemas.Body, schemas.Identity, schemas.Answer, schemas.Carrier, schemas.Carried)
-    named = {**vars(schemas), **vars(admin_schemas)}
+    bases = (Body, Identity, Answer, Carrier, Carried)
+    named = {**vars(wire_types), **vars(reports), **vars(schemas), **vars(admin_schemas)}
     return [
         item
         for item in named.values()
@@ -113,7 +115,7 @@ def _annotate(call: dict[str, Any], method: str, path: str, shown: dict[str, Any
     for status, reply in call["responses"].items():
         for content in reply.get("content", {}).values():
             name = _struct_name(content)
-            if name == schemas.Problem.__name__ and status != "default":
+            if name == Problem.__name__ and status != "default":
                 code = reply["description"].split("`")[1]
                 content["example"] = msgspec.to_builtins(problem_of(code, CODES[code].title, path=path))
             elif name in shown:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from kvdock.api import admin
+from kvdock.api.http.handlers import handlers_of
 from kvdock.api.http.openapi import doc
-from kvdock.api.http.routes_engine import service_of
-from kvdock.api.http.wire import answer, read_body
-from kvdock.api.paging import DEFAULT_LIMIT, Cursor, Limit
+from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer, read_body
 from kvdock.protocol import admin_schemas as a
 
 _CLEAR = msgspec.json.Decoder(a.ClearCache)
@@ -25,36 +23,36 @@ router = APIRouter(prefix="/v1", tags=["administration"])
     errors=("unknown_namespace",),
 ))
 async def clear(request: Request) -> Response:
-    return answer(await admin.clear(service_of(request), await read_body(request, _CLEAR)))
+    return answer(await handlers_of(request).admin.clear(await read_body(request, _CLEAR)))
 
 
 @router.delete("/chunks", **doc(
     "Take some stored chunks out of use", body=a.DeleteChunks, answer=a.Deleted, errors=("unknown_namespace",)
 ))
 async def delete(request: Request) -> Response:
-    return answer(await admin.delete(service_of(request), await read_body(request, _DELETE)))
+    return answer(await handlers_of(request).admin.delete(await read_body(request, _DELETE)))
 
 
 @router.post("/pins", **doc(
     "Keep chunks from being evicted for a while", body=a.PinChunks, answer=a.Pinned, errors=("unknown_namespace",)
 ))
 async def pin(request: Request) -> Response:
-    return answer(await admin.pin(service_of(request), await read_body(request, _PIN)))
+    return answer(await handlers_of(request).admin.pin(await read_body(request, _PIN)))
 
 
 @router.get("/config", **doc("Limits and settings in effect", answer=a.Config))
 async def show_config(request: Request) -> Response:
-    return answer(admin.config(service_of(request)))
+    return answer(handlers_of(request).admin.config())
 
 
 @router.patch("/config", **doc(
     "Change limits while the server runs", body=a.PatchConfig, answer=a.Config, errors=("bad_argument", "no_memory")
 ))
 async def configure(request: Request) -> Response:
-    return answer(await admin.configure(service_of(request), await read_body(request, _PATCH)))
+    return answer(await handlers_of(request).admin.configure(await read_body(request, _PATCH)))
 
 
 @router.get("/namespaces", **doc("Identities that engines have attached with", answer=a.Namespaces,
                                  errors=("bad_argument",)))
 async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(admin.namespaces(service_of(request), limit, cursor))
+    return answer(handlers_of(request).reports.namespaces(limit, cursor))

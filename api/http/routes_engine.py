@@ -9,14 +9,15 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from kvdock.api.http import endpoints
-from kvdock.api.http.endpoints import Endpoint
+from kvdock.api.http.endpoints import Endpoint, Incoming
+from kvdock.api.http.handlers import handlers_of
 from kvdock.api.http.openapi import doc
 from kvdock.api.http.wire import NO_STORE, no_content, read_limited
-from kvdock.api.service import CacheService
 from kvdock.protocol import schemas as s
-from kvdock.protocol.forms import Codec, form_of_answer, form_of_body, invalid_body
+from kvdock.protocol.forms import Codec, form_of_body, invalid_body
+from kvdock.protocol.wire_types import Body
 
-B = TypeVar("B", bound=s.Body)
+B = TypeVar("B", bound=Body)
 
 _CANCEL = Codec(s.CancelLease)
 
@@ -28,18 +29,14 @@ both = partial(doc, packed=True)
 """For routes whose bodies may be MessagePack."""
 
 
-def service_of(request: Request) -> CacheService:
-    service: CacheService = request.app.state.service
-    return service
-
-
 async def respond(request: Request, endpoint: Endpoint[Any], id_in_path: str = "") -> Response:
     """The endpoint's answer, in the form the caller sent or, if it says so, accepts."""
-    sent = form_of_body(request.headers.get("content-type", ""))
-    wanted = form_of_answer(request.headers.get("accept", ""), sent)
-    raw = await read_limited(request)
-    content = await endpoint.answer(service_of(request), raw, sent, wanted, id_in_path)
-    return Response(content, media_type=wanted.media_type, headers=NO_STORE)
+    handlers, header = handlers_of(request), request.headers.get
+    incoming = Incoming(
+        header("content-type", ""), header("accept", ""), header("content-length", ""), request.receive
+    )
+    content, media_type = await endpoint.answer(handlers.service, incoming, handlers.body_limit_bytes, id_in_path)
+    return Response(content, media_type=media_type, headers=NO_STORE)
 
 
 # ------------------------------------------------------------------ sessions
@@ -59,7 +56,7 @@ async def attach(request: Request) -> Response:
     errors=("unknown_session", "unknown_member", "ambiguous_member"),
 ))
 async def leave(request: Request, session: str, member: str | None = None) -> Response:
-    service_of(request).leave(session, member)
+    handlers_of(request).service.leave(session, member)
     return no_content()
 
 
@@ -99,14 +96,6 @@ async def release_many(request: Request) -> Response:
     return await respond(request, endpoints.RELEASE_MANY)
 
 
-@router.post("/leases/{lease}/renew", tags=["reading"], **both(
-    "What a lease still holds; heartbeats renew it", body=s.RenewLease, answer=s.LeaseView,
-    errors=("unknown_session", "unknown_grant", "foreign_grant"),
-))
-async def renew(request: Request, lease: str) -> Response:
-    return await respond(request, endpoints.RENEW, lease)
-
-
 @router.delete("/leases/{lease}", tags=["reading"], **both(
     "Cancel a lease whose plan was handed to nobody", body=s.CancelLease,
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
@@ -118,7 +107,7 @@ async def cancel(request: Request, lease: str, session: str = "", member: str = 
     else:
         sent = form_of_body(request.headers.get("content-type", ""))
         body = _CANCEL.decode(await read_limited(request), sent)
-    service_of(request).cancel(lease, body)
+    handlers_of(request).service.cancel(lease, body)
     return no_content()
 
 

@@ -14,15 +14,14 @@ from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
 from kvdock.api.http.docs_page import docs_page, docs_style
+from kvdock.api.http.handlers import handlers_of
 from kvdock.api.http.openapi import doc, openapi_schema
-from kvdock.api.http.routes_engine import service_of
-from kvdock.api.http.wire import answer
-from kvdock.api.paging import DEFAULT_LIMIT, Cursor, Limit
-from kvdock.api.views import probes, views
-from kvdock.api.views.metrics import CONTENT_TYPE, metrics_text
+from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer
+from kvdock.api.views.metrics import CONTENT_TYPE
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import SessionDetail
 from kvdock.protocol.errors import CODES
+from kvdock.protocol.reports import Health, Leases, LeaseView, Requests, Stats, Status
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
 PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
@@ -53,23 +52,23 @@ class PageFiles(StaticFiles):
 # ------------------------------------------------------------------ probes
 
 
-@router.get("/livez", tags=["health"], **doc("The event loop turns", answer=s.Health, statuses=_WELL_OR_NOT))
+@router.get("/livez", tags=["health"], **doc("The event loop turns", answer=Health, statuses=_WELL_OR_NOT))
 async def livez(request: Request) -> Response:
-    return _health(probes.live(service_of(request)))
+    return _health(handlers_of(request).probes.live())
 
 
-@router.get("/startupz", tags=["health"], **doc("The server has started", answer=s.Health, statuses=_WELL_OR_NOT))
+@router.get("/startupz", tags=["health"], **doc("The server has started", answer=Health, statuses=_WELL_OR_NOT))
 async def startupz(request: Request) -> Response:
-    return _health(probes.started(service_of(request)))
+    return _health(handlers_of(request).probes.started())
 
 
-@router.get("/readyz", tags=["health"], **doc("Slots can be given out", answer=s.Health, statuses=_WELL_OR_NOT))
-@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=s.Health, statuses=_WELL_OR_NOT))
+@router.get("/readyz", tags=["health"], **doc("Slots can be given out", answer=Health, statuses=_WELL_OR_NOT))
+@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=Health, statuses=_WELL_OR_NOT))
 async def readyz(request: Request) -> Response:
-    return _health(probes.ready(service_of(request)))
+    return _health(handlers_of(request).probes.ready())
 
 
-def _health(health: s.Health) -> Response:
+def _health(health: Health) -> Response:
     response = answer(health)
     response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
     return response
@@ -80,7 +79,7 @@ def _health(health: s.Health) -> Response:
 
 @router.get("/v1/sessions", tags=["sessions"], **doc("Who is attached", answer=s.Sessions, errors=("bad_argument",)))
 async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(views.sessions(service_of(request), limit, cursor))
+    return answer(handlers_of(request).reports.sessions(limit, cursor))
 
 
 @router.get("/v1/sessions/{session}", tags=["sessions"], **doc(
@@ -89,43 +88,50 @@ async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: 
 async def show_session(
     request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0
 ) -> Response:
-    return answer(views.session(service_of(request), session, limit, cursor))
+    return answer(handlers_of(request).reports.session(session, limit, cursor))
 
 
 @router.get("/v1/leases", tags=["reading"], **doc(
-    "Open leases and reservations, oldest first", answer=s.Leases, errors=("bad_argument",)
+    "Open leases and reservations, oldest first", answer=Leases, errors=("bad_argument",)
 ))
 async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(views.leases(service_of(request), limit, cursor))
+    return answer(handlers_of(request).reports.leases(limit, cursor))
+
+
+@router.get("/v1/leases/{lease}", tags=["reading"], **doc(
+    "One lease or reservation: what it holds, and whom it waits for", answer=LeaseView, errors=("unknown_grant",)
+))
+async def show_lease(request: Request, lease: str) -> Response:
+    return answer(handlers_of(request).reports.lease(lease))
 
 
 @router.get("/v1/segments", tags=["pool"], **doc(
     "The pool's shared memory, and its lock file", answer=s.Segments, errors=("bad_argument",)
 ))
 async def segments(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(views.segments(service_of(request), limit, cursor))
+    return answer(handlers_of(request).reports.segments(limit, cursor))
 
 
-@router.get("/v1/status", tags=["pool"], **doc("The server at a glance", answer=s.Status))
+@router.get("/v1/status", tags=["pool"], **doc("The server at a glance", answer=Status))
 async def status(request: Request) -> Response:
-    return answer(views.status(service_of(request)))
+    return answer(handlers_of(request).reports.status())
 
 
-@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as series", answer=s.Stats))
+@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as series", answer=Stats))
 async def stats(request: Request) -> Response:
-    return answer(views.stats(service_of(request)))
+    return answer(handlers_of(request).reports.stats())
 
 
 @router.get("/v1/requests", tags=["pool"], **doc(
-    "The last lookups and stores, newest first", answer=s.Requests, errors=("bad_argument",)
+    "The last lookups and stores, newest first", answer=Requests, errors=("bad_argument",)
 ))
 async def requests(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(views.requests(service_of(request), limit, cursor))
+    return answer(handlers_of(request).reports.requests(limit, cursor))
 
 
 @router.get("/metrics", tags=["health"], **doc("Prometheus text", text="text/plain"))
 async def metrics(request: Request) -> Response:
-    return Response(metrics_text(service_of(request)), headers={
+    return Response(handlers_of(request).metrics.text(), headers={
         "content-type": CONTENT_TYPE, "cache-control": "no-store"
     })
 

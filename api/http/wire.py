@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,11 +20,19 @@ from starlette.types import Receive
 from kvdock._core import TableError
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.forms import JSON, invalid_body
-from kvdock.protocol.schemas import Answer, Problem
+from kvdock.protocol.reports import Problem
+from kvdock.protocol.wire_types import Answer
 
 T = TypeVar("T")
 
 log = logging.getLogger("kvdock.api")
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Items of one page")]
+Cursor = Annotated[
+    int, Query(ge=0, lt=1 << 64, description="`next` of the page before; without it the first page", examples=[0])
+]
 
 _ENCODER = msgspec.json.Encoder()
 NO_STORE = {"cache-control": "no-store"}
@@ -57,7 +65,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
 
 async def read_limited(request: Request) -> bytes | bytearray:
     """The whole body. Raises ApiError(too_large)."""
-    limit: int = request.app.state.settings.body_limit_bytes
+    limit: int = request.app.state.handlers.body_limit_bytes
     return await read_all(request.receive, request.headers.get("content-length", ""), limit)
 
 

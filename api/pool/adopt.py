@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvdock._core import Table, TableError
+from kvdock.api.errors import AdoptionError
 from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
-from kvdock.protocol.errors import KvdockError
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall
 
 ORPHAN_S = 300.0
 """Long enough for any supervisor to start the server again."""
-
-
-class AdoptionRefused(KvdockError):
-    """The pool is not as a server leaves it, or of another version; the message says what was found."""
 
 
 class Adopted(NamedTuple):
@@ -59,16 +55,16 @@ def is_strangers(left: LeftPool, address: str) -> bool:
 
 
 def adopt_pool(settings: Settings, pool_id: int) -> Adopted:
-    """Raises AdoptionRefused; then the pool is as it was, and nobody's."""
+    """Raises AdoptionError; then the pool is as it was, and nobody's."""
     with ExitStack() as undo:
         try:
             lock = PoolLock.adopt(pool_id)
             undo.callback(lock.close, unlink=False)
             taken = _take(settings, pool_id, lock, undo)
         except TableError as error:
-            raise AdoptionRefused(f"{error.code}: {error} (found {error.found}, wanted {error.wanted})") from error
+            raise AdoptionError(f"{error.code}: {error} (found {error.found}, wanted {error.wanted})") from error
         except (AttachError, PoolGone, PoolInUse, PoolTooSmall, OSError, ValueError) as error:
-            raise AdoptionRefused(str(error)) from error
+            raise AdoptionError(str(error)) from error
         undo.pop_all()
         return taken
 
@@ -81,11 +77,12 @@ def _take(settings: Settings, pool_id: int, lock: PoolLock, undo: ExitStack) -> 
         limit_bytes=settings.pool_bytes,
         segment_bytes=settings.segment_bytes,
         prefault_threads=settings.prefault_threads,
-        adopt=True,
+    )
+    undo.callback(segments.close, unlink=False)
+    segments.adopt(
         known=[number for number, state, _, _ in stored if state != "gone"],
         next_id=max((number + 1 for number, _, _, _ in stored), default=0),
     )
-    undo.callback(segments.close, unlink=False)
     table, found = Table.adopt(
         region,
         pool_id=pool_id,

@@ -1,12 +1,12 @@
-"""How a server ends when it is asked nicely: nothing new is given out, and what is under way may end.
+"""An orderly shutdown: nothing new is given out, and what is under way may finish.
 
-SIGTERM begins it. While it lasts, `/readyz` says so, lookups and reservations without a grant of their own and new
-sessions are refused with `not_ready`, and everything else is answered: commits, releases, heartbeats. It has ended
-when no lease or reservation waits for anybody's word and the calls that were running when it began are answered, or
-when `drain_s` is over. Members that die meanwhile count as ever: the keeper goes on.
+SIGTERM begins it. While it lasts, `/readyz` says so; new sessions, and lookups and reservations that do not have
+their grant yet, are refused with `not_ready`; everything else is answered: commits, releases, heartbeats. It has
+ended when no lease or reservation is open and the calls that were running when it began are answered, or when
+`drain_s` is over. The keeper still notices members that die meanwhile.
 
-Handing over (handover.py) is a drain that leaves leases to the next server and waits for reservations alone: those
-would be aborted there.
+Handing over (api/pool/handover.py) is a drain that leaves leases to the next server. It waits only for reservations,
+because the next server would abort those.
 
 Invariant: the pool is kept only after a drain without SIGINT, and only if it was ready.
 """
@@ -17,14 +17,17 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvdock.api.service import CacheService
+from kvdock.api.pool.pool import Pool
+from kvdock.api.settings import Settings
 
 
 class Drain:
-    """`begin` and `remove_pool` only take notes: signal handlers call them."""
+    """`begin`, `hand_over` and `remove_pool` only set flags: signal handlers call them."""
 
-    def __init__(self, service: CacheService, now_s: Callable[[], float]) -> None:
-        self._service = service
+    def __init__(self, settings: Settings, pool: Pool, now_s: Callable[[], float]) -> None:
+        self._pool = pool
+        self._drain_s = settings.drain_s
+        self._keep_wanted = settings.on_exit == "keep"
         self._now_s = now_s
         self._until_s: float | None = None
         self._running: list[asyncio.Task[Any]] = []
@@ -37,15 +40,13 @@ class Drain:
 
     @property
     def keeps_pool(self) -> bool:
-        service = self._service
-        wanted = self._handing_over or service.settings.on_exit == "keep"
-        return self.begun and not self._remove and wanted and service.pool.ready
+        wanted = self._handing_over or self._keep_wanted
+        return self.begun and not self._remove and wanted and self._pool.ready
 
     def begin(self, running: Iterable[asyncio.Task[Any]]) -> None:
-        """`running`: calls that are not answered yet. Those that come later are short, and have their own grace."""
+        """`running`: calls that are not answered yet. Later ones are short: uvicorn's grace period covers them."""
         self._running = list(running)
-        self._service.draining = True
-        self._until_s = self._now_s() + self._service.settings.drain_s
+        self._until_s = self._now_s() + self._drain_s
 
     def hand_over(self, running: Iterable[asyncio.Task[Any]]) -> None:
         """As `begin`; also when that was done before."""
@@ -65,6 +66,6 @@ class Drain:
             return True
         held = any(
             view.reservations or (view.leases and not self._handing_over)
-            for view in self._service.table.sessions()
+            for view in self._pool.table.sessions()
         )
         return not held and all(call.done() for call in self._running)

@@ -13,7 +13,7 @@ import socket
 import struct
 from typing import Final
 
-from kvdock.protocol.errors import StartupError
+from kvdock.api.errors import StartupError
 
 HAND_OVER: Final = signal.SIGUSR2
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid

@@ -1,14 +1,12 @@
-"""The limits an operator may change while the server runs, and the check of those that count grants.
+"""The limits that an operator may change while the server runs.
 
-Invariant: a `Limits` is a whole, checked set and never changed: another one takes its place.
+Invariant: a `Limits` is a complete, checked set and is never changed: another one takes its place.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvdock._core import Table
-from kvdock.api.pool.registry import SessionRecord
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
@@ -33,24 +31,3 @@ def changed_limits(limits: Limits, changes: dict[str, object], segment_bytes: in
             found=limits.high_water, wanted=f">= {limits.low_water}",
         )
     return limits
-
-
-def check_grants(table: Table, session: SessionRecord, request: bytes, limit: int, *, draining: bool = False) -> None:
-    """Refuses one grant too many: ApiError(too_many_grants), and any new one while the server drains:
-    ApiError(not_ready). A repeat of a call that has its grant is none.
-
-    `session.grants` is never below the true number (the service counts up, the keeper sets it right), so
-    the table is asked only near the limit.
-    """
-    if session.grants < limit and not draining:
-        return
-    session.grants, known = table.open_grants(session.table_id, request)
-    if known:
-        return
-    if draining:
-        raise ApiError("not_ready", "the server is draining: it gives out nothing new and ends soon")
-    if session.grants >= limit:
-        raise ApiError(
-            "too_many_grants", "release leases and finish reservations first", found=session.grants,
-            wanted=f"< {limit}",
-        )

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
-from kvdock.api.pool.adopt import Adopted, AdoptionRefused, address_of, adopt_pool, is_strangers, left_at
-from kvdock.api.pool.limits import limits_of
+from kvdock.api.errors import AdoptionError, StartupError
+from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers, left_at
+from kvdock.api.pool.limits import changed_limits, limits_of
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
-from kvdock.protocol.admin_schemas import Limits
-from kvdock.protocol.errors import ApiError, StartupError
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull, PoolTooSmall
@@ -48,7 +48,8 @@ class Pool:
         self.incarnation = table.incarnation
         self.clock_ms = adopted.found["clock_ms"] if adopted else 0
         """Where the server clock goes on from."""
-        self.limit_bytes = settings.pool_bytes
+        self.limits = limits_of(settings)
+        """In effect now; `change_limits` replaces them."""
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
@@ -64,7 +65,6 @@ class Pool:
         self._undo = undo
         self._added: list[SegmentInfo] = []
         self._retiring: list[int] = []
-        self._limits = limits_of(settings)
         self._segment_bytes = settings.segment_bytes
         self._now_s = now_s
         self._retry_s = FIRST_RETRY_S
@@ -76,16 +76,15 @@ class Pool:
             self.retired = list(adopted.retired)
             self._choose_retiring()
 
-    def close(self, *, keep: bool = False) -> None:
-        """Removes every object of the pool. Engines that still map one keep their memory until they unmap it.
-
-        `keep`: leaves them all, with byte 0 of the lock file free, for a later server.
-        """
-        if keep:
-            self._undo.pop_all()
-            self._segments.close(unlink=False)
-            self._lock.close(unlink=False)
+    def close(self) -> None:
+        """Removes every object of the pool. Engines that still map one keep their memory until they unmap it."""
         self._undo.close()
+
+    def leave(self) -> None:
+        """Leaves every object of the pool, with byte 0 of the lock file free, for a later server."""
+        self._undo.pop_all()
+        self._segments.close(unlink=False)
+        self._lock.close(unlink=False)
 
     # ---------------------------------------------------------------- members
 
@@ -108,6 +107,10 @@ class Pool:
     def ready(self) -> bool:
         """There is memory to give out."""
         return bool(self._added)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.limits.pool_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -204,12 +207,13 @@ class Pool:
 
     # ---------------------------------------------------------------- limits
 
-    async def resize(self, limits: Limits) -> None:
-        """New caps and a new size. A smaller one only begins here: `drain` goes on with it.
+    async def change_limits(self, changes: dict[str, object]) -> None:
+        """Replaces some limits, all of them or none. A smaller pool_bytes only begins here: `drain` completes it.
 
-        Raises ApiError(no_memory) when the machine cannot hold the pool; then nothing has changed.
+        Raises ApiError: bad_argument, no_memory (the machine cannot hold a pool of that size).
         """
         async with self._growing:
+            limits = changed_limits(self.limits, changes, self._segment_bytes)
             more_bytes = limits.pool_bytes - max(self.limit_bytes, self.allocated_bytes)
             if more_bytes > 0:
                 missing = limits.pool_bytes - self.allocated_bytes
@@ -219,8 +223,8 @@ class Pool:
                         "no_memory", "shared memory or the control group has less room than the pool would take",
                         found=missing, wanted=f"<= {available} bytes more than the pool has",
                     )
-            self._limits = limits
-            self.limit_bytes = self._segments.limit_bytes = limits.pool_bytes
+            self.limits = limits
+            self._segments.limit_bytes = limits.pool_bytes
             self._retry_at_s = 0.0
             self._choose_retiring()
             self._limit_table()
@@ -261,7 +265,7 @@ class Pool:
         """The table's caps are shares of its limit, which is never below what it has."""
         self.table.set_limits(
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
-            session_cap=self._limits.session_cap, total_cap=self._limits.total_cap,
+            session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,
         )
 
 
@@ -292,7 +296,7 @@ def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
     pool_id = left[0]
     try:
         adopted = adopt_pool(settings, pool_id)
-    except AdoptionRefused as error:
+    except AdoptionError as error:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
         log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
@@ -322,6 +326,7 @@ def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callabl
                 prefault_threads=settings.prefault_threads,
             )
             undo.callback(segments.close, unlink=True)
+            segments.require_limit()
         except PoolTooSmall as error:
             raise StartupError("pool_too_small", _advice(settings, error)) from error
         table = Table(

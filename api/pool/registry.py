@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvdock._core import Table
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Manifest, Member
 
@@ -65,7 +66,7 @@ class SessionRecord:
     """Rises from session to session: the order in which they are listed."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
     grants: int = 0
-    """Open leases and reservations, or more: limits.check_grants."""
+    """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)
@@ -128,8 +129,11 @@ class Registry:
         self._by_instance.pop(record.instance, None)
         self._by_table_id.pop(record.table_id, None)
 
-    def prune(self, grants: dict[int, int]) -> None:
-        """`grants`: open ones by the table ids of all open sessions."""
+    def prune(self, table: Table) -> None:
+        """Drops sessions that the table has closed, and sets `grants` of the others to the true number."""
+        if not self._by_id:
+            return
+        grants = {view.session: view.leases + view.reservations for view in table.sessions()}
         for record in tuple(self._by_id.values()):
             if record.table_id not in grants:
                 self.drop_session(record)

@@ -6,8 +6,8 @@ allocated and its header is written; mapping its pages into the server (prefault
 background, so that the server's control group pays for them.
 
 Thread safety: all methods may be called from any thread.
-Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never reused; when a
-constructor or grow() raises, no object that it made is left behind.
+Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never reused; when
+grow() raises, no object that it made is left behind.
 """
 
 from __future__ import annotations
@@ -86,14 +86,7 @@ class _Segment:
 
 
 class SegmentPool:
-    """The server's half. Sizes in bytes, rounded down to pages. `first_bytes`: at most so much for the first
-    segment, since a server is ready when that is allocated.
-
-    adopt=True maps the segments an earlier server of this pool left (AttachError when one is damaged); with
-    `known`, those alone: others were never given out, or nobody holds any of them, and their names go. Ids below
-    `next_id` are not used again.
-    Raises PoolTooSmall when `limit_bytes` cannot be had, ValueError for sizes out of range.
-    """
+    """Starts without a segment: `grow` makes one, `adopt` takes over those that an earlier server left."""
 
     def __init__(
         self,
@@ -105,10 +98,9 @@ class SegmentPool:
         shm_dir: Path = shm.SHM_DIR,
         prefault_threads: int = 2,
         capacity: Capacity | None = None,
-        adopt: bool = False,
-        known: Collection[int] | None = None,
-        next_id: int = 0,
     ) -> None:
+        """Sizes in bytes, rounded down to pages. `first_bytes`: the first segment is not larger, because the server is
+        ready as soon as it is allocated. ValueError for sizes out of range."""
         smallest = _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN
         if not smallest <= segment_bytes <= MAX_SEGMENT_BYTES:
             raise ValueError(f"segment_bytes: found {segment_bytes}, wanted {smallest}..{MAX_SEGMENT_BYTES}")
@@ -120,16 +112,35 @@ class SegmentPool:
         self.limit_bytes = limit_bytes  # may be changed between two calls of grow()
         self._segment_bytes = _whole_pages(segment_bytes)
         self._first_bytes = max(_whole_pages(first_bytes), smallest)
-        self._capacity = capacity if capacity is not None else Capacity(shm_dir=Path(shm_dir))
+        self._shm_dir = Path(shm_dir)
+        self._capacity = capacity if capacity is not None else Capacity(shm_dir=self._shm_dir)
         self._prefault_threads = prefault_threads
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
-        self._next_id = next_id
+        self._next_id = 0
         self._closed = False
-        if adopt:
-            self._adopt(Path(shm_dir), known)
-        else:
-            self._capacity.require(limit_bytes)
+
+    def require_limit(self) -> None:
+        """Raises PoolTooSmall unless the machine can give `limit_bytes` more."""
+        self._capacity.require(self.limit_bytes)
+
+    def adopt(self, *, known: Collection[int] | None = None, next_id: int = 0) -> None:
+        """Maps the segments that an earlier server of this pool left: all of them, or those that `known` names.
+
+        The names of the others are removed: nobody holds any of them. Ids below `next_id` are not used again. Called
+        once, before grow(). AttachError when a segment is damaged; then nothing is changed.
+        """
+        opened: list[tuple[SegmentInfo, _core.Mapping]] = []
+        there = list(shm.segment_numbers(self.pool_id, self._shm_dir))
+        for number in there if known is None else sorted(known):
+            name = shm.segment_name(self.pool_id, number)
+            mapping, fields = map_checked(name, self.pool_id, number)
+            opened.append((SegmentInfo(number, name, mapping.bytes, fields["data_offset"]), mapping))
+        self._next_id = next_id
+        for info, mapping in opened:
+            self._add(info, mapping)
+        for number in set(there).difference(info.id for info, _ in opened):
+            shm.unlink(shm.segment_name(self.pool_id, number))
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -227,18 +238,6 @@ class SegmentPool:
         prefault = _Prefault(mapping, self._prefault_threads, info.name)
         self._segments[info.id] = _Segment(info, mapping, prefault)
         self._next_id = max(self._next_id, info.id + 1)
-
-    def _adopt(self, shm_dir: Path, known: Collection[int] | None) -> None:
-        opened: list[tuple[SegmentInfo, _core.Mapping]] = []
-        there = list(shm.segment_numbers(self.pool_id, shm_dir))
-        for number in there if known is None else sorted(known):
-            name = shm.segment_name(self.pool_id, number)
-            mapping, fields = map_checked(name, self.pool_id, number)
-            opened.append((SegmentInfo(number, name, mapping.bytes, fields["data_offset"]), mapping))
-        for info, mapping in opened:
-            self._add(info, mapping)
-        for number in set(there).difference(info.id for info, _ in opened):
-            shm.unlink(shm.segment_name(self.pool_id, number))
 
 
 def _whole_pages(size_bytes: int) -> int:

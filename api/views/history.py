@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvdock.protocol.schemas import PoolView, RequestView, Series, Stats
+from kvdock.protocol.reports import PoolView, RequestView, Series, Stats
 
 
 class Counters(msgspec.Struct):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvdock.api.service import CacheService
-from kvdock.api.views import views
+from kvdock.api.pool.pool import Pool
+from kvdock.api.views.pulse import Pulse
+from kvdock.api.views.reports import Reports
+from kvdock.api.views.timing import Timings
+from kvdock.protocol.reports import Status
 
-__all__ = ["CONTENT_TYPE", "metrics_text"]
+__all__ = ["CONTENT_TYPE", "Metrics"]
 
 _HELP = {
     "lookups": "Lookups, repeats within an epoch not counted",
@@ -42,15 +44,21 @@ _HELP = {
 }
 
 
-class _ServiceCollector(Collector):
-    def __init__(self, service: CacheService) -> None:
-        self._service = service
+class Metrics(Collector):
+    """The server's metrics, computed when they are scraped."""
+
+    def __init__(self, *, pool: Pool, reports: Reports, timings: Timings, pulse: Pulse) -> None:
+        self._pool, self._reports, self._timings, self._pulse = pool, reports, timings, pulse
+
+    def text(self) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        service = self._service
-        for name, total in msgspec.structs.asdict(service.totals()).items():
+        status = self._reports.status()
+        for name, total in status.counters.items():
             yield CounterMetricFamily(f"kvdock_{name}", _HELP[name], value=total)
-        status = views.status(service)
         pool = GaugeMetricFamily("kvdock_pool_bytes", "Allocated bytes of the pool by state", labels=["state"])
         for state in ("free", "reserved", "ready", "quarantined"):
             pool.add_metric([state], getattr(status.pool, f"{state}_bytes"))
@@ -59,8 +67,8 @@ class _ServiceCollector(Collector):
         for state in ("reserved", "ready", "quarantined"):
             chunks.add_metric([state], getattr(status.chunks, state))
         yield chunks
-        yield from _hits(service)
-        yield _times(service)
+        yield _hits(status)
+        yield _times(self._timings)
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
@@ -69,39 +77,32 @@ class _ServiceCollector(Collector):
             ("kvdock_sessions", "Sessions attached", status.sessions),
             ("kvdock_leases", "Leases with a rank that has not said done", status.leases),
             ("kvdock_open_reservations", "Reservations with a rank that has not said done", status.reservations),
-            ("kvdock_pool_retiring_segments", "Segments that are being drained", len(service.pool.retiring)),
+            ("kvdock_pool_retiring_segments", "Segments that are being drained", len(self._pool.retiring)),
             ("kvdock_ready", "1 when slots can be given out", int(status.status == "ok")),
             ("kvdock_pool_growing", "0 while the pool cannot grow for want of memory",
-             int(not service.pool.growth_error)),
+             int(not self._pool.growth_error)),
             ("kvdock_loop_lag_seconds", "Longest wait for the event loop within the last 10 to 20 s",
-             service.pulse.worst_lag_s),
+             self._pulse.worst_lag_s),
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
 
 
-def _hits(service: CacheService) -> Iterator[Metric]:
+def _hits(status: Status) -> Metric:
     """Every token looked up, by where it was found: the samples sum to kvdock_lookup_tokens_total."""
-    counters = service.counters
     hits = CounterMetricFamily(
         "kvdock_lookup_tier_tokens", "Tokens looked up, by the tier that had them; none: to be computed",
         labels=["tier"],
     )
-    hits.add_metric(["memory"], counters.hit_tokens)
-    hits.add_metric(["none"], counters.lookup_tokens - counters.hit_tokens)
-    yield hits
+    hits.add_metric(["memory"], status.counters["hit_tokens"])
+    hits.add_metric(["none"], status.counters["lookup_tokens"] - status.counters["hit_tokens"])
+    return hits
 
 
-def _times(service: CacheService) -> Metric:
+def _times(timings: Timings) -> Metric:
     times = HistogramMetricFamily(
         "kvdock_call_seconds", "Time in the server, body included, per route", labels=["method", "route"]
     )
-    for route in service.timings.view():
+    for route in timings.view():
         times.add_metric([route.method, route.route], route.cumulative, route.total_s)
     return times
-
-
-def metrics_text(service: CacheService) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_ServiceCollector(service))
-    return generate_latest(registry)

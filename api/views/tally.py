@@ -6,13 +6,15 @@ It remembers recent requests and grants, bounded; forgetting one can only count 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from kvdock._core import Lookup as Found, Reservation as Granted
+from kvdock._core import Lookup as Found, Reservation as Granted, Table
 from kvdock.api.pool.registry import SessionRecord
-from kvdock.api.views.history import Counters, RecentRequests
-from kvdock.protocol.schemas import KEY_BYTES, Lookup, RequestView, Reserve
+from kvdock.api.views.history import TABLE_COUNTERS, Counters, RecentRequests
+from kvdock.protocol.reports import RequestView
+from kvdock.protocol.schemas import Lookup, Reserve
+from kvdock.protocol.wire_types import KEY_BYTES
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -38,18 +40,33 @@ class Recent(Generic[K, V]):
 
 
 class Tally:
-    def __init__(self, counters: Counters, recent: RecentRequests, keep: int) -> None:
-        self._counters = counters
-        self._recent = recent
+    """`counters` may be raised directly; lookups and reservations are counted here."""
+
+    def __init__(
+        self, table: Table, counters: Counters, recent: RecentRequests, *, keep: int,
+        perf_ns: Callable[[], int], wall_s: Callable[[], float],
+    ) -> None:
+        """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them."""
+        self.counters = counters
+        self.recent = recent
+        self.now_ns = perf_ns
+        self._table = table
+        self._wall_s = wall_s
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → chunks already counted as loaded."""
         self._stores: Recent[int, None] = Recent(keep)
 
+    def totals(self) -> Counters:
+        """The counters, with those that the table keeps brought up to date."""
+        stats = self._table.stats()
+        for name in TABLE_COUNTERS:
+            setattr(self.counters, name, stats.get(name, 0))
+        return self.counters
+
     def lookup(
-        self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, *,
-        at: float, took_us: int,
+        self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
     ) -> None:
-        counters, manifest = self._counters, session.namespace.manifest
+        counters, manifest = self.counters, session.namespace.manifest
         key = (session.table_id, request, body.epoch)
         tokens = len(keys) // KEY_BYTES * manifest.chunk_tokens
         counted = self._lookups.get(key)
@@ -71,24 +88,25 @@ class Tally:
         counters.loaded_bytes += loaded_bytes
         self._lookups.put(key, max(before, chunks))
         if counted is None:
-            self._recent.add(RequestView(
-                at=at, kind="lookup", session=session.id, label=session.label, request=body.request, tokens=tokens,
-                hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
+            self.recent.add(RequestView(
+                at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
+                tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes,
+                took_us=(self.now_ns() - started_ns) // 1000,
             ))
 
     def reservation(
-        self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, *, at: float, took_us: int
+        self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
     ) -> None:
         if granted.grant in self._stores:
             return
-        self._counters.reservations += 1
-        self._counters.short_reservations += granted.limited in ("held_bytes", "no_space")
-        self._counters.unpinned_reservations += granted.limited == "pinning"
+        self.counters.reservations += 1
+        self.counters.short_reservations += granted.limited in ("held_bytes", "no_space")
+        self.counters.unpinned_reservations += granted.limited == "pinning"
         if granted.grant:
             self._stores.put(granted.grant, None)
         chunk_tokens = session.namespace.manifest.chunk_tokens
-        self._recent.add(RequestView(
-            at=at, kind="store", session=session.id, label=session.label, request=body.store,
+        self.recent.add(RequestView(
+            at=self._wall_s(), kind="store", session=session.id, label=session.label, request=body.store,
             tokens=len(keys) // KEY_BYTES * chunk_tokens, hit_tokens=len(granted.present) * chunk_tokens,
-            chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=took_us,
+            chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=(self.now_ns() - started_ns) // 1000,
         ))

@@ -6,8 +6,10 @@ Invariant: the counts of a route's buckets sum to its calls.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from kvdock.api.views.history import Counters
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -44,3 +46,11 @@ class Timings:
                 so_far += count
                 cumulative.append((bound, so_far))
             yield RouteTimes(method, route, cumulative, self._totals_ns[method, route] / 1e9)
+
+
+class Meter(NamedTuple):
+    """What every answer adds to: its time, and a count if it is a refusal."""
+
+    counters: Counters
+    timings: Timings
+    now_ns: Callable[[], int]

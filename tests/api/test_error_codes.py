@@ -16,10 +16,9 @@ from paths import ROOT
 
 from kvdock._core import TableError
 from kvdock.api.app import create_app
-from kvdock.api.clock import ServerClock
+from kvdock.api.build import build
 from kvdock.api.http import wire
 from kvdock.api.pool.pool import open_pool
-from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.views.probes import STARTING
 from kvdock.client.client import Client
@@ -72,10 +71,10 @@ def test_before_the_first_segment_nobody_attaches_and_probes_say_why(tmp_path: P
     """The app over a pool that has not grown yet."""
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock")))
     pool = open_pool(settings, random.Random(time.time_ns()).getrandbits)
-    service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+    parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
 
     async def story() -> None:
-        transport = httpx.ASGITransport(create_app(settings, service))
+        transport = httpx.ASGITransport(create_app(settings, parts))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {
                 "instance": "i", "member": {"id": "m", "lock_offset": 1},

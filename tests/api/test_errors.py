@@ -15,8 +15,9 @@ from paths import ROOT
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import CODES, ApiError, problem_of
+from kvdock.protocol.reports import Problem
 
-SHAPE = set(s.Problem.__struct_fields__)
+SHAPE = set(Problem.__struct_fields__)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -228,13 +229,13 @@ def test_a_method_that_is_not_allowed_is_answered_with_those_that_are(server: Se
 
 def test_the_clients_error_is_the_servers() -> None:
     problem = problem_of("chain_mismatch", "stored elsewhere", found=b"\x01\x02", wanted=[1, b"\x03"])
-    error = ApiError.from_problem(msgspec.json.decode(msgspec.json.encode(problem), type=s.Problem))
+    error = ApiError.from_problem(msgspec.json.decode(msgspec.json.encode(problem), type=Problem))
     assert (error.code, error.status, error.found, error.wanted) == ("chain_mismatch", 409, "0102", [1, "03"])
     assert "0102" in str(error)
 
 
 def test_a_code_from_a_newer_server_keeps_its_status() -> None:
-    error = ApiError.from_problem(s.Problem(type="", title="", status=418, detail="new", code="teapot"))
+    error = ApiError.from_problem(Problem(type="", title="", status=418, detail="new", code="teapot"))
     assert (error.code, error.status) == ("teapot", 418)
 
 

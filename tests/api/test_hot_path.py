@@ -16,6 +16,8 @@ from kvdock.client.transport import Transport
 from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED, Form
+from kvdock.protocol.reports import Problem
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_RELEASES, Carried, ReleaseRefused
 
 FORMS = [JSON, PACKED]
 PACKED_HEADERS = {"Content-Type": PACKED.media_type}
@@ -166,7 +168,7 @@ def test_garbage_is_a_problem_and_not_a_failure(home: ServerProcess, path: str, 
     address = getattr(home, way)
     for content in GARBAGE:
         status, headers, answer = raw(address, "POST", path, content, PACKED_HEADERS)
-        problem = msgspec.json.decode(answer, type=s.Problem)
+        problem = msgspec.json.decode(answer, type=Problem)
         assert headers["content-type"] == "application/problem+json"
         assert (status, problem.code) in {(400, "malformed_msgpack"), (422, "invalid_body")}, content
     for body in WRONG:
@@ -184,7 +186,7 @@ def test_every_truncation_of_a_good_body_is_refused(home: ServerProcess, engine:
 
 
 @pytest.mark.parametrize(("given", "code"), [
-    (b"x" * 31, "invalid_body"), (b"x" * 33, "invalid_body"), (b"x" * (32 * s.MAX_KEYS + 32), "invalid_body"),
+    (b"x" * 31, "invalid_body"), (b"x" * 33, "invalid_body"), (b"x" * (32 * MAX_KEYS + 32), "invalid_body"),
 ])
 def test_keys_that_are_not_32_bytes_each_are_refused(engine: Engine, given: bytes, code: str) -> None:
     with pytest.raises(ApiError) as error:
@@ -269,7 +271,7 @@ def open_leases(engine: Engine) -> set[str]:
     return {view.grant for view in engine.client.leases(limit=1000).leases if view.session == engine.session}
 
 
-CARRIERS: list[tuple[str, Callable[[Engine], s.Carried]]] = [
+CARRIERS: list[tuple[str, Callable[[Engine], Carried]]] = [
     ("lookup", lambda e: e.lookup([], request=unique("r"))),
     ("reserve", lambda e: e.reserve(keys(1, unique("n")), store=unique("s"))),
     ("heartbeat", lambda e: e.heartbeat()),
@@ -277,7 +279,7 @@ CARRIERS: list[tuple[str, Callable[[Engine], s.Carried]]] = [
 
 
 @pytest.mark.parametrize("carry", [carry for _, carry in CARRIERS], ids=[name for name, _ in CARRIERS])
-def test_a_queued_release_leaves_with_the_next_call(engine: Engine, carry: Callable[[Engine], s.Carried]) -> None:
+def test_a_queued_release_leaves_with_the_next_call(engine: Engine, carry: Callable[[Engine], Carried]) -> None:
     lease = leased(engine)
     engine.client.release_later(lease, engine.session, [0])
     assert lease in open_leases(engine), "queued: nothing was said yet"
@@ -324,18 +326,18 @@ def test_a_release_is_handled_before_the_call_that_carries_it(home: ServerProces
         engine.close()
 
 
-def beat(engine: Engine) -> list[s.ReleaseRefused]:
+def beat(engine: Engine) -> list[ReleaseRefused]:
     return engine.heartbeat().refused_releases
 
 
-def ask(engine: Engine) -> list[s.ReleaseRefused]:
+def ask(engine: Engine) -> list[ReleaseRefused]:
     found = engine.lookup(keys(2, "asked"), request="the same each time")
     return found.refused_releases
 
 
 @pytest.mark.parametrize("carry", [beat, ask])
 def test_a_release_whose_carrier_got_no_answer_is_carried_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, carry: Callable[[Engine], list[s.ReleaseRefused]]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, carry: Callable[[Engine], list[ReleaseRefused]]
 ) -> None:
     lease = leased(engine)
     engine.client.release_later(lease, engine.session, [0])
@@ -378,10 +380,10 @@ def test_flush_sends_more_than_one_call_can_carry(engine: Engine) -> None:
     leases = [leased(engine) for _ in range(3)]
     for lease in leases:
         engine.client.release_later(lease, engine.session, [0])
-    for number in range(2 * s.MAX_RELEASES):
+    for number in range(2 * MAX_RELEASES):
         engine.client.release_later(f"{number:016x}", engine.session, [0])
     refused = engine.client.flush(engine.session)
-    assert len(refused) == 2 * s.MAX_RELEASES and not open_leases(engine) & set(leases)
+    assert len(refused) == 2 * MAX_RELEASES and not open_leases(engine) & set(leases)
 
 
 def test_closing_a_client_sends_what_is_queued(home: ServerProcess, engine: Engine) -> None:
@@ -400,8 +402,7 @@ def test_ranks_of_one_lease_gather_and_each_session_has_its_own(engine: Engine) 
         engine.client.release_later(lease, engine.session, [rank])
     engine.client.release_later(lease, "another-session", [1])
     engine.heartbeat()
-    renewed = engine.client.renew(lease, s.RenewLease(session=engine.session))
-    assert renewed.remaining == [1]
+    assert engine.client.lease(lease).remaining == [1]
     with pytest.raises(ApiError):
         engine.client.flush("another-session")
 

@@ -18,10 +18,10 @@ from admin_helpers import call, refused
 from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
 from hypothesis import given, settings, strategies as st
 
-from kvdock.api import admin
+from kvdock.api.admin import CLEAR_SLICE_RECORDS, Admin
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.pool import open_pool
-from kvdock.api.service import CacheService
+from kvdock.api.pool.registry import Registry
 from kvdock.api.settings import Settings
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, cut_tokens, hash_tokens
 from kvdock.client.client import Client
@@ -148,18 +148,18 @@ def test_too_many_keys_and_chunks_are_refused(server: ServerProcess, client: Cli
 
 
 def test_clearing_many_chunks_goes_in_short_turns() -> None:
-    """The service alone, over a table with 12 000 chunks."""
+    """Admin alone, over a table with 12 000 chunks."""
     loaded = Settings.load(small_pool(pool_bytes=64 * MIB, segment_bytes=64 * MIB))
     pool = open_pool(loaded, random.Random(time.time_ns()).getrandbits)
     try:
-        service = CacheService(loaded, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
+        registry = Registry(pool.table.first_incarnation)
         asyncio.run(pool.grow_first())
         table, manifest = pool.table, Manifest(
             model="m", kv_dtype="f", layers=1, kv_heads=1, head_size=1, chunk_tokens=16, block_tokens=4,
             groups=(Group(part_bytes=4096),),
         )
         space = table.add_namespace(bytes(32), chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 4096)])
-        service.registry.add_namespace(space, bytes(32), manifest)
+        registry.add_namespace(space, bytes(32), manifest)
         session = table.open_session(bytes(16), space, 0)
         member = table.add_member(session, bytes(16), [0], True, 0)
         for store in range(3):
@@ -170,12 +170,13 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
             )
             table.commit(session, granted.grant, 0, [(index, 0, 1) for index in range(4000)], 0)
         cleared: list[int] = []
+        admin = Admin(loaded, pool=pool, registry=registry, clock=ServerClock())
 
         async def work() -> None:
-            cleared.append((await admin.clear(service, ClearCache())).chunks)
+            cleared.append((await admin.clear(ClearCache())).chunks)
 
         turns = turns_of(work)
-        assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // admin.CLEAR_SLICE_RECORDS
+        assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // CLEAR_SLICE_RECORDS
         assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
     finally:
         pool.close()

@@ -13,8 +13,8 @@ from kvdock.api.http.openapi import wire_structs
 from kvdock.api.http.wire import SECURITY_HEADERS
 from kvdock.api.views.history import SERIES
 from kvdock.client.client import Client
-from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import CODES
+from kvdock.protocol.wire_types import Answer
 
 
 @pytest.fixture
@@ -168,4 +168,4 @@ def test_docs_has_an_anchor_for_every_error_code_and_struct_and_fetches_nothing_
 
 def test_every_answer_decodes_as_its_struct(client: Client, engine: Engine) -> None:
     for read in (client.status, client.stats, client.sessions, client.leases, client.segments, client.requests):
-        assert isinstance(read(), s.Answer)
+        assert isinstance(read(), Answer)

@@ -13,6 +13,7 @@ from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.reports import LeaseView
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def prefix(engine: Engine) -> list[str]:
     return stored
 
 
-def grants_of(client: Client, engine: Engine) -> dict[str, s.LeaseView]:
+def grants_of(client: Client, engine: Engine) -> dict[str, LeaseView]:
     return {view.grant: view for view in client.leases().leases if view.session == engine.session}
 
 
@@ -139,7 +140,6 @@ def test_a_lease_is_its_sessions_own(client: Client, engine: Engine, prefix: lis
     thief = attach(client)
     for attempt in (
         lambda: thief.release(lease, 0),
-        lambda: client.renew(lease, s.RenewLease(session=thief.session)),
         lambda: client.cancel(lease, s.CancelLease(session=thief.session, member=thief.member)),
         lambda: client.mismatch(s.ReportMismatch(session=thief.session, lease=lease, chunks=[0])),
     ):
@@ -152,12 +152,12 @@ def test_a_lease_is_its_sessions_own(client: Client, engine: Engine, prefix: lis
 
 def test_renewing_says_what_the_lease_still_holds(client: Client, engine: Engine, prefix: list[str]) -> None:
     found = engine.lookup(prefix, request="named request")
-    view = client.renew(str(found.lease), s.RenewLease(session=engine.session))
+    view = client.lease(str(found.lease))
     assert (view.kind, view.request, view.remaining, view.chunks) == ("lease", "named request", [0], 4)
     assert view.bytes == 4 * 16384
     engine.release(found.lease, 0)
     with pytest.raises(ApiError) as error:
-        client.renew("0" * 16, s.RenewLease(session=engine.session))
+        client.lease("0" * 16)
     refused("unknown_grant", error)
 
 

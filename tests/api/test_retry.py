@@ -182,8 +182,6 @@ CASES = [
         "POST", f"/v1/leases/{lease(e)}/release", one_rank(e))),
     Case(("POST", "/v1/releases"), lambda e: Request(
         "POST", "/v1/releases", {"session": e.session, "releases": [[lease(e), [0]]]})),
-    Case(("POST", "/v1/leases/{lease}/renew"), lambda e: Request(
-        "POST", f"/v1/leases/{lease(e)}/renew", {"session": e.session})),
     Case(("DELETE", "/v1/leases/{lease}"), lambda e: Request("DELETE", f"/v1/leases/{lease(e)}", asker(e))),
     Case(("POST", "/v1/mismatches"), lambda e: Request(
         "POST", "/v1/mismatches", {"session": e.session, "lease": lease(e), "chunks": [1]})),

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
 
+from kvdock.api.errors import StartupError
 from kvdock.api.server import Addresses, Server
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
-from kvdock.protocol.errors import StartupError
 from kvdock.shm.objects import pool_objects
 
 
@@ -196,9 +196,9 @@ def test_a_crash_of_a_call_is_a_problem_in_the_answer_and_a_traceback_in_the_log
     """No call is known to fail so; one is broken on purpose in a server of its own."""
     with ServerProcess() as server:
         process = f"""
-import kvdock.api.views.views as views
-def broken(service): raise RuntimeError("secret detail")
-views.status = broken
+from kvdock.api.views.reports import Reports
+def broken(reports): raise RuntimeError("secret detail")
+Reports.status = broken
 import json, logging, sys
 from kvdock.api.server import run
 from kvdock.api.settings import Settings

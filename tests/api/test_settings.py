@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvdock.api.clock import ServerClock, boottime_ns
+from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
 from kvdock.api.settings import Settings, default_socket_path, parse_bytes
-from kvdock.protocol.errors import SettingsError
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 from api_helpers import ServerProcess, attach, eventually, keys, unique
 from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
 
+from kvdock.api.errors import StartupError
 from kvdock.api.pool.handover import ask_to_leave
 from kvdock.client.client import Client
-from kvdock.protocol.errors import StartupError
 from kvdock.shm.objects import pool_objects
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cli_helpers import KVDOCK, SMALL, TIMEOUT_S, clean_environ, first_line, kvdock, refusal
 
+from kvdock.api.errors import SettingsError
 from kvdock.api.settings import Settings, effective
 from kvdock.client.client import Client
-from kvdock.protocol.errors import SettingsError
 
 
 def settings_of(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:

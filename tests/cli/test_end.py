@@ -33,16 +33,15 @@ from cli_helpers import (
 )
 
 from kvdock._core import Table
-from kvdock.api.clock import ServerClock
+from kvdock.api.errors import StartupError
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.lock import remove_stale, server_alive
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.server import Server
-from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
-from kvdock.protocol.errors import ApiError, StartupError
+from kvdock.protocol.errors import ApiError
 from kvdock.shm.objects import pool_objects
 
 Serving = tuple[subprocess.Popen[str], Client]
@@ -125,8 +124,7 @@ def test_a_drain_lasts_as_long_as_a_call_does_and_no_longer_than_it_may(tmp_path
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock"), drain_s=drain_s))
     pool, now_s, loop = open_pool(settings, secrets.randbits), 100.0, asyncio.new_event_loop()
     try:
-        service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
-        short, long = Drain(service, lambda: now_s), Drain(service, lambda: now_s)
+        short, long = Drain(settings, pool, lambda: now_s), Drain(settings, pool, lambda: now_s)
         call: Any = loop.create_future()
         for drain in (short, long):
             assert not drain.ended(), "before it began"

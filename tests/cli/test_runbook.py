@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http.guard import allowed_hosts
 from kvdock.api.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings, effective
-from kvdock.api.views import probes, views
+from kvdock.api.views import probes
+from kvdock.api.views.reports import Reports
 from kvdock.cli.main import app
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES
@@ -61,7 +63,7 @@ def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other() -> None:
 
 def test_every_reason_is_in_the_runbook() -> None:
     fixed = {value for name, value in vars(probes).items() if name.isupper() and isinstance(value, str)}
-    made = sentences(inspect.getsource(probes)) | sentences(inspect.getsource(views.status))
+    made = sentences(inspect.getsource(probes)) | sentences(textwrap.dedent(inspect.getsource(Reports.status)))
     assert len(fixed) >= 5 and len(made) == 4
     documented = [row[0].strip("`") for row in rows("Not ready")]
     assert fixed <= set(documented)

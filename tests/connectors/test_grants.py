@@ -21,6 +21,7 @@ from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
 from kvdock.protocol.keys import HashedChain, chunk_keys
+from kvdock.protocol.reports import LeaseView
 
 ASK_S = 1.0
 """What is asserted before the server asks has so long."""
@@ -57,7 +58,7 @@ def lost_lookup(rig: Rig, client: Client, tokens: list[int]) -> s.LookupAnswer:
     ))
 
 
-def leases_of(client: Client, rig: Rig) -> list[s.LeaseView]:
+def leases_of(client: Client, rig: Rig) -> list[LeaseView]:
     return [lease for lease in client.leases().leases if lease.session == rig.attachment.session]
 
 

@@ -21,10 +21,9 @@ from connector_helpers import CHUNK, Rig, mapped_objects, mortal, no_trace, toke
 from mlock_helpers import GatedLock, MemoryLock, locked_bytes
 
 from kvdock.api.app import create_app
-from kvdock.api.clock import ServerClock
+from kvdock.api.build import build
 from kvdock.api.pool.lock import remove_stale
 from kvdock.api.pool.pool import Pool, open_pool
-from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.connectors.interface import LoadDone
@@ -32,6 +31,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.registration import Register
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.wire_types import MAX_KEYS
 from kvdock.shm.errors import SegmentNotRegistered
 from kvdock.shm.objects import SHM_DIR
 
@@ -55,8 +55,8 @@ def unready_server(path: str) -> Iterator[tuple[str, Pool, asyncio.AbstractEvent
     """The real application over a pool whose first segment is not there yet."""
     settings = Settings.load(small_pool(socket_path=path))
     pool = open_pool(settings, secrets.randbits)
-    service = CacheService(settings, pool, ServerClock(), perf_ns=time.perf_counter_ns, wall_s=time.time)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, service), uds=path, log_config=None, lifespan="off"))
+    parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+    server = uvicorn.Server(uvicorn.Config(create_app(settings, parts), uds=path, log_config=None, lifespan="off"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
     thread.start()
@@ -295,14 +295,14 @@ def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> Non
         for batch in range(12):  # each goes as the next one comes
             stored = other.store(keys(400, unique(f"batch {batch}")))
             changed += 2 * len(stored.chunks)
-        assert changed > 2 * s.MAX_KEYS
+        assert changed > 2 * MAX_KEYS
         latest = rig.attachment.changes_since
         while (told := other.heartbeat(changes_since=latest).changes) is not None and told.next > latest:
             latest = told.next
         rig.connector.session._wake.set()  # the next heartbeat
         eventually(lambda: rig.attachment.changes_since == latest)
-        full = heard.index(s.MAX_KEYS)
-        assert heard[full : full + 2] == [s.MAX_KEYS, s.MAX_KEYS], "the second at once"
+        full = heard.index(MAX_KEYS)
+        assert heard[full : full + 2] == [MAX_KEYS, MAX_KEYS], "the second at once"
         other.close()
 
 

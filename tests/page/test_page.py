@@ -12,7 +12,7 @@ from api_helpers import eventually
 from page_helpers import OpenPage, PageServer
 from playwright.sync_api import expect
 
-from kvdock.protocol import schemas
+from kvdock.protocol.reports import Requests
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -80,7 +80,7 @@ def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: Page
 def test_requests_are_newest_first_with_hit_share(page_server: PageServer, open_page: OpenPage) -> None:
     old, new = say.live_requests(2).requests
     new.at, new.tokens, new.hit_tokens, new.took_us = old.at + 5, 4096, 1024, 2310
-    page_server.bodies["requests"] = schemas.Requests(requests=[old, new])
+    page_server.bodies["requests"] = Requests(requests=[old, new])
     page = open_page(page_server.url)
     first = say.plain(page.locator("#requests tbody tr").first.inner_text())
     assert "4,096 1,024 25 %" in first and first.endswith("2.31 ms")

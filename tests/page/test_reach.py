@@ -13,6 +13,7 @@ from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.reports import Leases
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -26,7 +27,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 def test_a_hostile_label_is_shown_as_text(page_server: PageServer, open_page: OpenPage) -> None:
     who = say.session("s1", HOSTILE, HOSTILE, [say.member(HOSTILE, [0])])
     page_server.bodies["sessions"] = schemas.Sessions(sessions=[who])
-    page_server.bodies["leases"] = schemas.Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])])
+    page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])])
     requests = say.live_requests(1)
     requests.requests[0].label = requests.requests[0].request = HOSTILE
     page_server.bodies["requests"] = requests
@@ -80,7 +81,7 @@ FRAMES = "() => new Promise(done => { let left = 4; const next = () => left-- ? 
 def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer, open_page: OpenPage) -> None:
     long = "x" * 256
     page_server.bodies["sessions"] = schemas.Sessions(sessions=[say.session("s1", long, long, [say.member(long, [0])])])
-    page_server.bodies["leases"] = schemas.Leases(leases=[say.grant(1, "lease", "s1", long, 8, list(range(0, 8, 2)))])
+    page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", long, 8, list(range(0, 8, 2)))])
     requests = say.live_requests(2)
     requests.requests[0].label = requests.requests[0].request = long
     page_server.bodies["requests"] = requests
@@ -167,7 +168,7 @@ def test_nodes_do_not_grow_while_everything_changes(page_server: PageServer, ope
     seen = []
     for turn in range(1, 5):
         page_server.bodies["requests"] = say.live_requests(14, newest=1_700_000_000.0 + 100 * turn)
-        page_server.bodies["leases"] = schemas.Leases(
+        page_server.bodies["leases"] = Leases(
             leases=[say.grant(turn * 10 + i, "lease", "s1", f"turn-{turn}", 8, [i]) for i in range(4)]
         )
         expect(page.locator("#grants tbody")).to_contain_text(f"turn-{turn}")
@@ -178,7 +179,7 @@ def test_nodes_do_not_grow_while_everything_changes(page_server: PageServer, ope
 
 def test_more_rows_than_the_page_draws_are_counted(page_server: PageServer, open_page: OpenPage) -> None:
     grants = [say.grant(i, "lease", "s1", f"r{i}", 1, [0]) for i in range(500)]
-    page_server.bodies["leases"] = schemas.Leases(leases=grants)
+    page_server.bodies["leases"] = Leases(leases=grants)
     page = open_page(page_server.url)
     expect(page.locator("#grants tbody tr")).to_have_count(50)
     expect(page.locator("#grants")).to_contain_text("and 450 more")

@@ -232,7 +232,7 @@ def test_a_control_group_too_small_for_the_pool_is_told_before_anything_is_made(
     capacity = (_v1 if make is _v1 else _v2)(tmp_path, f"{40 * MIB}\n", 11 * MIB)
     capacity.require(30 * MIB)  # the page cache counts as free
     with pytest.raises(PoolTooSmall, match=r"control group .*/a") as caught:
-        SegmentPool(pool_id, limit_bytes=30 * MIB + 4096, capacity=capacity)
+        SegmentPool(pool_id, limit_bytes=30 * MIB + 4096, capacity=capacity).require_limit()
     assert (caught.value.found, caught.value.wanted) == (30 * MIB, 30 * MIB + 4096)
 
 
@@ -246,7 +246,7 @@ def test_a_pool_larger_than_dev_shm_is_refused_with_both_sizes(pool_id: int) -> 
     there = os.statvfs("/dev/shm")
     wanted = there.f_bavail * there.f_frsize + (1 << 40)
     with pytest.raises(PoolTooSmall, match="/dev/shm") as caught:
-        SegmentPool(pool_id, limit_bytes=wanted)
+        SegmentPool(pool_id, limit_bytes=wanted).require_limit()
     assert caught.value.wanted == wanted
 
 
@@ -260,7 +260,7 @@ from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.shm.objects import create_region
 try:
-    SegmentPool(7, limit_bytes=16 << 20)
+    SegmentPool(7, limit_bytes=16 << 20).require_limit()
     print("made")
 except PoolTooSmall as error:
     print("early", error.found == 12 << 20, error.wanted == 16 << 20, os.listdir("/dev/shm"))
@@ -304,7 +304,8 @@ def test_a_later_server_adopts_segments_with_their_bytes_and_ids(pool_id: int) -
     with memoryview(first.mapping(1)) as view:
         view[-4:] = b"kept"
     first.close(unlink=False)
-    second = SegmentPool(pool_id, limit_bytes=24 * MIB, segment_bytes=8 * MIB, adopt=True)
+    second = SegmentPool(pool_id, limit_bytes=24 * MIB, segment_bytes=8 * MIB)
+    second.adopt()
     assert second.segments == infos
     with memoryview(second.mapping(1)) as view:
         assert bytes(view[-4:]) == b"kept"

@@ -65,7 +65,7 @@ def hook_server(pause: Pause) -> None:
     around(shm, "allocate", before=allocating)
     around(segments.SegmentPool, "grow", after=pause, point="grow.allocated")
     around(segments.SegmentPool, "retire", after=pause, point="retire.unlinked")
-    around(segments.SegmentPool, "_adopt", after=pause, point="adopt.segments_mapped")
+    around(segments.SegmentPool, "adopt", after=pause, point="adopt.segments_mapped")
     real = lock.PoolLock
 
     class Paused(real):  # type: ignore[valid-type,misc]  # a class chosen at run time
@@ -113,8 +113,8 @@ def serve(link: Connection, pause: Pause, settings: dict[str, object]) -> None:
     hook_server(pause)
     from kvdock._core import TableError
     from kvdock.api import server
+    from kvdock.api.errors import StartupError
     from kvdock.api.settings import Settings
-    from kvdock.protocol.errors import StartupError
 
     tables: list[Any] = []
     real = vars(server)["open_pool"]

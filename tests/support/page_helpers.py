@@ -18,6 +18,18 @@ import msgspec
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.reports import (
+    ChunkCounts,
+    Leases,
+    LeaseView,
+    PoolView,
+    Problem,
+    Requests,
+    RequestView,
+    Series,
+    Stats,
+    Status,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -26,11 +38,11 @@ Bodies = dict[str, msgspec.Struct]
 OpenPage = Callable[..., Page]
 
 
-def status(**changes: Any) -> schemas.Status:
+def status(**changes: Any) -> Status:
     """A healthy server with traffic, but for `changes`."""
-    healthy = schemas.Status(
+    healthy = Status(
         status="ok", reasons=[], version="0.1.0", pool_id="3fa90c51d27be604", incarnation=3, uptime_s=93_784.0,
-        now=1_700_000_000.0, pool=live_pool(), chunks=schemas.ChunkCounts(reserved=24, ready=4731, quarantined=9),
+        now=1_700_000_000.0, pool=live_pool(), chunks=ChunkCounts(reserved=24, ready=4731, quarantined=9),
         sessions=3, leases=3, reservations=1,
         counters={
             "lookups": 18_402, "lookup_tokens": 61_204_512, "hit_tokens": 47_893_120, "stored_chunks": 9_204,
@@ -40,18 +52,18 @@ def status(**changes: Any) -> schemas.Status:
     return msgspec.structs.replace(healthy, **changes)
 
 
-def live_pool() -> schemas.PoolView:
+def live_pool() -> PoolView:
     ready, reserved, quarantined = 4731 * 2 * MIB, 24 * 2 * MIB, 9 * 2 * MIB
     allocated = 3 * 4 * GIB
-    return schemas.PoolView(
+    return PoolView(
         limit_bytes=16 * GIB, allocated_bytes=allocated, prefaulted_bytes=10 * GIB,
         free_bytes=allocated - ready - reserved - quarantined - 3 * 4096, reserved_bytes=reserved, ready_bytes=ready,
         quarantined_bytes=quarantined, held_bytes=706 * MIB, segments=3,
     )
 
 
-def empty_pool() -> schemas.PoolView:
-    return schemas.PoolView(
+def empty_pool() -> PoolView:
+    return PoolView(
         limit_bytes=16 * GIB, allocated_bytes=0, prefaulted_bytes=0, free_bytes=0, reserved_bytes=0, ready_bytes=0,
         quarantined_bytes=0, held_bytes=0, segments=0,
     )
@@ -68,7 +80,7 @@ def segments(count: int = 3) -> schemas.Segments:
     return schemas.Segments(pool_id="3fa90c51d27be604", lock_file="/run/kvdock/lock", segments=each)
 
 
-def stats(points: int = 300) -> schemas.Stats:
+def stats(points: int = 300) -> Stats:
     def wave(base: float, swing: float, period: float) -> list[float | None]:
         return [base + swing * math.sin(i / period) * math.cos(i / (period * 2.7)) for i in range(points)]
 
@@ -84,8 +96,8 @@ def stats(points: int = 300) -> schemas.Stats:
         ("ready", "Ready", "bytes", "pool", wave(9.2 * GIB, 0.3 * GIB, 40)),
         ("held", "Held", "bytes", "pool", wave(0.7 * GIB, 0.2 * GIB, 15)),
     ]
-    series = [schemas.Series(name=n, title=t, unit=u, chart=c, values=v) for n, t, u, c, v in rows]
-    return schemas.Stats(interval_s=1.0, age_s=0.4, series=series)
+    series = [Series(name=n, title=t, unit=u, chart=c, values=v) for n, t, u, c, v in rows]
+    return Stats(interval_s=1.0, age_s=0.4, series=series)
 
 
 def member(
@@ -117,16 +129,16 @@ def live_sessions() -> schemas.Sessions:
 
 def grant(
     number: int, kind: Any, session_id: str, request: str, readers: int, remaining: list[int], **changes: Any
-) -> schemas.LeaseView:
-    young = schemas.LeaseView(
+) -> LeaseView:
+    young = LeaseView(
         grant=f"{(3 << 40) + number:016x}", kind=kind, session=session_id, request=request, epoch=0, readers=readers,
         remaining=remaining, chunks=53, bytes=106 * MIB, age_s=0.8, closed=False,
     )
     return msgspec.structs.replace(young, **changes)
 
 
-def live_leases() -> schemas.Leases:
-    return schemas.Leases(leases=[
+def live_leases() -> Leases:
+    return Leases(leases=[
         grant(101, "lease", "s1", "chatcmpl-8e1f04", 8, [0, 1, 2, 5], epoch=1, age_s=1.4),
         grant(102, "lease", "s1", "chatcmpl-91aa20", 8, list(range(8)), chunks=174, bytes=348 * MIB, age_s=0.3),
         grant(103, "reservation", "s2", "store-4410", 2, [1], chunks=24, bytes=48 * MIB, age_s=0.2),
@@ -134,19 +146,19 @@ def live_leases() -> schemas.Leases:
     ])
 
 
-def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> schemas.Requests:
+def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
     names = ("vllm-prod-0", "vllm-prod-1", "")
     rows = []
     for i in range(count):
         store, tokens = i % 4 == 3, 512 + (i * 7919) % 30_000
         hit = 0 if store else (tokens * ((i * 37) % 101) // 100) // 16 * 16
-        rows.append(schemas.RequestView(
+        rows.append(RequestView(
             at=newest - i * 1.7, kind="store" if store else "lookup", session=f"s{i % 3 + 1}", label=names[i % 3],
             request=f"chatcmpl-{(i * 2654435761) % (1 << 24):06x}", tokens=tokens, hit_tokens=hit,
             chunks=(tokens if store else hit) // 256, bytes=(tokens if store else hit) // 256 * 2 * MIB,
             took_us=90 + (i * 613) % 2400,
         ))
-    return schemas.Requests(requests=rows)
+    return Requests(requests=rows)
 
 
 def live_bodies() -> Bodies:
@@ -158,25 +170,25 @@ def live_bodies() -> Bodies:
 
 def empty_bodies() -> Bodies:
     zero = dict.fromkeys(status().counters, 0)
-    none = schemas.ChunkCounts(reserved=0, ready=0, quarantined=0)
+    none = ChunkCounts(reserved=0, ready=0, quarantined=0)
     return {
         "status": status(
             pool=empty_pool(), chunks=none, sessions=0, leases=0, reservations=0, counters=zero, uptime_s=4.0
         ),
         "stats": history(),
         "sessions": schemas.Sessions(sessions=[]),
-        "leases": schemas.Leases(leases=[]),
-        "requests": schemas.Requests(requests=[]),
+        "leases": Leases(leases=[]),
+        "requests": Requests(requests=[]),
         "segments": segments(0),
     }
 
 
-def series(name: str, unit: Any, chart: str, values: list[float | None]) -> schemas.Series:
-    return schemas.Series(name=name, title=name.title(), unit=unit, chart=chart, values=values)
+def series(name: str, unit: Any, chart: str, values: list[float | None]) -> Series:
+    return Series(name=name, title=name.title(), unit=unit, chart=chart, values=values)
 
 
-def history(*each: schemas.Series) -> schemas.Stats:
-    return schemas.Stats(interval_s=1.0, age_s=0.0, series=list(each))
+def history(*each: Series) -> Stats:
+    return Stats(interval_s=1.0, age_s=0.0, series=list(each))
 
 
 # --------------------------------------------------------------------------- looking at the page
@@ -262,7 +274,7 @@ class PageServer:
 
     def _api_answer(self, name: str) -> tuple[int, str, bytes]:
         if name in self.refuse:
-            why = schemas.Problem(type="about:blank", title="Broken", status=500, detail="on purpose", code="broken")
+            why = Problem(type="about:blank", title="Broken", status=500, detail="on purpose", code="broken")
             return 500, "application/problem+json", msgspec.json.encode(why)
         if name not in self.bodies:
             return 404, "text/plain", b"no such path"

@@ -1,27 +1,17 @@
 """Lists in pages: at most `limit` items, and a cursor from which the next page goes on.
 
-A cursor is the id to start from, or a lease's place. Both rise and are never reused (a place not after its
-millisecond), so items that come or go between two pages shift nothing: no item is shown twice, and none that was there
-all the time is missed.
+A cursor is the id of the first item of the next page; for grants it is their position in the list of all grants.
+Both rise and are never reused (a position only within its millisecond), so items that come or go between two pages
+shift nothing: no item is shown twice, and none that was there all the time is missed.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
-
-from fastapi import Query
+from typing import TypeVar
 
 T = TypeVar("T")
-
-DEFAULT_LIMIT = 100
-MAX_LIMIT = 1000
-
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Items of one page")]
-Cursor = Annotated[
-    int, Query(ge=0, lt=1 << 64, description="`next` of the page before; without it the first page", examples=[0])
-]
 
 
 def page_of(

@@ -1,0 +1,66 @@
+"""Everything that one server is made of, put together over its pool. Nothing else in api/ builds these parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvdock.api.admin import Admin
+from kvdock.api.clock import ServerClock
+from kvdock.api.http.handlers import Handlers
+from kvdock.api.keeper import Keeper
+from kvdock.api.pool.drain import Drain
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import Names, Registry
+from kvdock.api.service import CacheService
+from kvdock.api.settings import Settings
+from kvdock.api.views.history import Counters, History, RecentRequests
+from kvdock.api.views.metrics import Metrics
+from kvdock.api.views.probes import Probes
+from kvdock.api.views.pulse import Pulse
+from kvdock.api.views.reports import Reports
+from kvdock.api.views.tally import Tally
+from kvdock.api.views.timing import Meter, Timings
+
+
+class Parts(NamedTuple):
+    handlers: Handlers
+    meter: Meter
+    keeper: Keeper
+    drain: Drain
+
+
+def build(
+    settings: Settings, pool: Pool, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
+    now_s: Callable[[], float],
+) -> Parts:
+    """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain."""
+    clock = ServerClock(start_ms=pool.clock_ms)
+    registry = Registry(pool.table.first_incarnation)
+    names = Names(keep=4 * settings.table_grants)
+    drain = Drain(settings, pool, now_s)
+    counters, timings, pulse = Counters(), Timings(), Pulse(perf_ns)
+    tally = Tally(
+        pool.table, counters, RecentRequests(settings.recent_requests), keep=4 * settings.table_grants,
+        perf_ns=perf_ns, wall_s=wall_s,
+    )
+    probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
+    reports = Reports(
+        pool=pool, registry=registry, names=names, clock=clock, probes=probes, tally=tally,
+        history=History(settings.history_values, settings.history_interval_s), wall_s=wall_s,
+    )
+    handlers = Handlers(
+        service=CacheService(
+            pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
+            heartbeat_s=settings.heartbeat_s,
+        ),
+        admin=Admin(settings, pool=pool, registry=registry, clock=clock),
+        reports=reports,
+        probes=probes,
+        metrics=Metrics(pool=pool, reports=reports, timings=timings, pulse=pulse),
+        body_limit_bytes=settings.body_limit_bytes,
+    )
+    keeper = Keeper(
+        settings, pool=pool, registry=registry, clock=clock, counters=counters, reports=reports, pulse=pulse
+    )
+    return Parts(handlers, Meter(counters, timings, perf_ns), keeper, drain)

@@ -1,0 +1,28 @@
+"""Errors of the server process itself: what keeps it from starting. The command line prints them as one sentence.
+
+    KvdockError                  protocol/errors.py
+    ├── SettingsError            a setting is unknown or out of range; nothing was started
+    ├── StartupError             the server cannot start: address in use, pool too large for the machine
+    └── AdoptionError            the pool that an earlier server left cannot be taken over
+"""
+
+from __future__ import annotations
+
+from kvdock.protocol.errors import KvdockError
+
+
+class SettingsError(KvdockError):
+    """A setting that is unknown or out of range; the message names it, the value and what was wanted."""
+
+
+class StartupError(KvdockError):
+    """The server cannot start here; the message says what stands in the way."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`, `pool_too_small`."""
+
+
+class AdoptionError(KvdockError):
+    """The pool is not as a server leaves it, or has another version; the message says what was found."""

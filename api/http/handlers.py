@@ -1,0 +1,27 @@
+"""What the routes call, and where a route finds it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastapi import Request
+
+from kvdock.api.admin import Admin
+from kvdock.api.service import CacheService
+from kvdock.api.views.metrics import Metrics
+from kvdock.api.views.probes import Probes
+from kvdock.api.views.reports import Reports
+
+
+class Handlers(NamedTuple):
+    service: CacheService
+    admin: Admin
+    reports: Reports
+    probes: Probes
+    metrics: Metrics
+    body_limit_bytes: int
+
+
+def handlers_of(request: Request) -> Handlers:
+    handlers: Handlers = request.app.state.handlers
+    return handlers

@@ -1,0 +1,106 @@
+"""The server's background work: it watches members' locks, lets deadlines pass, keeps memory free, empties
+segments that are being retired, and takes samples.
+
+One task, on the event loop, every `watch_s`. A round is short; eviction goes in small slices so that
+calls are answered in between. Time comes from the server clock, so after the server itself was stopped
+nobody is found late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import Registry
+from kvdock.api.settings import Settings
+from kvdock.api.views.history import Counters
+from kvdock.api.views.pulse import Pulse
+from kvdock.api.views.reports import Reports
+
+EVICT_SLICE_CHUNKS = 64
+log = logging.getLogger("kvdock.api")
+
+
+class Keeper:
+    """`run` until cancelled; `ready` is set once there is memory to give out."""
+
+    def __init__(
+        self, settings: Settings, *, pool: Pool, registry: Registry, clock: ServerClock, counters: Counters,
+        reports: Reports, pulse: Pulse,
+    ) -> None:
+        self.ready = asyncio.Event()
+        self._settings = settings
+        self._pool, self._table = pool, pool.table
+        self._registry = registry
+        self._clock = clock
+        self._counters = counters
+        self._reports = reports
+        self._pulse = pulse
+        self._growth: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Raises StartupError when not even the first segment can be allocated."""
+        await self._pool.grow_first()
+        self.ready.set()
+        next_sample_ms = self._clock.now_ms()
+        pulse = asyncio.create_task(self._pulse.watch())
+        try:
+            while True:
+                self._watch_members()
+                self._registry.prune(self._table)
+                await self._keep_free()
+                await self._pool.drain()
+                self._pulse.made_round()
+                self._pool.say_alive()
+                now_ms = self._clock.now_ms()
+                if now_ms >= next_sample_ms:
+                    self._reports.sample()
+                    next_sample_ms = now_ms + round(self._settings.history_interval_s * 1000)
+                until_sample_s = (next_sample_ms - now_ms) / 1000
+                await asyncio.sleep(max(0.005, min(self._settings.watch_s, until_sample_s)))
+        finally:
+            pulse.cancel()
+            if self._growth is not None:
+                self._growth.cancel()
+
+    def _watch_members(self) -> None:
+        """A lock that is free is the only proof of death. Afterwards the table lets time pass."""
+        now_ms = self._clock.now_ms()
+        for session in self._registry.sessions():
+            for member in session.members.values():
+                if not member.dead and not self._pool.lock_held(member.lock_offset):
+                    member.dead = True
+                    log.warning("session %s (%s): member %s is dead", session.id, session.label, member.id)
+                    self._member_dead(member.table_id, now_ms)
+        # Members of an adopted pool that have not come back: their locks too say whether they live.
+        for table_id, lock_offset in tuple(self._pool.unheard.items()):
+            if not self._pool.lock_held(lock_offset):
+                del self._pool.unheard[table_id]
+                log.warning("a member of the adopted pool is dead, and never came back")
+                self._member_dead(table_id, now_ms)
+        self._table.tick(now_ms)
+
+    def _member_dead(self, table_id: int, now_ms: int) -> None:
+        self._counters.dead_members += 1
+        self._table.member_dead(table_id, now_ms)
+
+    async def _keep_free(self) -> None:
+        """Below the low mark: grows in the background, or, when the pool is full, evicts up to the high mark.
+
+        With growth=ahead it grows to the limit without waiting for the low mark.
+        """
+        pool, table = self._pool, self._table
+        low_bytes = int(pool.limits.low_water * pool.limit_bytes)
+        high_bytes = int(pool.limits.high_water * pool.limit_bytes)
+        grow_bytes = pool.limit_bytes if self._settings.growth == "ahead" else low_bytes
+        free_bytes = table.free_bytes()
+        if free_bytes < grow_bytes and pool.can_grow():
+            if self._growth is None or self._growth.done():
+                self._growth = asyncio.create_task(pool.grow_until(grow_bytes))
+            return
+        if free_bytes >= low_bytes:
+            return
+        while table.free_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
+            await asyncio.sleep(0)

@@ -1,0 +1,236 @@
+"""What people read of the server: status, sessions, grants, namespaces, segments. Reads only."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from kvdock._core import GrantView, MemberView, SessionView
+from kvdock.api.clock import ServerClock
+from kvdock.api.convert import grant_id, grant_text
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import Names, Registry, SessionRecord
+from kvdock.api.views.history import History
+from kvdock.api.views.paging import page_of
+from kvdock.api.views.probes import Probes
+from kvdock.api.views.tally import Tally
+from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.reports import (
+    ChunkCounts,
+    Leases,
+    LeaseView,
+    PoolView,
+    Requests,
+    Stats,
+    Status,
+)
+
+VERSION = version("kvdock")
+
+
+class Reports:
+    """One method for each page of information; `limit` and `cursor` choose a page of a list."""
+
+    def __init__(
+        self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
+        history: History, wall_s: Callable[[], float],
+    ) -> None:
+        """`wall_s` dates the status."""
+        self._pool, self._table = pool, pool.table
+        self._registry, self._names = registry, names
+        self._clock, self._wall_s = clock, wall_s
+        self._started_ms = clock.now_ms()
+        self._probes, self._tally, self._history = probes, tally, history
+
+    # ---------------------------------------------------------------- the server at a glance
+
+    def pool(self) -> PoolView:
+        stats, pool = self._table.stats(), self._pool
+        return PoolView(
+            limit_bytes=pool.limit_bytes,
+            allocated_bytes=pool.allocated_bytes,
+            prefaulted_bytes=pool.prefaulted_bytes,
+            free_bytes=self._table.free_bytes(),
+            reserved_bytes=stats["reserved_bytes"],
+            ready_bytes=stats["ready_bytes"],
+            quarantined_bytes=stats["quarantined_bytes"],
+            held_bytes=stats["held_bytes"],
+            segments=pool.segment_count,
+        )
+
+    def status(self) -> Status:
+        stats, pool = self._table.stats(), self._pool
+        now = self._probes.ready()
+        growth = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
+        sessions = self._table.sessions()
+        return Status(
+            status=now.status,
+            reasons=[*now.reasons, *growth],
+            version=VERSION,
+            pool_id=grant_text(pool.pool_id),
+            incarnation=pool.incarnation,
+            uptime_s=(self._clock.now_ms() - self._started_ms) / 1000,
+            now=self._wall_s(),
+            pool=self.pool(),
+            chunks=ChunkCounts(
+                reserved=stats["reserved_chunks"], ready=stats["ready_chunks"], quarantined=stats["quarantined_chunks"]
+            ),
+            sessions=len(sessions),
+            leases=sum(view.leases for view in sessions),
+            reservations=sum(view.reservations for view in sessions),
+            counters=msgspec.structs.asdict(self._tally.totals()),
+        )
+
+    def segments(self, limit: int, cursor: int) -> s.Segments:
+        shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
+        return s.Segments(
+            pool_id=grant_text(self._pool.pool_id),
+            lock_file=self._pool.lock_path,
+            segments=self._pool.segments(shown),
+            next=following,
+        )
+
+    def requests(self, limit: int, cursor: int) -> Requests:
+        shown, following = self._tally.recent.view(limit, cursor)
+        return Requests(requests=shown, next=following)
+
+    def stats(self) -> Stats:
+        return self._history.view(self._clock.now_ms() / 1000)
+
+    def sample(self) -> None:
+        """Takes one more value of each series. The keeper calls it once per interval."""
+        self._history.sample(self._tally.totals(), self.pool(), self._clock.now_ms() / 1000)
+
+    # ---------------------------------------------------------------- sessions
+
+    def sessions(self, limit: int, cursor: int) -> s.Sessions:
+        shown, following = page_of(self._registry.sessions(), lambda record: record.number, limit, cursor)
+        views = {view.session: view for view in self._table.sessions()}
+        members = self._members_by_session()
+        now_ms = self._clock.now_ms()
+        return s.Sessions(
+            sessions=[
+                s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
+                    s.MemberView(**_member_fields(record, member, now_ms)) for member in members[record.table_id]
+                ])
+                for record in shown if record.table_id in views
+            ],
+            next=following,
+        )
+
+    def session(self, session_id: str, limit: int, cursor: int) -> SessionDetail:
+        """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""
+        record = self._registry.session(session_id)
+        view = next((view for view in self._table.sessions() if view.session == record.table_id), None)
+        if view is None:
+            raise ApiError("unknown_session", "the session has just ended", found=session_id)
+        shown, following = self._grants(limit, cursor, record.table_id)
+        now_ms = self._clock.now_ms()
+        return SessionDetail(
+            **_session_fields(record, view, now_ms),
+            members=[
+                MemberDetail(**_member_fields(record, member, now_ms), grants=[
+                    grant_text(grant.grant) for grant in shown if not set(member.ranks).isdisjoint(grant.remaining)
+                ])
+                for member in self._members_by_session()[record.table_id]
+            ],
+            grants=[self._grant_view(grant, now_ms) for grant in shown],
+            next=following,
+        )
+
+    def namespaces(self, limit: int, cursor: int) -> Namespaces:
+        shown, following = page_of(self._registry.namespaces(), lambda record: record.table_id, limit, cursor)
+        attached = Counter(session.namespace.table_id for session in self._registry.sessions())
+        return Namespaces(
+            namespaces=[
+                NamespaceView(
+                    namespace=record.digest.hex(),
+                    manifest=record.manifest,
+                    chunk_bytes=record.chunk_bytes,
+                    sessions=attached[record.table_id],
+                )
+                for record in shown
+            ],
+            next=following,
+        )
+
+    def _members_by_session(self) -> dict[int, list[MemberView]]:
+        members: dict[int, list[MemberView]] = defaultdict(list)
+        for view in self._table.members():
+            members[view.session].append(view)
+        return members
+
+    # ---------------------------------------------------------------- leases and reservations
+
+    def leases(self, limit: int, cursor: int) -> Leases:
+        """Oldest first, with all ages taken at one moment."""
+        shown, following = self._grants(limit, cursor)
+        now_ms = self._clock.now_ms()
+        return Leases(leases=[self._grant_view(view, now_ms) for view in shown], next=following)
+
+    def lease(self, lease_id: str) -> LeaseView:
+        """One lease or reservation. Raises ApiError(unknown_grant)."""
+        found = self._table.grant(grant_id(lease_id))
+        if found is None:
+            raise ApiError("unknown_grant", "it was never given out, or all its ranks are done", found=lease_id)
+        return self._grant_view(found, self._clock.now_ms())
+
+    def _grants(self, limit: int, cursor: int, session: int = 0) -> tuple[Sequence[GrantView], str | None]:
+        """A page, and the cursor of the next; the table describes only the grants of the page."""
+        found = self._table.grants(session, from_place=cursor, limit=limit + 1)
+        return page_of(found, lambda view: view.place, limit, cursor)
+
+    def _grant_view(self, view: GrantView, now_ms: int) -> LeaseView:
+        record = self._registry.of_table_id(view.session)
+        return LeaseView(
+            grant=grant_text(view.grant),
+            kind="lease" if view.kind == "lease" else "reservation",
+            session=record.id if record else "",
+            request=self._names.name(view.request),
+            epoch=view.epoch,
+            readers=view.readers,
+            remaining=view.remaining,
+            chunks=view.chunks,
+            bytes=view.bytes,
+            age_s=(now_ms - view.opened_ms) / 1000,
+            closed=view.closed,
+        )
+
+
+def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> dict[str, Any]:
+    return {
+        "session": record.id,
+        "instance": record.instance,
+        "label": record.label,
+        "model": record.namespace.manifest.model,
+        "namespace": record.namespace.digest.hex(),
+        "leases": view.leases,
+        "reservations": view.reservations,
+        "held_bytes": view.held_bytes,
+        "age_s": (now_ms - view.opened_ms) / 1000,
+    }
+
+
+def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict[str, Any]:
+    name = next((member.id for member in record.members.values() if member.table_id == view.member), view.nonce.hex())
+    return {
+        "id": name,
+        "ranks": view.ranks,
+        "scheduler": view.scheduler,
+        "state": _state(view.state),
+        "heartbeat_age_s": (now_ms - view.heartbeat_ms) / 1000,
+        "pinned_through": view.pinned_through,
+    }
+
+
+def _state(text: str) -> s.MemberState:
+    match text:
+        case "live" | "suspect" | "dead" | "gone":
+            return text
+    raise ValueError(f"member state found {text!r}, wanted live, suspect, dead or gone")

@@ -31,8 +31,8 @@ import numpy as np
 
 from bench.serving import MIB
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import LoadDone, StoreDone
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.interface import Hit, LoadDone, Pending, StoreDone
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.errors import ServerUnavailable
@@ -98,7 +98,7 @@ class Worker:
             groups=(Group(part_bytes=layout.part_bytes(CHUNK // BLOCK)),),
         )
         nonce = f"soak-{seed}-{os.getpid()}"
-        self._connector = KvdockConnector(ConnectorSettings(address), manifest, Identity(nonce, nonce), [layout])
+        self._connector = EngineConnector(ConnectorSettings(address), manifest, Identity(nonce, nonce), [layout])
         self._done: list[LoadDone | StoreDone] = []
 
     def turn(self, number: int) -> None:
@@ -110,10 +110,9 @@ class Worker:
         request = f"r{number}"
         self._memory[:, table] = 0xEE
         began = time.perf_counter()
-        hit = self._connector.lookup(request, tokens, 0)
-        while hit is None:
+        while isinstance(found := self._connector.lookup(request, tokens, 0), Pending):
             self._poll()
-            hit = self._connector.lookup(request, tokens, 0)
+        hit = found.tokens if isinstance(found, Hit) else 0
         lookup_ms = (time.perf_counter() - began) * 1e3
         valid = 0
         if hit > 0:

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from kvdock.cli.operator import delete
 from kvdock.cli.outcome import FAILED, Refused
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import Progress
-from kvdock.connectors.session import Attachment, Identity, Refused as NotAdmitted
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.errors import RefusedError
+from kvdock.connectors.interface import Hit, Pending, Progress
+from kvdock.connectors.session import Attachment, Identity
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Group, Manifest
@@ -90,11 +91,11 @@ class BenchEngine:
         self._order = random.Random(7).sample(range(num_blocks), num_blocks)
         name = f"bench-{secrets.token_hex(8)}"
         try:
-            self.connector = KvdockConnector(
+            self.connector = EngineConnector(
                 ConnectorSettings(address, copy_threads=threads), _manifest(shape),
                 Identity(name, name, label="kvdock bench"), [self._layout()],
             )
-        except NotAdmitted as error:
+        except RefusedError as error:
             raise Refused(str(error), FAILED) from error
 
     @property
@@ -158,9 +159,9 @@ class BenchEngine:
     def hit_chunks(self, tokens: list[int]) -> int:
         """Asks until there is an answer. Its lease is kept for `load`, or ends with the session."""
         end_s = time.monotonic() + PATIENCE_S
-        while (hit := self.connector.lookup(REQUEST, tokens, 0)) is None:
+        while isinstance(found := self.connector.lookup(REQUEST, tokens, 0), Pending):
             self._poll(end_s)
-        return hit // self.shape.chunk_tokens
+        return found.tokens // self.shape.chunk_tokens if isinstance(found, Hit) else 0
 
     def load(self, chunks: int) -> None:
         """Fills the blocks of what was looked up before."""

@@ -17,7 +17,7 @@ import signal
 import sys
 from typing import Any
 
-from kvdock.connectors.connector import ConnectorSettings
+from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.connectors.session import Identity
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine

@@ -3,19 +3,21 @@
 A chunk is named by a hash of its tokens and all before them, as at the server, but under no namespace: the names are
 of use here only. Invariants: a request's lookup counts once, however often it is asked, until its tokens grow or
 it is `finished`; at most `max_chunks` chunks are remembered, those not seen for longest are forgotten first; the
-totals forget nothing. Counting happens on the engine's thread; `top`, `totals` and `summary` may be called on any.
+totals forget nothing. Thread-safe.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvdock.connectors.interface import Connector, GroupBlocks, Progress
-from kvdock.connectors.wrappers import Wrapper, WrapperError
+from kvdock.connectors.errors import SettingError
 from kvdock.protocol.keys import KEY_BYTES, chunk_keys
+
+log = logging.getLogger("kvdock.connector")
 
 
 @dataclass
@@ -29,51 +31,54 @@ class ChunkUse:
     loaded: int = 0
 
 
-class ChunkStatistics(Wrapper):
+class ChunkStatistics:
     """`chunk_tokens`: as in the manifest."""
 
-    def __init__(self, inner: Connector, *, chunk_tokens: int, max_chunks: int = 65536) -> None:
-        super().__init__(inner)
+    def __init__(self, chunk_tokens: int, *, max_chunks: int = 65536) -> None:
         for name, value in (("chunk_tokens", chunk_tokens), ("max_chunks", max_chunks)):
             if value < 1:
-                raise WrapperError(f"{name}: found {value}, wanted at least 1")
+                raise SettingError(f"{name}: found {value}, wanted at least 1")
         self.chunk_tokens, self.max_chunks = chunk_tokens, max_chunks
         self.forgotten = 0
         self._uses: OrderedDict[bytes, ChunkUse] = OrderedDict()
         self._totals = ChunkUse("", 0)
         self._keys: dict[str, list[bytes]] = {}
-        """Of the requests whose lookup was counted."""
-        self._loading: dict[str, tuple[int, list[bytes]]] = {}
-        """(local tokens, keys) of loads under way."""
+        """Keys by request, once its lookup was counted."""
+        self._loaded: dict[str, tuple[int, list[bytes]]] = {}
+        """(first chunk, keys) of each request's last load, as far as it has not failed."""
         self._lock = threading.Lock()
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
-        found = super().lookup(request_id, token_ids, local_tokens)
-        if found is not None and len(self._keys.get(request_id, ())) < max(1, len(token_ids) // self.chunk_tokens):
-            keys = list(chunk_keys(bytes(KEY_BYTES), token_ids, self.chunk_tokens))
-            self._keys[request_id] = keys
-            with self._lock:
-                for at, key in enumerate(keys):
-                    self._count(key, at, looked_up=1, hit=int((at + 1) * self.chunk_tokens <= found))
-        return found
-
-    def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        keys = self._keys.get(request_id, [])[: hit_tokens // self.chunk_tokens]
-        self._loading[request_id] = local_tokens, keys
-        super().begin_load(request_id, block_ids, local_tokens, hit_tokens)
-
-    def poll(self, timeout_s: float = 0.0) -> Progress:
-        progress = super().poll(timeout_s)
+    def looked_up(self, request_id: str, tokens: Sequence[int], found_tokens: int) -> None:
+        """`found_tokens`: how long a prefix can be had, from the server or from the engine's own cache."""
+        if len(self._keys.get(request_id, ())) >= max(1, len(tokens) // self.chunk_tokens):
+            return
+        keys = list(chunk_keys(bytes(KEY_BYTES), tokens, self.chunk_tokens))
         with self._lock:
-            for done in progress.loads:
-                local, keys = self._loading.pop(done.request_id, (0, []))
-                for at in range(local // self.chunk_tokens, min(len(keys), done.valid_tokens // self.chunk_tokens)):
-                    self._count(keys[at], at, loaded=1)
-        return progress
+            self._keys[request_id] = keys
+            for at, key in enumerate(keys):
+                self._count(key, at, looked_up=1, hit=int((at + 1) * self.chunk_tokens <= found_tokens))
+
+    def load_begun(self, request_id: str, local_tokens: int, hit_tokens: int) -> None:
+        """Counts the chunks as loaded; load_failed() takes back what was not."""
+        first, end = local_tokens // self.chunk_tokens, hit_tokens // self.chunk_tokens
+        with self._lock:
+            keys = self._keys.get(request_id, [])[first:end]
+            self._loaded[request_id] = first, keys
+            for at, key in enumerate(keys, first):
+                self._count(key, at, loaded=1)
+
+    def load_failed(self, request_id: str, valid_tokens: int) -> None:
+        with self._lock:
+            first, keys = self._loaded.pop(request_id, (0, []))
+            valid = max(0, valid_tokens // self.chunk_tokens - first)
+            self._loaded[request_id] = first, keys[:valid]
+            for at, key in enumerate(keys[valid:], first + valid):
+                self._count(key, at, loaded=-1)
 
     def finished(self, request_id: str) -> None:
-        self._keys.pop(request_id, None)
-        super().finished(request_id)
+        with self._lock:
+            self._keys.pop(request_id, None)
+            self._loaded.pop(request_id, None)
 
     # ------------------------------------------------------------------ for people
 
@@ -101,6 +106,9 @@ class ChunkStatistics(Wrapper):
             f"{use.looked_up:>9} {use.hit:>9} {use.loaded:>9} {use.end_tokens:>13}  {use.key[:12]}" for use in top
         ]
         return "\n".join(lines)
+
+    def log_summary(self) -> None:
+        log.info("%s", self.summary())
 
     def _count(self, key: bytes, at: int, *, looked_up: int = 0, hit: int = 0, loaded: int = 0) -> None:
         use = self._uses.setdefault(key, ChunkUse(key.hex(), (at + 1) * self.chunk_tokens))

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from kvdock.client.client import Client
-from kvdock.connectors.interface import BlocksRead, Connector, LoadDone, StoreDone
+from kvdock.connectors.interface import BlocksRead, Connector, Hit, LoadDone, Miss, StoreDone
 
 ANSWER_S = 10.0
 LONGEST_CALL_S = 0.25
@@ -94,16 +94,18 @@ class Bench:
                 subject.fill(block, self._source.randrange(1 << 30))
 
     def hit(self, subject: Subject, request: str, tokens: list[int], local: int = 0) -> int:
-        """lookup, asked until it answers."""
+        """lookup, asked until it answers: the tokens that can be had."""
         end = time.monotonic() + ANSWER_S
         while time.monotonic() < end:
             began = time.monotonic()
             found = subject.connector.lookup(request, tokens, local)
             took_s = time.monotonic() - began
-            assert took_s < LONGEST_CALL_S, f"lookup took {took_s:.2f} s: answer None and ask in the background"
-            if found is not None:
-                assert found >= local, f"lookup: found {found}, wanted at least the local {local}"
-                return found
+            assert took_s < LONGEST_CALL_S, f"lookup took {took_s:.2f} s: answer Pending and ask in the background"
+            if isinstance(found, Hit):
+                assert found.tokens > local, f"lookup: found {found}, wanted more than the local {local}"
+                return found.tokens
+            if isinstance(found, Miss):
+                return local
             subject.connector.poll(0.01)
         raise AssertionError(f"lookup: found no answer within {ANSWER_S} s")
 

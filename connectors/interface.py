@@ -20,6 +20,27 @@ BlocksRead: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
+class Hit:
+    """Tokens [0, tokens) can be had, which is more than the engine has itself. Good for every group: of a window, what
+    it holds before `tokens`."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Miss:
+    """There is nothing to load beyond the engine's own tokens."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Not known yet: ask again."""
+
+
+LookupResult: TypeAlias = Hit | Miss | Pending
+
+
+@dataclass(frozen=True)
 class LoadDone:
     """A load ended. What was asked for of tokens [0, valid_tokens) may be used; what lies behind is not there.
 
@@ -48,20 +69,19 @@ class Progress:
 class Connector(Protocol):
     """Never raises for a lost or unhappy server: that is a miss."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
-        """Tokens of the prefix [0, n) that can be had, n >= local_tokens; None: not known yet, ask again.
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+        """Which prefix of `token_ids` can be had.
 
-        n is good for every group: of a window, what it holds before n. `local_tokens` is what the engine's own prefix
-        cache holds, a multiple of the manifest's block_tokens: whole blocks in every group. n == local_tokens means
-        there is nothing to load. Asking again is free and changes nothing. After a LoadDone that fell short, n is at
-        most its valid_tokens, or local_tokens, until `finished`.
+        `local_tokens` is what the engine's own prefix cache holds, a multiple of the manifest's block_tokens: whole
+        blocks in every group. Asking again is free and changes nothing. After a LoadDone that fell short, a hit has at
+        most its valid_tokens, until `finished`.
         """
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         """Fill tokens [local_tokens, hit_tokens) of the request's blocks; blocks before are never written.
 
         Each list covers [0, hit_tokens); where it says None nothing is loaded. `hit_tokens` is what
-        `lookup` answered: another length needs other parts of a window. The engine neither reads nor frees the
+        the Hit said: another length needs other parts of a window. The engine neither reads nor frees the
         blocks of [local_tokens, hit_tokens) until `poll` returns the LoadDone of this request: exactly one comes.
         """
 

@@ -1,7 +1,7 @@
 """The worker halves of the other ranks: orders go out to them, and their answers are joined.
 
-    rank 0      Peers.send ──► Order ─────► each rank …… Joint.wait ◄── Answer ◄── each rank
-    rank 1…     RankWorker.take ──► its own thread ──► WorkerHalf.load, store ──► Answer
+    rank 0      Peers.send ──► Order ─────► each rank …… Barrier.wait ◄── Answer ◄── each rank
+    rank 1…     RankWorker.take ──► its own thread ──► WorkerConnector.load, store ──► Answer
 
 How messages travel is the engine's: it has a way to its ranks already. Invariants: every order that was sent has
 one answer, or its rank is lost; a rank that answers "not begun" has not touched the grant and never will, for
@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from kvdock.connectors.background import Background
 from kvdock.connectors.plans import LoadPlan, StorePlan
-from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.connectors.worker import WorkerHalf
+from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch
+from kvdock.connectors.worker import WorkerConnector
 
 
 @dataclass(frozen=True)
 class Order:
     number: int
-    session: str
-    """The server life whose slots the plan names."""
+    epoch: ServerEpoch | None
+    """The server epoch whose slots the plan names."""
     plan: LoadPlan | StorePlan | None
     """None: leave the server."""
 
@@ -39,7 +39,7 @@ class Answer:
     """Of a load."""
 
 
-class Joint:
+class Barrier:
     """One order's answers, as they come."""
 
     def __init__(self, ranks: Sequence[int], ended: Callable[[], object]) -> None:
@@ -77,61 +77,60 @@ class Peers:
     def __init__(self, ranks: Sequence[int] = (), post: Callable[[int, Order], bool] = lambda rank, order: False):
         self._ranks, self._post = tuple(ranks), post
         self._lock = threading.Lock()
-        self._joints: dict[int, Joint] = {}
+        self._barriers: dict[int, Barrier] = {}
         self._lost: set[int] = set()
         self._sent = 0
 
-    def send(self, session: str, plan: LoadPlan | StorePlan | None, *, below: int) -> Joint:
+    def send(self, epoch: ServerEpoch | None, plan: LoadPlan | StorePlan | None, *, below: int) -> Barrier:
         """To the ranks below `below`."""
         ranks = [rank for rank in self._ranks if rank < below]
         with self._lock:
             self._sent += 1
-            order, lost = Order(self._sent, session, plan), set(self._lost)
-            joint = Joint(ranks, lambda: self._joints.pop(order.number, None))
-            self._joints[order.number] = joint
+            order, lost = Order(self._sent, epoch, plan), set(self._lost)
+            barrier = Barrier(ranks, lambda: self._barriers.pop(order.number, None))
+            self._barriers[order.number] = barrier
         for rank in ranks:
             if rank in lost or not self._post(rank, order):
-                joint.take(rank, Answer(order.number, rank, begun=False))
-        return joint
+                barrier.take(rank, Answer(order.number, rank, begun=False))
+        return barrier
 
     def answered(self, answer: Answer) -> None:
         with self._lock:
-            joint = self._joints.get(answer.number)
-        if joint is not None:
-            joint.take(answer.rank, answer)
+            barrier = self._barriers.get(answer.number)
+        if barrier is not None:
+            barrier.take(answer.rank, answer)
 
     def lost(self, rank: int) -> None:
         with self._lock:
             self._lost.add(rank)
-            joints = list(self._joints.values())
-        for joint in joints:
-            joint.take(rank, None)
+            barriers = list(self._barriers.values())
+        for barrier in barriers:
+            barrier.take(rank, None)
 
     def close(self) -> None:
         """The ranks leave the server, each after its copies."""
-        self.send("", None, below=len(self._ranks) + 1).wait()
+        self.send(None, None, below=len(self._ranks) + 1).wait()
 
 
 class RankWorker:
     """A rank's end: carries out orders in threads of its own, loads beside stores."""
 
-    def __init__(self, session: EngineSession, worker: WorkerHalf, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, session: EngineSession, worker: WorkerConnector, answer: Callable[[Answer], None]) -> None:
         self.session, self.worker, self._answer = session, worker, answer
-        self._loading = ThreadPoolExecutor(1, "kvdock-load")
-        self._storing = ThreadPoolExecutor(1, "kvdock-store")
+        self._loading, self._storing = Background("kvdock-load"), Background("kvdock-store")
 
     def take(self, order: Order) -> None:
         if order.plan is None:
             self.close()
             self._answer(Answer(order.number, self.worker.rank, begun=False))
         elif isinstance(order.plan, LoadPlan):
-            self._loading.submit(self._load, order, order.plan)
+            self._loading.run(self._load, order, order.plan)
         else:
-            self._storing.submit(self._store, order, order.plan)
+            self._storing.run(self._store, order, order.plan)
 
     def close(self) -> None:
-        for pool in (self._loading, self._storing):
-            pool.shutdown(wait=True)
+        for background in (self._loading, self._storing):
+            background.close()
         self.worker.close()
         self.session.close()
         self.session.client.close()
@@ -159,9 +158,8 @@ class RankWorker:
             self._answer(Answer(order.number, self.worker.rank, begun=True))
 
     def _attachment(self, order: Order) -> Attachment | None:
-        """The server life that the order is of, held; None, and answered, when this rank is not part of it."""
-        attachment = self.session.attachment
-        if attachment is not None and attachment.session == order.session and attachment.acquire():
-            return attachment
-        self._answer(Answer(order.number, self.worker.rank, begun=False))
-        return None
+        """The order's server epoch, held; None, and answered, when this rank is not attached to it."""
+        attachment = self.session.attachment_to(order.epoch) if order.epoch is not None else None
+        if attachment is None:
+            self._answer(Answer(order.number, self.worker.rank, begun=False))
+        return attachment

@@ -1,8 +1,7 @@
-"""The scheduler half: tokens to keys, keys to leases and reservations, answers to plans.
+"""The scheduler connector: tokens to keys, keys to leases and reservations, answers to plans.
 
-It asks the server and remembers what was answered; it never touches a byte. Lookups are filled by a
-background call, so the engine's scheduling loop never waits: the first question returns None, a later
-one the answer. Asking again is free.
+It asks the server and remembers what was answered; it never touches a byte. It starts no thread: a lookup that
+the server has to answer is returned as a Fetch, which the driver (connectors/driver.py) sends in the background.
 
 Local tokens are whole blocks in every group (multiples of the manifest's block_tokens): others end inside a block that
 can be neither skipped nor written, so they are a miss.
@@ -10,11 +9,11 @@ can be neither skipped nor written, so they are a miss.
 A store declares which groups it has of each chunk: a window that has moved on leaves some without. A load that
 fell short is not offered again: until the request is forgotten, what is looked up ends before it.
 
-Epochs rise over the whole life of this process: once a lease was handed to ranks, or a request
+Lookup epochs only rise while this process runs: once a lease was handed to ranks, or a request
 forgotten, the next lookup names a higher one, so a late release of the old lease cannot touch the new.
 
-Thread safety: the engine thread calls everything but fetch() and reserve(), which run in background
-threads; `_lock` guards what both see.
+Thread safety: every method may be called from any thread; `_lock` guards all that is known of requests. Calls that ask
+the server (marked "Background") hold it only before and after.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from itertools import groupby
 from typing import Protocol
 
 from kvdock.client.client import Client
-from kvdock.connectors.interface import BlocksRead, GroupBlocks
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.connectors.verify import VerifiedByWorkers, Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.schemas import CancelLease, Lookup, LookupAnswer, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS
-
-Witness = Callable[[Attachment], Callable[[Sequence[bytes]], None]]
-"""Is called before the server is asked, and what it returns with the keys that are there by the answer."""
 
 
 class Chain(Protocol):
@@ -49,7 +46,31 @@ class Chain(Protocol):
 
 
 ChainOf = Callable[[str, bytes, int], Chain]
-"""Of a request's id, the namespace and the tokens of a chunk."""
+"""Makes the chain of a request from its id, the namespace and the tokens of a chunk."""
+
+
+class ChunkObserver(Protocol):
+    """Learns which chunks requests have, and which of them the server says are present."""
+
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        """Called before the request is sent; returns a callback that gets the keys the server says are present."""
+
+
+class NoObserver:
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Nobody wants to know."""
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        return lambda keys: None
+
+
+def chain_of_tokens(request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
+    return KeyChain(namespace, chunk_tokens)
+
+
 MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
 
 
@@ -62,6 +83,9 @@ class _Request:
     asked: tuple[int, int] | None = None
     """(keys, local tokens) of the lookup under way or answered."""
     answer: LookupAnswer | None = None
+    verifying: LookupAnswer | None = None
+    """The answer whose verification has begun."""
+    verified: LookupAnswer | None = None
     epoch: int = 0
     handed_out: str | None = None
     """The lease of the last plan, until the server has asked about it."""
@@ -105,18 +129,23 @@ class StoreOffer:
     reads: BlocksRead
 
 
-class SchedulerHalf:
-    def __init__(self, session: EngineSession, *, readers: int = 1) -> None:
+class SchedulerConnector:
+    """`readers`: how many ranks read each lease."""
+
+    def __init__(
+        self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
+        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None,
+    ) -> None:
         self.session, self.readers = session, readers
+        self._verifier = verifier if verifier is not None else VerifiedByWorkers()
+        self._observer = observer if observer is not None else NoObserver()
+        self._chain_of = chain_of
         self._requests: dict[str, _Request] = {}
         self._lock = threading.Lock()
         self._epoch = 0
         self._stores = 0
         self._block_sizes = session.manifest.block_sizes
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
-        session.keeps_lease = self.keeps_lease
-        self.witness: Witness | None = None
-        self.chain_of: ChainOf = lambda request_id, namespace, chunk_tokens: KeyChain(namespace, chunk_tokens)
 
     @property
     def client(self) -> Client:
@@ -128,25 +157,26 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ looking up
 
-    def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> int | Fetch | None:
-        """Tokens that can be had, or a Fetch to send first, or None while one is under way."""
+    def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult | Fetch:
+        """As interface.py has it; a Fetch is to be sent first, and the next call is Pending until it was answered."""
         if local_tokens % self.session.manifest.block_tokens:
-            return local_tokens
-        request = self._request(request_id, tokens)
-        if request is None:
-            return local_tokens
+            return Miss()
         with self._lock:
-            keys = self._keys(request, tokens)
+            request = self._request(request_id, tokens)
+            if request is None:
+                return Miss()
+            keys = request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
             if len(keys) * self.chunk_tokens <= local_tokens:
-                return local_tokens
+                return Miss()
             if request.asked is not None and (len(keys) != request.asked[0] or local_tokens < request.asked[1]):
                 if request.answer is None:
-                    return None
+                    return Pending()
                 request.asked = request.answer = None  # grown since, or less is at hand: ask again
             if request.answer is not None:
-                return max(local_tokens, request.answer.hit_tokens)
+                hit_tokens = request.answer.hit_tokens
+                return Hit(hit_tokens) if hit_tokens > local_tokens else Miss()
             if request.asked is not None:
-                return None
+                return Pending()
             request.asked = (len(keys), local_tokens)
             if request.epoch == 0:
                 self._epoch += 1
@@ -160,16 +190,16 @@ class SchedulerHalf:
                 readers=self.readers,
                 skip_prefix_tokens=local_tokens,
             )
+        self._observer.known(request_id, keys)
         return Fetch(request_id, request.attachment, tuple(keys), body)
 
     def fetch(self, fetch: Fetch) -> None:
         """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss."""
-        answer, found = MISS, self.witness(fetch.attachment) if self.witness is not None else None
+        answer, found = MISS, self._observer.asking(fetch.attachment)
         try:
             if self.session.attachment is fetch.attachment:  # else nobody is there: no timeout for each question
                 answer = self.client.lookup(fetch.body)
-                if found is not None:
-                    found(fetch.keys[: answer.hit_tokens // self.chunk_tokens])
+                found(fetch.keys[: answer.hit_tokens // self.chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(fetch.attachment, error)
         finally:
@@ -177,19 +207,50 @@ class SchedulerHalf:
 
     def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
         with self._lock:
-            request = self._waiting(fetch)
-            if request is not None:
+            request = self._requests.get(fetch.request_id)
+            if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
                 request.answer = answer
                 return
         if answer.lease is not None:  # forgotten while we asked
             self.cancel(fetch.attachment, answer.lease)
 
-    def _waiting(self, fetch: Fetch) -> _Request | None:
-        """Under `_lock`: the request that asked, unless it was forgotten meanwhile."""
-        request = self._requests.get(fetch.request_id)
-        if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
-            return request
-        return None
+    def is_verified(self, request_id: str) -> bool:
+        """Whether all that the request's lookup found may be promised."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return (
+                request is None or request.answer is None or request.answer.lease is None
+                or request.verified is request.answer
+            )
+
+    def starts_verifying(self, request_id: str) -> bool:
+        """Whether verify() is to be called for the answer to the request's lookup: True once for each answer."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is None or request.verifying is request.answer:
+                return False
+            request.verifying = request.answer
+            return True
+
+    def verify(self, request_id: str) -> None:
+        """Background. What cannot be verified is a miss from then on."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            answer = request.answer if request is not None else None
+        if request is None or answer is None or answer.lease is None:
+            return
+        verified = False
+        try:
+            verified = self._verifier.verify(request_id, request.attachment, answer)
+        finally:  # also when it raised: a request whose answer is never verified would wait for ever
+            with self._lock:
+                is_known = self._requests.get(request_id) is request and request.answer is answer
+                if is_known and verified:
+                    request.verified = answer
+                elif is_known:
+                    request.answer, request.epoch = MISS, 0  # a cancelled lease ends its epoch
+            if is_known and not verified:
+                self.cancel(request.attachment, answer.lease)
 
     def begin_load(
         self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
@@ -232,11 +293,6 @@ class SchedulerHalf:
                     of_group = tuple(part for part in parts if part.group == group)
                     yield LoadPiece(chunk, group, of_group, (*[0] * skip, *wanted), skip)
 
-    def keys_of(self, request_id: str, tokens: int) -> Sequence[bytes]:
-        """Of the request's whole chunks within `tokens`, as far as they were asked for or offered."""
-        request = self._requests.get(request_id)
-        return request.chain.keys[: tokens // self.chunk_tokens] if request is not None else ()
-
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         """What failed is not asked for again, and is offered once it is recomputed."""
         with self._lock:
@@ -252,16 +308,18 @@ class SchedulerHalf:
     ) -> StoreOffer | None:
         """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
         ready = computed_tokens // self.chunk_tokens
-        known = self._requests.get(request_id)
-        if known is not None and (known.cut_short or ready <= known.offered):
-            return None
-        request = self._request(request_id, tokens) if ready else None
-        if request is None or (ready := min(ready, len(request.chain.keys))) <= request.offered:
-            return None
-        first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
-        batches = tuple(self._batches(request.chain.keys, block_ids, first, request.offered))
+        with self._lock:
+            known = self._requests.get(request_id)
+            if known is not None and (known.cut_short or ready <= known.offered):
+                return None
+            request = self._request(request_id, tokens) if ready else None
+            if request is None or (ready := min(ready, len(request.chain.keys))) <= request.offered:
+                return None
+            first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
+            batches = tuple(self._batches(request.chain.keys, block_ids, first, request.offered))
         if not batches or not request.attachment.acquire():
             return None
+        self._observer.known(request_id, request.chain.keys[:ready])
         reads: list[list[int]] = [[] for _ in block_ids]
         for batch in batches:
             for of_chunk in batch.block_ids:
@@ -309,7 +367,7 @@ class SchedulerHalf:
             request = self._requests.get(offer.request_id)
             if request is not None and request.cut_short:
                 return None  # offered before the store ahead of it was cut short
-        found = self.witness(offer.attachment) if self.witness is not None else None
+        found = self._observer.asking(offer.attachment)
         try:
             answer = self.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
@@ -320,8 +378,7 @@ class SchedulerHalf:
                 request = self._requests.get(offer.request_id)
                 if request is not None and request.attachment is offer.attachment:
                     request.cut_short = True
-        if found is not None:
-            found([batch.keys[index] for index in answer.present])
+        found([batch.keys[index] for index in answer.present])
         if answer.reservation is None:
             return None
         pieces = tuple(
@@ -333,14 +390,17 @@ class SchedulerHalf:
 
     # ------------------------------------------------------------------ forgetting
 
-    def give_up_lease(self, request_id: str, local_tokens: int) -> tuple[Attachment, str] | None:
-        """The lease of a lookup that found no more than is at hand by now: to be cancelled in the background."""
+    def give_up_lease(
+        self, request_id: str, local_tokens: int, *, min_load_tokens: int = 1
+    ) -> tuple[Attachment, str] | None:
+        """The lease of a lookup that found fewer than `min_load_tokens` beyond what the engine has by now: to be
+        cancelled in the background."""
         with self._lock:
             request = self._requests.get(request_id)
-            if request is None or request.answer is None or request.answer.hit_tokens > local_tokens:
+            if request is None or request.answer is None or request.answer.lease is None:
                 return None
             lease = request.answer.lease
-            if lease is None:
+            if request.answer.hit_tokens - local_tokens >= min_load_tokens:
                 return None
             assert request.asked is not None, "an answer without a question"
             request.asked, request.answer = (request.asked[0], local_tokens), MISS
@@ -365,8 +425,8 @@ class SchedulerHalf:
             self.session.lost(attachment, error)
 
     def keeps_lease(self, lease: str) -> bool:
-        """The asker's word on an old lease: keep it while its request still waits to be admitted, and once more when
-        the plan has left: ranks that have not begun it yet, were they asked, would refuse it from then on."""
+        """Answers the server's question about an old lease. Keep it while the request waits, and once after the plan
+        was sent, so that the ranks have time to start."""
         with self._lock:
             for request in self._requests.values():
                 if request.answer is not None and request.answer.lease == lease:
@@ -376,23 +436,14 @@ class SchedulerHalf:
                     return True
         return False
 
-    def _keys(self, request: _Request, tokens: Sequence[int]) -> list[bytes]:
-        """Of the whole chunks of `tokens` that may be asked for."""
-        return request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
-
     def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
-        """The request's entry with keys for all of `tokens`; None while the server is lost."""
+        """Under `_lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
         attachment = self.session.attachment
         if attachment is None:
             return None  # it may come back: what we know, a lease above all, may still hold
         request = self._requests.get(request_id)
-        if request is not None and request.attachment is not attachment:
-            with self._lock:
-                del self._requests[request_id]  # another server life: nothing we knew holds
-            request = None
-        if request is None:
-            request = _Request(self.chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
-            with self._lock:
-                self._requests[request_id] = request
+        if request is None or request.attachment is not attachment:  # nothing holds that we knew of another epoch
+            request = _Request(self._chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
+            self._requests[request_id] = request
         request.chain.follow(tokens)
         return request

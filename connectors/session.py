@@ -1,7 +1,7 @@
 """An engine process's place at the server: attach, prove life, beat, answer questions, hear what changed, come back.
 
 A lost server is a miss: `attachment` is None until the session is attached again, by itself, with
-back-off and jitter. An Attachment is one server life as this process sees it. When only the line was
+back-off and jitter. An Attachment is one server epoch as this process sees it. When only the line was
 lost, the same attachment comes back; when the server's lock is free or the pool is another, it retires:
 copies in flight keep its memory mapped, and its lock held, until they end.
 
@@ -13,16 +13,18 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvdock.client.client import Client
+from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.grants import GrantBook
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import (
+    Abort,
     AttachSession,
     Changes,
     GrantRanks,
@@ -42,11 +44,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 1.0
 """A server that is back is found within 1.5 s, jitter included."""
 LOST_CODES = frozenset({"unknown_session", "unknown_member", "member_dead"})
 NotYet = (ServerUnavailable, ApiError, AttachError, OSError)
-"""What attaching may meet that passes by itself; Refused is what does not."""
-
-
-class Refused(Exception):
-    """The server is there and will not have this engine as it describes itself; the message says why."""
+"""What attaching may meet that passes by itself; RefusedError is what does not."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,28 @@ class Identity:
     label: str = ""
 
 
+@dataclass(frozen=True)
+class ServerEpoch:
+    """What one session at one pool is known by. A process that is attached to another one cannot follow plans made
+    under this one."""
+
+    pool_id: str
+    session: str
+
+
+@dataclass(frozen=True)
+class SessionObserver:
+    """Called from the heartbeat thread. `changed` None: changes are not asked for."""
+
+    keeps_lease: Callable[[str], bool] = lambda _lease: False
+    """Answers the server's question about an old lease of this member's lookups: True means keep it."""
+    changed: Callable[[Attachment, Changes], None] | None = None
+    """Gets with each heartbeat which chunks lookups began and ceased to find."""
+
+
 @dataclass
 class Attachment:
-    """One server life. `namespace` salts the keys; `segments` are mapped here."""
+    """One server epoch. `namespace` salts the keys; `segments` are mapped here."""
 
     session: str
     member: str
@@ -78,8 +95,12 @@ class Attachment:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 
+    @property
+    def epoch(self) -> ServerEpoch:
+        return ServerEpoch(self.pool_id, self.session)
+
     def acquire(self) -> bool:
-        """Memory and lock of this life stay until release(). False when they have gone already."""
+        """Memory and lock of this epoch stay until release(). False when they have gone already."""
         with self._lock:
             if self._users == 0:
                 return False
@@ -108,16 +129,13 @@ class EngineSession:
         register: Register | None = None,
     ) -> None:
         self.client, self.manifest, self.identity = client, manifest, identity
-        self.keeps_lease: Callable[[str], bool] = lambda _lease: False
-        """The scheduler half's word on an old lease it asked for: True means keep."""
-        self.on_changes: Callable[[Attachment, Changes], None] | None = None
-        """Is told with each heartbeat, in its thread, which chunks lookups began and ceased to find."""
+        self._observer = SessionObserver()
         self._register = register
         self._source = source if source is not None else random.Random()
         self._lock = threading.Lock()
         self._attachment: Attachment | None = None
         self._suspended: Attachment | None = None  # its server may only be out of reach
-        self._lives = 0
+        self._epochs = 0
         self._said = ""
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -128,8 +146,19 @@ class EngineSession:
         """None while the server is lost."""
         return self._attachment
 
-    def start(self) -> None:
-        """Attaches if the server is there. Refused when it is there and will not have us."""
+    def attachment_to(self, epoch: ServerEpoch) -> Attachment | None:
+        """The attachment, acquired, when it is to `epoch`; the caller releases it."""
+        attachment = self._attachment
+        if attachment is None or attachment.epoch != epoch or not attachment.acquire():
+            return None
+        return attachment
+
+    def start(self, observer: SessionObserver | None = None) -> None:
+        """Attaches if the server is there. RefusedError when it is there and does not accept this engine.
+
+        `observer` is not called before."""
+        if observer is not None:
+            self._observer = observer
         try:
             self._attach()
         except NotYet as error:
@@ -139,7 +168,7 @@ class EngineSession:
     def lost(self, attachment: Attachment, error: Exception) -> None:
         """A call under `attachment` failed: suspend it if that is what the failure means.
 
-        What an earlier life's calls meet late says nothing about the present one."""
+        What an earlier epoch's calls meet late says nothing about the present one."""
         if isinstance(error, ApiError) and error.code not in LOST_CODES:
             return
         with self._lock:
@@ -160,6 +189,20 @@ class EngineSession:
                 f"segment {segment}", found=f"pinned through {attachment.registrar.pinned_through}",
                 wanted="a registered one",
             )
+
+    def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
+        """Says that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is published.
+        """
+        if self._attachment is not attachment:
+            return  # nobody listens; if that server returns, it asks
+        body = Abort(session=attachment.session, member=attachment.member)
+        if ranks is not None:
+            body = Abort(session=attachment.session, ranks=list(ranks))
+        try:
+            self.client.abort(reservation, body)
+        except (ServerUnavailable, ApiError) as error:
+            log.info("abort of reservation %s not delivered: %s", reservation, error)
+            self.lost(attachment, error)
 
     def close(self) -> None:
         """Leaves the server: this process's word on everything it holds. Call it when no copy is in flight."""
@@ -186,9 +229,9 @@ class EngineSession:
         pool = self.client.segments()
         if self._resume(pool.pool_id):
             return
-        # A new member id a life: to a server that saw the old one die, the old one stays dead.
-        self._lives += 1
-        member = f"{self.identity.member}-{self._lives}"
+        # A new member id an epoch: to a server that saw the old one die, the old one stays dead.
+        self._epochs += 1
+        member = f"{self.identity.member}-{self._epochs}"
         liveness = MemberLiveness(pool.lock_file, source=self._source)
         segments = AttachedSegments(int(pool.pool_id, 16))
         registrar = None
@@ -207,7 +250,7 @@ class EngineSession:
             segments.close()
             liveness.close()
             if isinstance(error, ApiError) and error.code != "not_ready":
-                raise Refused(f"the server refuses this engine: {error}") from error
+                raise RefusedError(f"the server refuses this engine: {error}") from error
             raise
         with self._lock:
             self._attachment = attachment
@@ -216,7 +259,7 @@ class EngineSession:
                  answer.namespace[:12])
 
     def _resume(self, pool_id: str) -> bool:
-        """Presents the suspended member again; False when its server life is over."""
+        """Presents the suspended member again; False when its server epoch is over."""
         last = self._suspended
         if last is None:
             return False
@@ -297,7 +340,7 @@ class EngineSession:
                     loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
                     self._say(loud, "still no server", error)
                     self._let_go_of_the_dead()
-                except Refused as error:
+                except RefusedError as error:
                     self._say(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
                 wait_s = retry_s * self._source.uniform(0.5, 1.5)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
@@ -325,15 +368,15 @@ class EngineSession:
         try:
             while True:
                 through = _pinned_through(attachment.registrar)
-                since = attachment.changes_since if self.on_changes is not None else None
+                since = attachment.changes_since if self._observer.changed is not None else None
                 beat = Heartbeat(
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
                 )
                 answer = self.client.heartbeat(attachment.session, beat)
                 self._said = ""
-                if self.on_changes is not None and answer.changes is not None:
+                if self._observer.changed is not None and answer.changes is not None:
                     attachment.changes_since = answer.changes.next
-                    self.on_changes(attachment, answer.changes)
+                    self._observer.changed(attachment, answer.changes)
                 for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
                     _unmap(attachment, segment)
                 if answer.segments > len(attachment.segments.segments):
@@ -360,7 +403,7 @@ class EngineSession:
     def _answers(self, attachment: Attachment, questions: list[GrantRanks]) -> tuple[list[GrantRanks], list[str]]:
         done, keep = [], []
         for question in questions:
-            if not question.ranks and self.keeps_lease(question.grant):
+            if not question.ranks and self._observer.keeps_lease(question.grant):
                 keep.append(question.grant)
             elif attachment.grants.ask(question.grant):
                 done.append(question)

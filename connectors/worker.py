@@ -1,4 +1,4 @@
-"""The worker half: carries out plans with the copier, and says when it is done.
+"""The worker connector: carries out plans with the copier, and says when it is done.
 
 Each rank has one. It decides nothing: a plan names slots, blocks and checksums. Its word to the
 server (release, commit) follows the copy's observed completion (W1, W2); a chunk whose bytes do not
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvdock.client.client import Client
+from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
@@ -28,7 +29,7 @@ from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Abort, Commit, Part, PartDone, ReportMismatch, WritePart
+from kvdock.protocol.schemas import Commit, Part, PartDone, ReportMismatch, WritePart
 
 log = logging.getLogger("kvdock.connector")
 
@@ -95,11 +96,7 @@ class Loading:
             handle.order(stream)
 
 
-class LayoutMismatch(Exception):
-    """The engine's KV layout does not yield the parts that the manifest promises."""
-
-
-class WorkerHalf:
+class WorkerConnector:
     """`layouts[g]` says where KV group g has its blocks, which are on `device`; `rank` is this worker's among the
     instance's: ranks below the manifest's `writers` store, and rank r loads part r mod writers; `threads` copy when
     the blocks are in host memory, and `tuning` is how GPUs do it (None: as measured), stores as its for_stores().
@@ -122,22 +119,24 @@ class WorkerHalf:
     ) -> None:
         manifest = session.manifest
         if len(layouts) != len(manifest.groups):
-            raise LayoutMismatch(f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups")
+            raise LayoutMismatchError(
+                f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups"
+            )
         for group, layout in enumerate(layouts):
             if layout.block_tokens != manifest.block_sizes[group]:
-                raise LayoutMismatch(
+                raise LayoutMismatchError(
                     f"block tokens of group {group}: found {layout.block_tokens}, wanted {manifest.block_sizes[group]} "
                     "as the manifest says"
                 )
             blocks, rest = divmod(manifest.chunk_tokens, layout.block_tokens)
             found, wanted = layout.part_bytes(blocks), manifest.groups[group].part_bytes
             if rest or found != wanted:
-                raise LayoutMismatch(
+                raise LayoutMismatchError(
                     f"part bytes of group {group}: found {found} ({blocks} blocks of {layout.block_bytes} bytes), "
                     f"wanted {wanted} as the manifest says"
                 )
             if layout.token_order not in (manifest.token_order, "ND"):
-                raise LayoutMismatch(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
+                raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
         self.session, self.rank, self._stream = session, rank, stream
         self._clock = clock
 
@@ -286,7 +285,7 @@ class WorkerHalf:
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
-            self.abort(attachment, plan, [self.rank])
+            self.session.abort(attachment, plan.reservation, [self.rank])
         except CallFailed as error:
             log.warning("store request=%s not committed: %s", plan.request_id, error)
             self.session.lost(attachment, error)
@@ -313,14 +312,6 @@ class WorkerHalf:
         return PartCopy(
             slot=self._address(attachment, part.segment, part.offset, part.length), block_ids=piece.block_ids
         )
-
-    def abort(self, attachment: Attachment, plan: StorePlan, ranks: Sequence[int]) -> None:
-        """Says that `ranks` will not store: nothing of the plan is published."""
-        try:
-            self.client.abort(plan.reservation, Abort(session=attachment.session, ranks=list(ranks)))
-        except CallFailed as error:
-            log.info("abort of reservation %s not delivered: %s", plan.reservation, error)
-            self.session.lost(attachment, error)
 
     # ------------------------------------------------------------------ both
 

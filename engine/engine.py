@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Progress
+from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, LookupResult, Miss, Progress
 from kvdock.engine import tokenizer
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.kv_cache import KVCache
@@ -186,8 +186,8 @@ class Engine:
 class NoConnector:
     """The connector of an engine without kvdock: it loads and stores nothing."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
-        return local_tokens
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+        return Miss()
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         raise AssertionError("begin_load: found a call, wanted none: lookup never finds anything")

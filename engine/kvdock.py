@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector, open_rank
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector, open_rank
 from kvdock.connectors.ranks import Peers
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import PagedLayout, paged_layout
@@ -46,8 +46,8 @@ def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, ca
 def connect(
     config: EngineConfig, kv: KVCache, settings: ConnectorSettings, identity: Identity, *, chunk_tokens: int,
     cache_salt: str = "", crew: Crew | None = None,
-) -> KvdockConnector:
-    """A connector for an engine over `kv`, and with a `crew` for all its ranks. Raises what KvdockConnector raises,
+) -> EngineConnector:
+    """A connector for an engine over `kv`, and with a `crew` for all its ranks. Raises what EngineConnector raises,
     LayoutError and RankLost."""
     manifest, layouts = _described(config, kv, chunk_tokens, cache_salt)
     peers = None
@@ -55,7 +55,7 @@ def connect(
         peers = Peers(range(1, crew.size), crew.post)
         crew.listen(peers.answered, peers.lost)
         crew.ask(partial(_connect_rank, settings, identity, chunk_tokens, cache_salt))
-    return KvdockConnector(settings, manifest, identity, layouts, peers=peers)
+    return EngineConnector(settings, manifest, identity, layouts, peers=peers)
 
 
 def _connect_rank(

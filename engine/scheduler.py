@@ -18,7 +18,7 @@ import bisect
 from collections import Counter
 from dataclasses import dataclass
 
-from kvdock.connectors.interface import BlocksRead, Connector, LoadDone, StoreDone
+from kvdock.connectors.interface import BlocksRead, Connector, Hit as ConnectorHit, LoadDone, Pending, StoreDone
 from kvdock.engine.block_manager import BlockManager, Hit, held
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.request import Request, State
@@ -162,11 +162,11 @@ class Scheduler:
         if not self.blocks.fits(local_hit, len(request.tokens)):
             return False
         local = local_hit.length * self.block_tokens
-        hit = self.connector.lookup(request.id, request.tokens, local)
-        if hit is None:
+        found = self.connector.lookup(request.id, request.tokens, local)
+        if isinstance(found, Pending):
             return True
         self.waiting.remove(request)
-        loads = hit > local
+        loads, hit = (True, found.tokens) if isinstance(found, ConnectorHit) else (False, local)
         # After a full hit the last token is computed, in a block that the hit covers.
         end = hit if loads else self._next_end(request, local)
         request.table = self.blocks.admit(local_hit, hit, end)

@@ -56,7 +56,6 @@ class Announcer:
         self._beats = self._all_gone = 0
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()
-        session.on_changes = self.changed
 
     def know(self, request: Any, keys: Sequence[bytes]) -> None:
         """`keys`: of the request's chunks, from its first."""
@@ -67,8 +66,8 @@ class Announcer:
                 elif key not in self._told and (chunk := self._chunk(request, at)) is not None:
                     self._add(key, chunk)
 
-    def witness(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """SchedulerHalf's: before the server is asked, and then what is there."""
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        """As ChunkObserver has it."""
         with self._lock:
             self._followed()
             asked = self._beats

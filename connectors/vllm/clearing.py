@@ -34,12 +34,12 @@ class Clearing:
         self._session, self._clock = session, clock
         self._lock = threading.Lock()
         self._asked = self._cleared = 0  # how often: lookups wait until the second has reached the first
-        self._stores: set[int] = set()
+        self._stores: set[str] = set()
         self._running = False
         self._pause_s, self._next_try_s = FIRST_PAUSE_S, 0.0  # the latter by `clock`; 0: at once
         self._is_failing = False  # and has been logged
 
-    def ask(self, stores: Iterable[int]) -> bool:
+    def ask(self, stores: Iterable[str]) -> bool:
         """Clears now. `stores`: those that workers may still publish. False: the server did not clear."""
         with self._lock:
             self._asked += 1
@@ -53,8 +53,8 @@ class Clearing:
             )
         return cleared
 
-    def store_ended(self, number: int) -> None:
-        self._stores.discard(number)
+    def store_ended(self, store_id: str) -> None:
+        self._stores.discard(store_id)
 
     @property
     def is_over(self) -> bool:

@@ -30,8 +30,7 @@ from vllm.v1.core import kv_cache_utils
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.checked import CheckedScheduler
-from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.config import NotSupportedError, Settings
 from kvdock.connectors.vllm.cores import cores_of, hash_threads
 from kvdock.connectors.vllm.events import Events, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
@@ -40,17 +39,18 @@ from kvdock.connectors.vllm.logs import log_among_theirs
 from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
 from kvdock.connectors.vllm.orders import Orders, Report
 from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.connectors.vllm.scheduler_side import VllmScheduler
 from kvdock.connectors.vllm.setup import (
+    EngineTraits,
     loads_by_layer,
     manifest_of,
     place_of,
     refuse_what_is_not_supported,
-    reports_verified,
+    reports_early,
     undoes_steps,
     workers_here,
 )
-from kvdock.connectors.vllm.worker_side import WorkerSide
+from kvdock.connectors.vllm.worker_side import VllmWorker
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 
@@ -84,7 +84,7 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
-    """NotSupported, LayoutMismatch or Refused at start, when this engine cannot be served as it is set up."""
+    """Raises a ConnectorError at start when this engine cannot be served as it is set up."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -92,7 +92,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config)
         if kv_cache_config is None:
-            raise NotSupported("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
+            raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups = groups_of(kv_cache_config)
@@ -102,8 +102,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better',
                 transfer.kv_load_failure_policy,
             )
-        self._worker: WorkerSide | None = None
-        self._scheduler: SchedulerSide | None = None
+        self._worker: VllmWorker | None = None
+        self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
         self._waiting: list[Any] = []  # requests that came before the handshake
         self._events: Events | None = None
@@ -124,8 +124,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def unregister_kv_caches(self) -> None:
-        """NotSupported, before an engine that was not set up for sleep mode sleeps all the same."""
-        raise NotSupported("kvdock does not serve sleep mode yet: copies would meet KV tensors that have moved.")
+        """NotSupportedError, before an engine that was not set up for sleep mode sleeps all the same."""
+        raise NotSupportedError("kvdock does not serve sleep mode yet: copies would meet KV tensors that have moved.")
 
     def get_kv_connector_stats(self) -> KvdockStats | None:
         side = self._worker or self._scheduler
@@ -158,14 +158,16 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             weights_digest=self._settings.weights_digest, hashing=self._hashing(),
         )
         device = next(iter(kv_caches.values())).device
-        self._worker = WorkerSide(
+        self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
-            rank=place.rank, device=str(device), stream=_stream_of(str(device)), by_request=BY_REQUEST,
-            undoes_steps=undoes_steps(self._config),
-            by_layer=loads_by_layer(self._config, self._settings, self._groups),
-            reports_verified=reports_verified(self._config, self._cache, place),
-            hash_threads=hash_threads(cores_of(workers_here(self._config))),
+            EngineTraits(
+                takes_failed_requests=BY_REQUEST, undoes_steps=undoes_steps(self._config),
+                loads_by_layer=loads_by_layer(self._config, self._settings, self._groups),
+                reports_early=reports_early(self._config, self._cache, place),
+                hash_threads=hash_threads(cores_of(workers_here(self._config))),
+            ),
+            device=str(device), stream=_stream_of(str(device)),
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 
@@ -224,28 +226,29 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             manifests.append(msgspec.json.decode(one.manifest, type=Manifest))
         manifest = manifests[0]
         if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):
-            raise NotSupported("kvdock needs the same PYTHONHASHSEED in vLLM's scheduler and its workers, or none.")
+            raise NotSupportedError(
+                "kvdock needs the same PYTHONHASHSEED in vLLM's scheduler and its workers, or none."
+            )
         if any(one != told[0] for one in told):
-            raise NotSupported("kvdock needs KV of one size and order in all workers of an engine, and theirs differ.")
+            raise NotSupportedError(
+                "kvdock needs KV of one size and order in all workers of an engine, and theirs differ."
+            )
         client = Client(self._settings.address, timeout_s=self._settings.timeout_s)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
-        half = CheckedScheduler(
-            session, readers=len(metadata), always=len(self._groups) > 1 or not self._settings.load_async
-        )
         _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
         self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)
-        session.start()
         limits = self._config.scheduler_config
         room = Room(
             self._groups, blocks=self._cache.num_blocks - 1, longest_tokens=self._config.model_config.max_model_len,
             step_tokens=limits.max_num_batched_tokens, in_order=limits.policy == "fcfs",
         )
-        self._scheduler = SchedulerSide(
-            half, self._groups, room, ranks=len(metadata), load_async=self._settings.load_async,
+        self._scheduler = VllmScheduler(
+            session, self._groups, room, self._settings, ranks=len(metadata),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
         )
+        self._scheduler.start()
         for request in self._waiting:
             self._scheduler.arrived(request)
         self._waiting.clear()

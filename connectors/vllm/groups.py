@@ -14,7 +14,7 @@ from math import lcm
 from typing import Any
 
 from kvdock import _core
-from kvdock.connectors.vllm.config import NotSupported
+from kvdock.connectors.vllm.config import NotSupportedError
 from kvdock.datapath.layout import PagedLayout, Plane
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -35,10 +35,10 @@ class KVGroup:
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """NotSupported for kinds of KV that a prefix of tokens does not name."""
+    """NotSupportedError for kinds of KV that a prefix of tokens does not name."""
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     if not groups:
-        raise NotSupported("kvdock has nothing to cache: this model keeps no KV.")
+        raise NotSupportedError("kvdock has nothing to cache: this model keeps no KV.")
     return groups
 
 
@@ -53,10 +53,10 @@ def _group(group: Any) -> KVGroup:
     elif kinds <= set(WINDOW):
         windows = {one.sliding_window for one in specs.values()}
         if len(windows) > 1:
-            raise NotSupported(f"kvdock needs one window in a KV cache group, found {sorted(windows)} tokens.")
+            raise NotSupportedError(f"kvdock needs one window in a KV cache group, found {sorted(windows)} tokens.")
         window = max(1, windows.pop() - 1)  # the next token sees itself and so many before it
     else:
-        raise NotSupported(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
+        raise NotSupportedError(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
     pages = {name: int(specs[name].page_size_bytes) for name in group.layer_names if name in specs}
     return KVGroup(window, int(first.block_size), pages, latent=all("MLA" in kind for kind in kinds))
 
@@ -90,7 +90,7 @@ def signature(groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks:
 def layouts_of(
     groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks: int, token_order: str
 ) -> list[PagedLayout]:
-    """Where each group has its pages. NotSupported for a page that is not contiguous."""
+    """Where each group has its pages. NotSupportedError for a page that is not contiguous."""
     layouts = []
     for group in groups:
         planes = {_plane(name, tensors[name], page, num_blocks): None for name, page in group.page_bytes.items()}
@@ -114,10 +114,10 @@ def planes_of(groups: Sequence[KVGroup], tensors: Mapping[str, Any]) -> list[dic
 
 def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
     if not hasattr(tensor, "data_ptr"):
-        raise NotSupported(f"kvdock copies one tensor a layer, and layer {name} has {type(tensor).__name__}.")
+        raise NotSupportedError(f"kvdock copies one tensor a layer, and layer {name} has {type(tensor).__name__}.")
     split, rest = divmod(tensor.shape[0], num_blocks)
     if rest or split < 1:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock needs the block as the first axis of a KV tensor: layer {name} has shape {tuple(tensor.shape)} "
             f"for {num_blocks} blocks."
         )
@@ -126,16 +126,16 @@ def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
     for axis in sorted(range(1, len(tensor.shape)), key=tensor.stride):
         if tensor.shape[axis] > 1:
             if tensor.stride(axis) * element != content:
-                raise NotSupported(
+                raise NotSupportedError(
                     f"kvdock copies whole pages, and those of layer {name} are not contiguous: shape "
                     f"{tuple(tensor.shape)}, strides {tuple(tensor.stride())}."
                 )
             content *= tensor.shape[axis]
     step = tensor.stride(0) * element
     if split > 1 and step != content:
-        raise NotSupported(f"kvdock copies whole pages, and layer {name} has its blocks in {split} pieces apart.")
+        raise NotSupportedError(f"kvdock copies whole pages, and layer {name} has its blocks in {split} pieces apart.")
     if content * split > page_bytes or step * split < page_bytes:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock copies whole pages: layer {name} has {content * split} bytes a block, {step * split} apart, and "
             f"its page is {page_bytes} bytes."
         )

@@ -6,25 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvdock.connectors.plans import LoadPlan, StorePlan
-from kvdock.connectors.session import Attachment
-
-
-@dataclass(frozen=True)
-class Life:
-    """One server life as the scheduler's side sees it: a worker that sees another one cannot follow its plans."""
-
-    pool_id: str
-    session: str
-
-    @classmethod
-    def of(cls, attachment: Attachment) -> Life:
-        return cls(attachment.pool_id, attachment.session)
-
+from kvdock.connectors.session import ServerEpoch
 
 IDLE_WAIT_S = 0.001
 """What a side may wait in a step that computes nothing: as long as vLLM's own loop sleeps then."""
 
-NOWHERE = Life("", "")
+NOWHERE = ServerEpoch("", "")
 """No worker is ever attached there: a load from it fails."""
 
 
@@ -32,15 +19,15 @@ NOWHERE = Life("", "")
 class LoadOrder:
     """`is_async`: the request does not run in this step."""
 
-    life: Life
+    epoch: ServerEpoch
     plan: LoadPlan
     is_async: bool
 
 
 @dataclass(frozen=True)
 class StoreOrder:
-    number: int
-    life: Life
+    store_id: str
+    epoch: ServerEpoch
     plan: StorePlan
 
 
@@ -51,7 +38,7 @@ class Orders:
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
-    fences: tuple[int, ...] = ()
+    fences: tuple[str, ...] = ()
     is_idle: bool = False
     alone: str | None = None
     gone: frozenset[str] = frozenset()
@@ -63,16 +50,16 @@ class Report:
 
     valid_tokens: dict[str, int] = field(default_factory=dict)
     """Loads that fell short, by request: the least of the ranks."""
-    stores: Counter[int] = field(default_factory=Counter)
+    stores: Counter[str] = field(default_factory=Counter)
     """How many ranks no longer read for a store."""
-    lives: dict[int, Life] = field(default_factory=dict)
+    epochs: dict[int, ServerEpoch] = field(default_factory=dict)
     """What ranks are attached to, when that has changed; NOWHERE: to nothing."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
             self.valid_tokens[request_id] = min(valid, self.valid_tokens.get(request_id, valid))
         self.stores.update(other.stores)
-        self.lives.update(other.lives)
+        self.epochs.update(other.epochs)
 
     def __bool__(self) -> bool:
-        return bool(self.valid_tokens or self.stores or self.lives)
+        return bool(self.valid_tokens or self.stores or self.epochs)

@@ -13,31 +13,29 @@ Threads: vLLM's scheduler thread calls everything; `_lock` guards what the backg
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
-from kvdock.connectors.scheduler import Fetch, StoreBatch, StoreOffer
-from kvdock.connectors.session import Attachment
+from kvdock.connectors.scheduler import Chain, SchedulerConnector, StoreBatch, chain_of_tokens
+from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
+from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
-from kvdock.connectors.vllm.background import run
-from kvdock.connectors.vllm.checked import CheckedScheduler
 from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.connectors.vllm.config import Settings
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
-from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
+from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.room import Room
-from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import HashedChain
-from kvdock.protocol.schemas import Abort
-
-log = logging.getLogger("kvdock.vllm")
 
 Table = list[list[int | None]]
 
@@ -50,8 +48,6 @@ class _Tracked:
     local_tokens: int = 0
     is_async: bool = False
     """As LoadOrder has it: of the load that it was last promised."""
-    check: Future[None] | None = None
-    """Of what it was promised, before it is loaded in the step that runs it."""
     is_new: bool = True
     """It was not in any step since it was given its blocks."""
     table: Table | None = None
@@ -67,37 +63,56 @@ class _Store:
     ranks_left: int = 1
 
 
-class SchedulerSide:
-    """`half` is attached; `ranks`: how many workers report on each store; `fails_closed`: this vLLM has no way back
-    from any load that fails; `announcer`: of an engine that publishes KV cache events; `hash_tokens`: vLLM makes a hash
-    of so many tokens, and keys come from its hashes."""
+class _Announcing:
+    """Lets the announcer know of chunks by their requests. A ChunkObserver."""
+
+    def __init__(self, announcer: Announcer, tracked: Mapping[str, _Tracked]) -> None:
+        self._announcer, self._tracked = announcer, tracked
+        self.asking = announcer.asking
+
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        self._announcer.know(self._tracked[request_id].request, keys)
+
+
+class VllmScheduler:
+    """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: vLLM makes a hash of
+    so many tokens, and keys come from its hashes; `announcer`: of an engine that publishes KV cache events."""
 
     def __init__(
-        self, half: CheckedScheduler, groups: Sequence[KVGroup], room: Room, *, ranks: int, load_async: bool,
+        self, session: EngineSession, groups: Sequence[KVGroup], room: Room, settings: Settings, *, ranks: int,
         fails_closed: bool, announcer: Announcer | None = None, hash_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._half, self._groups, self._room, self._announcer = half, groups, room, announcer
-        self._ranks, self._load_async, self._fails_closed = ranks, load_async, fails_closed
-        if announcer is not None:
-            half.witness = announcer.witness
-        if hash_tokens is not None:
-            half.chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
-                namespace, chunk_tokens, self._tracked[request_id].request.block_hashes, hash_tokens
-            )
-        self.figures, self._clock = Figures(), clock
-        self._clearing = Clearing(half.session)
+        self._session, self._groups, self._room, self._announcer = session, groups, room, announcer
+        self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
+        self._verifies_all = len(groups) > 1 or not settings.load_async
+        self.figures = Figures()
         self._tracked: dict[str, _Tracked] = {}
+        self._chunk_tokens = session.manifest.chunk_tokens
+        self._connector = SchedulerConnector(
+            session, readers=ranks, verifier=ChecksumVerifier(session),
+            chain_of=chain_of_tokens if hash_tokens is None else partial(self._chain_of_hashes, hash_tokens),
+            observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
+        )
+        self._driver = Driver(
+            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings.limits,
+            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None, clock=clock,
+        )
+        self._clearing = Clearing(session)
         self._loads: list[LoadOrder] = []
-        self._stores: dict[int, _Store] = {}
-        self._last_store = 0
+        self._stores: dict[str, _Store] = {}
         self._fresh: set[int] = set()  # blocks given out since the last build
-        self._asking = ThreadPoolExecutor(1, "kvdock-ask")
-        self._question: Future[None] | None = None
-        self._lives: dict[int, Life] = {}  # of the workers
-        self._reserving = ThreadPoolExecutor(1, "kvdock-reserve")
+        self._epochs: dict[int, ServerEpoch] = {}  # of the workers
         self._lock = threading.Lock()
-        self._reserved: list[tuple[int, Attachment, StorePlan | None]] = []
+        self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
+
+    def start(self) -> None:
+        """Attaches, if a server is there. RefusedError when it does not accept this engine."""
+        changed = self._announcer.changed if self._announcer is not None else None
+        self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+
+    def _chain_of_hashes(self, hash_tokens: int, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
+        return HashedChain(namespace, chunk_tokens, self._tracked[request_id].request.block_hashes, hash_tokens)
 
     # ------------------------------------------------------------------ lookups and loads
 
@@ -110,37 +125,27 @@ class SchedulerSide:
         if not self._clearing.is_over:
             self._clear_again()
             return 0, False
-        # The last token is always computed: vLLM wants its logits.
-        usable = (request.num_tokens - 1) // self._half.chunk_tokens * self._half.chunk_tokens
-        if usable <= local_tokens:
+        usable = request.num_tokens - 1  # the last token is always computed: vLLM wants its logits
+        if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
             return 0, False
-        found = self._half.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
-        if isinstance(found, Fetch):
-            if self._announcer is not None:
-                self._announcer.know(request, found.keys)
-            self._question = run(self._asking, self._fetch, found, self._clock())
+        found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
+        if isinstance(found, Pending):
             return None, False
-        if found is None:
-            return None, False
-        if found == local_tokens:
-            self._cancel(self._half.give_up_lease(request.request_id, local_tokens))
+        if isinstance(found, Miss):
             return 0, False
         tracked.is_async = self._load_async and self._room.fits(request)
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             return 0, False  # vLLM has no way back from such a load: it had better not fail
-        if tracked.check is not None and not tracked.check.done():
+        if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
             return None, False
-        if not tracked.is_async and not self._half.is_whole(request.request_id):
-            self._question = tracked.check = run(self._asking, self._half.check, request.request_id)
-            return None, False
-        return found - local_tokens, tracked.is_async
+        return found.tokens - local_tokens, tracked.is_async
 
     def _is_attached_everywhere(self) -> bool:
         """Every worker has said that it is attached to what this side is."""
-        attachment = self._half.session.attachment
+        attachment = self._session.attachment
         return (
-            attachment is not None and len(self._lives) == self._ranks
-            and set(self._lives.values()) == {Life.of(attachment)}
+            attachment is not None and len(self._epochs) == self._ranks
+            and set(self._epochs.values()) == {attachment.epoch}
         )
 
     def arrived(self, request: Any) -> None:
@@ -159,18 +164,18 @@ class SchedulerSide:
         if tracked.is_async:
             self._room.take(request)
         columns = self._whole_blocks(table, hit)
-        begun = self._half.begin_load(request.request_id, columns, tracked.local_tokens, hit)
+        begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
-            plan = self._hopeless(request.request_id, columns, tracked.local_tokens, hit)
+            plan = self._failed(request.request_id, columns, tracked.local_tokens, hit)
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
-        self._loads.append(LoadOrder(Life.of(attachment), plan, tracked.is_async))
+        self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
-    def _hopeless(self, request_id: str, columns: Table, local_tokens: int, hit_tokens: int) -> LoadPlan:
+    def _failed(self, request_id: str, columns: Table, local_tokens: int, hit_tokens: int) -> LoadPlan:
         """A plan that names the blocks to be filled and nothing to fill them with."""
-        chunk, sizes = self._half.chunk_tokens, [group.block_tokens for group in self._groups]
+        chunk, sizes = self._chunk_tokens, [group.block_tokens for group in self._groups]
         pieces = tuple(
             LoadPiece(at * size // chunk, group, (), (block,), 0)
             for group, (size, column) in enumerate(zip(sizes, columns, strict=True))
@@ -182,7 +187,7 @@ class SchedulerSide:
 
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
-        self.figures.state("attached", int(self._half.session.attachment is not None))
+        self.figures.state("attached", int(self._session.attachment is not None))
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
         self._note_tables(output)
@@ -195,8 +200,8 @@ class SchedulerSide:
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
-        if is_idle and self._question is not None:
-            wait([self._question], IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        if is_idle:
+            self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
 
     def _note_tables(self, output: Any) -> None:
@@ -218,13 +223,13 @@ class SchedulerSide:
         if tracked is not None:
             tracked.table = [_or_none(column) for column in ids]
 
-    def _guard(self) -> list[int]:
+    def _guard(self) -> list[str]:
         """Drops or fences the stores that read a block which this step, or a load, may overwrite."""
         fences = []
-        for number, store in self._stores.items():
+        for store_id, store in self._stores.items():
             if not store.blocks.isdisjoint(self._fresh):
                 if store.sent:
-                    fences.append(number)
+                    fences.append(store_id)
                 store.dropped = True
         return fences
 
@@ -232,16 +237,16 @@ class SchedulerSide:
         with self._lock:
             reserved, self._reserved = self._reserved, []
         orders = []
-        for number, attachment, plan in reserved:
-            store = self._stores[number]
+        for store_id, attachment, plan in reserved:
+            store = self._stores[store_id]
             if plan is None or store.dropped:
-                del self._stores[number]
+                del self._stores[store_id]
                 self.figures.add("stores_dropped", int(store.dropped))
                 if plan is not None:
-                    run(self._asking, self._abort, attachment, plan)
+                    self._driver.abort(attachment, plan)
             else:
                 store.sent = True
-                orders.append(StoreOrder(number, Life.of(attachment), plan))
+                orders.append(StoreOrder(store_id, attachment.epoch, plan))
         return orders
 
     def _offer(self, request_id: str, count: int) -> None:
@@ -257,22 +262,25 @@ class SchedulerSide:
                 gone = min(max(0, before - group.window_tokens) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
-        chunk = self._half.chunk_tokens
+        chunk = self._chunk_tokens
         if is_new and computed // chunk <= tracked.local_tokens // chunk:
             return  # all of it was a local hit: it is offered again once the first token is out
         columns = self._whole_blocks(tracked.table, computed)
-        offer = self._half.begin_store(request_id, request.all_token_ids, columns, computed)
+        offer = self._connector.begin_store(request_id, request.all_token_ids, columns, computed)
         if offer is None:
             return
-        if self._announcer is not None:
-            self._announcer.know(request, self._half.keys_of(request_id, computed))
-        numbered = []
         for batch in offer.batches:
-            self._last_store += 1
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
-            self._stores[self._last_store] = _Store(blocks, ranks_left=self._ranks)
-            numbered.append((self._last_store, batch))
-        run(self._reserving, self._reserve, offer, numbered)
+            self._stores[batch.store_id] = _Store(blocks, ranks_left=self._ranks)
+        self._driver.store(
+            offer, partial(self._take_reserved, offer.attachment),
+            is_wanted=lambda batch: not self._stores[batch.store_id].dropped,
+        )
+
+    def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
+        """Background."""
+        with self._lock:
+            self._reserved.append((batch.store_id, attachment, plan))
 
     def _whole_blocks(self, table: Table, tokens: int) -> Table:
         """What of `table` holds nothing but the first `tokens` tokens."""
@@ -281,19 +289,19 @@ class SchedulerSide:
     # ------------------------------------------------------------------ ends
 
     def take(self, report: Report) -> None:
-        self._lives.update(report.lives)
+        self._epochs.update(report.epochs)
         if report.valid_tokens:  # steps that read what did not come are computed again: what they left is not stored
             for store in self._stores.values():
                 store.dropped |= not store.sent
         for request_id, valid in report.valid_tokens.items():
-            self._half.load_failed(request_id, valid)
+            self._driver.load_failed(request_id, valid)
             self.figures.add("load_failures", 1)
-        for number, ranks in report.stores.items():
-            store = self._stores[number]
+        for store_id, ranks in report.stores.items():
+            store = self._stores[store_id]
             store.ranks_left -= ranks
             if store.ranks_left <= 0:
-                del self._stores[number]
-                self._clearing.store_ended(number)
+                del self._stores[store_id]
+                self._clearing.store_ended(store_id)
         self._clear_again()
 
     def finished(self, request_id: str) -> None:
@@ -310,13 +318,13 @@ class SchedulerSide:
             tracked.is_old = True
         for store in self._stores.values():
             store.dropped = True
-        cleared = self._clearing.ask(number for number, store in self._stores.items() if store.sent)
-        run(self._asking, self._clearing.tell_of_others)
+        cleared = self._clearing.ask(store_id for store_id, store in self._stores.items() if store.sent)
+        self._driver.ask(self._clearing.tell_of_others)
         return cleared
 
     def _clear_again(self) -> None:
         if self._clearing.starts_again():
-            run(self._asking, self._clearing.again)
+            self._driver.ask(self._clearing.again)
 
     @property
     def busy(self) -> bool:
@@ -324,47 +332,15 @@ class SchedulerSide:
         return bool(self._stores)
 
     def close(self) -> None:
-        for pool in (self._asking, self._reserving):
-            pool.shutdown(wait=True)
-        self._half.session.close()
-        self._half.client.close()
+        self._driver.close()
+        self._session.close()
+        self._session.client.close()
 
     def _forget(self, request_id: str) -> None:
-        self._cancel(self._half.finished(request_id))
+        self._driver.finished(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table, tracked.local_tokens = None, 0
-
-    # ------------------------------------------------------------------ background
-
-    def _fetch(self, fetch: Fetch, asked_s: float) -> None:
-        self._half.fetch(fetch)
-        self.figures.add("lookup_seconds", self._clock() - asked_s)
-
-    def _reserve(self, offer: StoreOffer, numbered: Sequence[tuple[int, StoreBatch]]) -> None:
-        try:
-            for number, batch in numbered:
-                plan = None
-                try:
-                    if not self._stores[number].dropped:
-                        plan = self._half.reserve(offer, batch)
-                finally:
-                    with self._lock:
-                        self._reserved.append((number, offer.attachment, plan))
-        finally:
-            offer.attachment.release()
-
-    def _abort(self, attachment: Attachment, plan: StorePlan) -> None:
-        if self._half.session.attachment is not attachment:
-            return
-        try:
-            self._half.client.abort(plan.reservation, Abort(session=attachment.session, member=attachment.member))
-        except (ServerUnavailable, ApiError) as error:
-            self._half.session.lost(attachment, error)
-
-    def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
-        if unused is not None:
-            run(self._asking, self._half.cancel, *unused)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

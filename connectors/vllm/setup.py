@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.config import NotSupportedError, Settings
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
 from kvdock.connectors.vllm.identity import revision
 from kvdock.protocol.schemas import Group, Manifest
@@ -33,6 +33,22 @@ class Place:
     """Over how many workers of a stage the bytes of a token are spread."""
 
 
+@dataclass(frozen=True)
+class EngineTraits:
+    """What a worker has to know of the engine around it."""
+
+    takes_failed_requests: bool
+    """Failed loads can be reported by request."""
+    undoes_steps: bool
+    """vLLM runs a step again after we report that the step read blocks that failed to load."""
+    loads_by_layer: bool
+    """vLLM asks for each layer's KV before it reads it."""
+    reports_early: bool
+    """A load may be reported before it has ended, on a GPU."""
+    hash_threads: int
+    """CPU threads that hash the end of a load that is reported early."""
+
+
 def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
     """`parallel`: the worker's own ParallelConfig, whose rank counts the tensor-parallel workers first."""
     shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -48,40 +64,40 @@ def workers_here(vllm_config: Any) -> int:
 
 
 def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int) -> None:
-    """NotSupported, one sentence each. `kv_groups`: how many KV cache groups there are."""
+    """NotSupportedError, one sentence each. `kv_groups`: how many KV cache groups there are."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
-        raise NotSupported(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
+        raise NotSupportedError(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         found = getattr(parallel, name, 1)
         if found > 1:
-            raise NotSupported(f"kvdock does not serve context parallelism: {name} is {found}, and 1 is wanted.")
+            raise NotSupportedError(f"kvdock does not serve context parallelism: {name} is {found}, and 1 is wanted.")
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if ranks > MOST_RANKS:
-        raise NotSupported(f"kvdock serves up to {MOST_RANKS} workers an engine, found {ranks}.")
+        raise NotSupportedError(f"kvdock serves up to {MOST_RANKS} workers an engine, found {ranks}.")
     drafts = vllm_config.speculative_config
     if drafts is not None and drafts.method not in DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock does not know what the speculative method {drafts.method!r} keeps in its KV cache: one of "
             f"{', '.join(DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV)} is wanted."
         )
     if parallel.pipeline_parallel_size > 1:
         _refuse_unequal_stages(vllm_config, kv_groups)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise NotSupported("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
+        raise NotSupportedError("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise NotSupported("kvdock does not serve sleep mode yet: enable_sleep_mode is on, and off is wanted.")
+        raise NotSupportedError("kvdock does not serve sleep mode yet: enable_sleep_mode is on, and off is wanted.")
 
 
 def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
     """Parts of a group are of one size, and a stage's part is what it has of a chunk."""
     if kv_groups > 1:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock serves pipeline parallelism with one KV cache group, found {kv_groups}: use tensor parallelism."
         )
     drafts = drafts_with_kv(vllm_config)
     if drafts is not None:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock does not serve {drafts.method!r} drafts with pipeline parallelism, where the last stage alone "
             "holds their KV: use tensor parallelism."
         )
@@ -91,7 +107,7 @@ def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
         first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
         layers.append(end - first)
     if len(set(layers)) > 1:
-        raise NotSupported(
+        raise NotSupportedError(
             f"kvdock needs pipeline stages of equally many layers, found {layers}: choose a pipeline_parallel_size "
             f"that divides {sum(layers)}, and leave VLLM_PP_LAYER_PARTITION unset."
         )
@@ -120,7 +136,7 @@ def _asks(layer: object) -> bool:
     return any(kind.__name__ in ("Attention", "MLAAttention") for kind in type(layer).__mro__)
 
 
-def reports_verified(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
+def reports_early(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
     """Whether a load may be reported before it has ended. Not by a rank that others store for: each publishes what it
     saw to be whole, and nobody what others did. Not in a pipeline, where a step that computes nothing is no sign that
     nobody waits. Not where vLLM zeroes blocks that it gives out, before anything was ordered after a load."""

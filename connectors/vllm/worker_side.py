@@ -20,18 +20,20 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
 from kvdock.client.client import Client
+from kvdock.connectors.background import Background
+from kvdock.connectors.errors import ConnectorError
 from kvdock.connectors.plans import LoadPlan
-from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.connectors.vllm.background import run
+from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.config import Settings
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
-from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, Life, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.worker import Loading, WorkerHalf
+from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
+from kvdock.connectors.vllm.setup import EngineTraits
+from kvdock.connectors.worker import Loading, WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
@@ -46,7 +48,7 @@ TELL_AFTER_S = 0.02
 """A step of an eager engine is launched in some 10 ms."""
 
 
-class LoadLost(RuntimeError):
+class LoadLostError(ConnectorError, RuntimeError):
     """A load failed that this vLLM cannot be told of: better no engine than one that computes from what is missing."""
 
 
@@ -67,48 +69,44 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
     return replace(measured, load_ctas=min(measured.load_ctas, BESIDE_STEPS), hash_threads=hash_threads)
 
 
-class WorkerSide:
-    """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerHalf has it.
-    `by_request`: this vLLM takes failed loads by request. `undoes_steps`: it computes a step again of which it is told
-    that it read what did not load. `by_layer`: it asks for each layer's KV before it reads it. `reports_verified`:
-    loads may be reported before they have ended, on a GPU, which needs so many `hash_threads` of the CPU."""
+class VllmWorker:
+    """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerConnector has
+    it."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
-        planes: Sequence[Mapping[str, int]], *,
-        rank: int, device: str, stream: int | None, by_request: bool, undoes_steps: bool, by_layer: bool,
-        reports_verified: bool, hash_threads: int, clock: Callable[[], float] = time.perf_counter,
+        planes: Sequence[Mapping[str, int]], traits: EngineTraits, *, device: str, stream: int | None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
-        self._by_request, self._undoes_steps, self._by_layer = by_request, undoes_steps, by_layer
-        self._reports_verified = where.cuda is not None and reports_verified
+        self._traits = traits
+        self._reports_early = where.cuda is not None and traits.reports_early
         self._client = Client(settings.address, timeout_s=settings.timeout_s)
         self._session = EngineSession(self._client, manifest, identity, register=where.register)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
-        self._half = WorkerHalf(
-            self._session, layouts, rank=rank, device=where, stream=stream, threads=settings.copy_threads,
-            tuning=None if tuning is None else beside_steps(tuning, hash_threads),
+        self._connector = WorkerConnector(
+            self._session, layouts, rank=identity.ranks[0], device=where, stream=stream, threads=settings.copy_threads,
+            tuning=None if tuning is None else beside_steps(tuning, traits.hash_threads),
         )
         self._groups, self._layers = len(layouts), Layers(planes)
-        self.figures, self._clock = CopyFigures(manifest, rank), clock
-        self._telling = ThreadPoolExecutor(1, "kvdock-tell")
-        self._storing = ThreadPoolExecutor(1, "kvdock-store")
-        self._stores: dict[int, Future[None]] = {}
+        self.figures, self._clock = CopyFigures(manifest, identity.ranks[0]), clock
+        self._telling, self._storing = Background("kvdock-tell"), Background("kvdock-store")
+        self._stores: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
-        self._stored: Counter[int] = Counter()
+        self._stored: Counter[str] = Counter()
         self._fell_short: dict[str, int] = {}
         self._running: list[_Load] = []
-        self._told_life: Life | None = None
+        self._reported_epoch: ServerEpoch | None = None
         self._ended: deque[Loading] = deque()
         self._is_idle = False
         self._loaded: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._lost: LoadLost | None = None
+        self._lost: LoadLostError | None = None
         try:
             self._session.start()
         except BaseException:
-            self._half.close()
+            self._connector.close()
             self._client.close()
             raise
 
@@ -116,7 +114,7 @@ class WorkerSide:
 
     def fence(self, orders: Orders, stream: int | None) -> None:
         """Before anything of the step is put on `stream`. Returns when no store in `orders.fences` reads any more."""
-        fenced = [self._stores[number] for number in orders.fences if number in self._stores]
+        fenced = [self._stores[store_id] for store_id in orders.fences if store_id in self._stores]
         if fenced:
             began = self._clock()
             wait(fenced)
@@ -131,10 +129,10 @@ class WorkerSide:
         self._is_idle = orders.is_idle
         unended = [load.loading for load in self._running if load.reported and load.loading is not None]
         for store in orders.stores:
-            self._stores[store.number] = run(self._storing, self._store, store, unended)
+            self._stores[store.store_id] = self._storing.run(self._store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
-            is_early = order.is_async and orders.is_idle and self._reports_verified
+            is_early = order.is_async and orders.is_idle and self._reports_early
             self._running.append(_Load(order, self._submit(order, is_early), is_early))
         # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
         self._take_ended(
@@ -145,7 +143,7 @@ class WorkerSide:
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
         """The step may read what was reported, or write to its blocks if its request is gone."""
         loads = [load for load in self._running if load.reported and not load.ordered]
-        by_layer = self._by_layer and [load.order.plan.request_id for load in loads] == [alone]
+        by_layer = self._traits.loads_by_layer and [load.order.plan.request_id for load in loads] == [alone]
         for load in loads:
             assert load.loading is not None and stream is not None, "loads are verified on a GPU only"
             if not by_layer:
@@ -165,7 +163,7 @@ class WorkerSide:
     def ended(self) -> tuple[set[str], set[str]]:
         """(async loads that ended, those of them to be reported as failed), since the last call."""
         if not self._layers.all_ordered:
-            self._lost = LoadLost("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
+            self._lost = LoadLostError("vLLM ran a step without asking for each layer's KV: set load_by_layer to never")
         self._layers.watch([])
         self._take_ended(lambda load: False)
         if self._is_idle:
@@ -195,22 +193,22 @@ class WorkerSide:
     def report(self) -> Report:
         with self._lock:
             stored, self._stored = self._stored, Counter()
-        for number in stored:
-            self._stores.pop(number, None)
+        for store_id in stored:
+            self._stores.pop(store_id, None)
         report, self._fell_short = Report(self._fell_short, stored), {}
         attachment = self._session.attachment
-        life = Life.of(attachment) if attachment is not None else NOWHERE
-        if life != self._told_life:
-            report.lives[self._half.rank] = self._told_life = life
+        epoch = attachment.epoch if attachment is not None else NOWHERE
+        if epoch != self._reported_epoch:
+            report.epochs[self._connector.rank] = self._reported_epoch = epoch
         return report
 
     def close(self) -> None:
         try:
             self._take_ended(lambda load: True)
         finally:
-            for pool in (self._telling, self._storing):
-                pool.shutdown(wait=True)
-            self._half.close()
+            for background in (self._telling, self._storing):
+                background.close()
+            self._connector.close()
             self._session.close()
             self._client.close()
 
@@ -219,18 +217,11 @@ class WorkerSide:
             self._tell_of_ended()  # the next engine must not meet the same damage
             raise self._lost
 
-    def _joined(self, life: Life) -> Attachment | None:
-        """Our attachment, if it is to the life that the scheduler's side made its plan in."""
-        attachment = self._session.attachment
-        if attachment is None or Life.of(attachment) != life or not attachment.acquire():
-            return None
-        return attachment
-
     def _submit(self, order: LoadOrder, is_early: bool) -> Loading | None:
-        attachment = self._joined(order.life)
+        attachment = self._session.attachment_to(order.epoch)
         if attachment is None:
             return None
-        return self._half.submit_load(attachment, order.plan, self._layers.bands if is_early else None)
+        return self._connector.submit_load(attachment, order.plan, self._layers.bands if is_early else None)
 
     def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""
@@ -248,14 +239,16 @@ class WorkerSide:
             self._running += running  # none, but when one of them raised
 
     def _finish(self, load: _Load, loading: Loading) -> None:
-        valid, plan = self._half.finish_load(loading), load.order.plan
+        valid, plan = self._connector.finish_load(loading), load.order.plan
         self.figures.loaded(plan, valid, self._clock() - loading.began_s)
         if not load.reported:
             self._file(load.order, valid)
         elif valid < plan.hit_tokens:
-            self._lost = LoadLost(f"request {plan.request_id}: the server's memory changed while it was being copied")
+            self._lost = LoadLostError(
+                f"request {plan.request_id}: the server's memory changed while it was being copied"
+            )
         self._ended.append(loading)
-        run(self._telling, self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
+        self._telling.run(self._tell, 0.0 if loading.damaged else TELL_AFTER_S)
 
     def _file(self, order: LoadOrder, valid: int) -> None:
         plan = order.plan
@@ -265,13 +258,13 @@ class WorkerSide:
             return
         log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
         self._fell_short[plan.request_id] = valid
-        if self._groups == 1 and (order.is_async or self._undoes_steps):
+        if self._groups == 1 and (order.is_async or self._traits.undoes_steps):
             self._failed_blocks |= _blocks_behind(plan, valid)
-        elif self._by_request and order.is_async:
+        elif self._traits.takes_failed_requests and order.is_async:
             self._failed_requests.add(plan.request_id)
         else:
             what = "after several KV cache groups" if order.is_async else "in the step that runs the request"
-            self._lost = LoadLost(
+            self._lost = LoadLostError(
                 f"request {plan.request_id}: {plan.hit_tokens - valid} tokens could not be loaded, and {what} this "
                 "vLLM has no way to compute them again"
             )
@@ -284,9 +277,9 @@ class WorkerSide:
             except IndexError:
                 return  # the other thread was quicker
             try:
-                self._half.end_load(loading)
+                self._connector.end_load(loading)
                 if not self._ended:
-                    self._half.settle(loading.attachment)
+                    self._connector.settle(loading.attachment)
             finally:
                 loading.attachment.release()
 
@@ -299,18 +292,18 @@ class WorkerSide:
 
     def _store(self, order: StoreOrder, unended: Sequence[Loading]) -> None:
         """`unended`: loads that what is stored may have been computed from."""
-        attachment = self._joined(order.life)
+        attachment = self._session.attachment_to(order.epoch)
         try:
             is_sound = self._lost is None and all(loading.is_whole() for loading in unended)
-            if attachment is not None and self._half.writes and is_sound:
+            if attachment is not None and self._connector.writes and is_sound:
                 began = self._clock()
-                ready = self._half.store(attachment, order.plan)
+                ready = self._connector.store(attachment, order.plan)
                 self.figures.stored(order.plan, ready, self._clock() - began)
         finally:
             if attachment is not None:
                 attachment.release()
             with self._lock:
-                self._stored[order.number] += 1
+                self._stored[order.store_id] += 1
 
 
 def _blocks_behind(plan: LoadPlan, valid: int) -> set[int]:

@@ -13,8 +13,8 @@ from connector_helpers import PATIENCE_S
 
 from kvdock.connectors import conformance
 from kvdock.connectors.conformance import Bench
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, Progress
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.interface import BlocksRead, Connector, GroupBlocks, LookupResult, Progress
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.config import preset
@@ -23,9 +23,9 @@ from kvdock.engine.kvdock import manifest_of
 
 
 class OurSubject:
-    """KvdockConnector over the small engine's KV memory."""
+    """EngineConnector over the small engine's KV memory."""
 
-    def __init__(self, address: str, name: str, kind: type[KvdockConnector], model: str) -> None:
+    def __init__(self, address: str, name: str, kind: type[EngineConnector], model: str) -> None:
         config = preset(model)
         self.windows = [group.reach for group in config.model.groups]
         self.label = unique(name)
@@ -52,7 +52,7 @@ class OurSubject:
 SEEDS = itertools.count(7)
 
 
-def bench_of(server: ServerProcess, kind: type[KvdockConnector] = KvdockConnector, model: str = "tiny") -> Bench:
+def bench_of(server: ServerProcess, kind: type[EngineConnector] = EngineConnector, model: str = "tiny") -> Bench:
     return Bench(lambda name: OurSubject(server.unix, name, kind, model), server.unix, seed=next(SEEDS))
 
 
@@ -62,17 +62,17 @@ def test_our_connector_conforms(server: ServerProcess, model: str, check: Callab
     check(bench_of(server, model=model))
 
 
-class WritesSharedBlocks(KvdockConnector):
+class WritesSharedBlocks(EngineConnector):
     """Loads the whole hit whatever the engine holds itself."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
         return super().lookup(request_id, token_ids, 0)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         super().begin_load(request_id, block_ids, 0, hit_tokens)
 
 
-class WritesWhatWindowsLeftBehind(KvdockConnector):
+class WritesWhatWindowsLeftBehind(EngineConnector):
     """Fills every block of the chunks it loads, also those that a window has left behind."""
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
@@ -84,7 +84,7 @@ class WritesWhatWindowsLeftBehind(KvdockConnector):
         super().begin_load(request_id, table, local_tokens, hit_tokens)
 
 
-class StoresNoWindows(KvdockConnector):
+class StoresNoWindows(EngineConnector):
     """Declares full attention only, whatever the engine has."""
 
     def begin_store(
@@ -94,26 +94,26 @@ class StoresNoWindows(KvdockConnector):
         return super().begin_store(request_id, token_ids, [block_ids[0], *rest], computed_tokens)
 
 
-class ReportsTwice(KvdockConnector):
+class ReportsTwice(EngineConnector):
     def poll(self, timeout_s: float = 0.0) -> Progress:
         found = super().poll(timeout_s)
         return Progress(found.loads * 2, found.stores * 2)
 
 
-class StoresTheWrongBlocks(KvdockConnector):
+class StoresTheWrongBlocks(EngineConnector):
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
         return super().begin_store(request_id, token_ids, [[*b[1:], b[0]] for b in block_ids], computed_tokens)
 
 
-class WaitsForAnswers(KvdockConnector):
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+class WaitsForAnswers(EngineConnector):
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
         time.sleep(1.2 * conformance.LONGEST_CALL_S)  # the defect: the engine's thread waits
         return super().lookup(request_id, token_ids, local_tokens)
 
 
-class NeverCancels(KvdockConnector):
+class NeverCancels(EngineConnector):
     def finished(self, request_id: str) -> None:
         return None
 
@@ -132,7 +132,7 @@ class NeverCancels(KvdockConnector):
     ids=lambda item: item.__name__,
 )
 def test_a_broken_connector_is_found_out(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, broken: type[KvdockConnector],
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, broken: type[EngineConnector],
     check: Callable[[Bench], None],
 ) -> None:
     monkeypatch.setattr(conformance, "ANSWER_S", 1.0)

@@ -25,9 +25,11 @@ from connector_helpers import (
 from engine_helpers import config
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.session import Identity, Refused
-from kvdock.connectors.worker import LayoutMismatch
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.errors import RefusedError
+from kvdock.connectors.interface import Hit, Miss, Pending
+from kvdock.connectors.session import Identity
+from kvdock.connectors.worker import LayoutMismatchError
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
@@ -174,10 +176,10 @@ def test_each_load_and_each_store_writes_one_log_line(rig: Rig, caplog: pytest.L
 def test_the_first_question_is_not_answered_and_asking_again_is_free(rig: Rig, client: Client) -> None:
     tokens = stored(rig, 10, 2)
     before = client.status().counters
-    assert rig.connector.lookup("r", tokens, 0) is None
+    assert rig.connector.lookup("r", tokens, 0) == Pending()
     assert rig.lookup("r", tokens) == 128
     for _ in range(50):
-        assert rig.connector.lookup("r", tokens, 0) == 128
+        assert rig.connector.lookup("r", tokens, 0) == Hit(128)
     assert len(leases_of(client, rig)) == 1
     after = client.status().counters
     assert after["lookups"] - before["lookups"] == 1
@@ -185,7 +187,7 @@ def test_the_first_question_is_not_answered_and_asking_again_is_free(rig: Rig, c
 
 
 def test_a_prompt_shorter_than_a_chunk_is_answered_at_once(rig: Rig) -> None:
-    assert rig.connector.lookup("r", tokens_of(11, 0, 63), 48) == 48
+    assert rig.connector.lookup("r", tokens_of(11, 0, 63), 48) == Miss()
 
 
 def test_a_lease_ends_with_its_load(rig: Rig, client: Client) -> None:
@@ -259,7 +261,7 @@ def test_an_answer_to_a_request_that_went_and_came_back_is_not_taken_for_the_new
 ) -> None:
     tokens = stored(rig, 22, 2)
     for _ in range(3):
-        assert rig.connector.lookup("r", tokens, 0) is None
+        assert rig.connector.lookup("r", tokens, 0) == Pending()
         rig.connector.finished("r")
     assert rig.lookup("r", tokens) == 128
     rig.lookup("another", tokens_of(23, 1))
@@ -300,11 +302,11 @@ def test_a_layout_that_does_not_yield_the_manifests_parts_is_refused_with_both_v
     good = manifest_of(kv.config, layout, CHUNK)
     settings, identity = ConnectorSettings(server.unix), Identity("i", "m")
     wrong_parts = msgspec.structs.replace(good, chunk_tokens=32)
-    with pytest.raises(LayoutMismatch, match=r"found 16384 .*wanted 32768"):
-        KvdockConnector(settings, wrong_parts, identity, [layout])
+    with pytest.raises(LayoutMismatchError, match=r"found 16384 .*wanted 32768"):
+        EngineConnector(settings, wrong_parts, identity, [layout])
     wrong_order = msgspec.structs.replace(good, token_order="HND")
-    with pytest.raises(LayoutMismatch, match=r"found NHD, wanted HND"):
-        KvdockConnector(settings, wrong_order, identity, [layout])
+    with pytest.raises(LayoutMismatchError, match=r"found NHD, wanted HND"):
+        EngineConnector(settings, wrong_order, identity, [layout])
     assert own_threads() == []
 
 
@@ -312,7 +314,7 @@ def test_a_refused_engine_is_told_why_and_leaves_nothing_behind(server: ServerPr
     taken = rig.connector.session.identity.instance
     with no_trace():
         for _ in range(3):
-            with pytest.raises(Refused, match="layout_mismatch"):
+            with pytest.raises(RefusedError, match="layout_mismatch"):
                 connector_over(KVCache(config()), server.unix, salt="other", instance=taken)
 
 
@@ -355,7 +357,7 @@ def test_without_a_server_everything_is_a_miss_and_it_is_found_when_it_comes(cap
         server.stop()
         with Rig(address) as rig:
             tokens = tokens_of(21, 2)
-            assert rig.connector.lookup("r", tokens, 32) == 32
+            assert rig.connector.lookup("r", tokens, 32) == Miss()
             assert rig.connector.begin_store("r", tokens, [range(8)], 128) == ()
             rig.connector.begin_load("r", [range(8)], 32, 128)
             assert rig.wait_load("r").valid_tokens == 32

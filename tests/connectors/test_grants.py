@@ -16,7 +16,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 from kvdock.client.client import Client
 from kvdock.connectors.grants import GrantBook
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
-from kvdock.connectors.session import Attachment
+from kvdock.connectors.session import Attachment, SessionObserver
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
@@ -66,7 +66,7 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
     tokens, hashes = tokens_of(40, 4), [unique("hash").encode() for _ in range(4)]
     with Rig(curious.unix) as rig:
         known = hashes[:2]
-        rig.connector.scheduler.chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
+        rig.connector.scheduler._chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
             namespace, chunk_tokens, known, CHUNK
         )
         first = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)
@@ -226,13 +226,13 @@ def handed_out(rig: Rig, seed: int) -> tuple[Attachment, LoadPlan]:
 def test_a_plan_on_its_way_to_its_rank_is_not_refused_when_the_lease_is_asked_about(rig: Rig) -> None:
     """The lease is old, its plan has left, and the rank has not begun: as behind a long step of the engine."""
     attachment, plan = handed_out(rig, 6)
-    asked, keeps = threading.Event(), rig.connector.session.keeps_lease
+    asked, keeps = threading.Event(), rig.connector.scheduler.keeps_lease
 
     def noted(lease: str) -> bool:
         asked.set()
         return keeps(lease)
 
-    rig.connector.session.keeps_lease = noted
+    rig.connector.session._observer = SessionObserver(noted)
     assert asked.wait(20)
     time.sleep(ASK_S / 4)  # some eight heartbeats: the rank would have been asked by now, and is not asked again yet
     assert rig.connector.worker.load(attachment, plan) == 128

@@ -18,10 +18,10 @@ from connector_helpers import PATIENCE_S, Rig
 from hypothesis import given, settings, strategies as st
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.interface import LoadDone
 from kvdock.connectors.session import Identity
-from kvdock.connectors.worker import LayoutMismatch
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
@@ -60,7 +60,7 @@ class Mixed(Rig):
         self.memory = torch.randint(
             1 << 30, (LAYERS, BLOCKS, LARGEST, WIDTH), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
         )
-        self.connector = KvdockConnector(
+        self.connector = EngineConnector(
             ConnectorSettings(address, timeout_s=PATIENCE_S), hybrid(sizes, windows, chunk_tokens, cache_salt=salt),
             Identity(unique("instance"), unique("member")), layouts_over(self.memory, sizes),
         )
@@ -288,8 +288,8 @@ def test_members_of_one_instance_agree_on_the_groups_sizes(client: Client) -> No
 
 def test_a_layout_whose_blocks_are_not_as_the_manifest_says_is_refused(server: ServerProcess) -> None:
     memory = torch.zeros((LAYERS, BLOCKS, LARGEST, WIDTH), dtype=torch.int32)
-    with pytest.raises(LayoutMismatch, match="block tokens of group 1: found 16, wanted 32 as the manifest says"):
-        KvdockConnector(
+    with pytest.raises(LayoutMismatchError, match="block tokens of group 1: found 16, wanted 32 as the manifest says"):
+        EngineConnector(
             ConnectorSettings(server.unix), hybrid((16, 32), (None, 40), CHUNK), Identity("i", "m"),
             layouts_over(memory, (16, 16)),
         )

@@ -15,8 +15,9 @@ from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, Spectator, engine_ov
 from engine_helpers import make_engine, poison, prompt, run_one, sampling
 
 from kvdock.client.client import Client
+from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.interface import LoadDone
-from kvdock.connectors.worker import LayoutMismatch, WorkerHalf
+from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.copy import Copier
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
@@ -210,8 +211,8 @@ def test_what_a_preempted_request_stores_begins_where_its_new_hit_ended(rig: Rig
 
 
 def test_a_layout_for_each_group_is_wanted(rig: Rig) -> None:
-    with pytest.raises(LayoutMismatch, match="layouts: found 0, wanted one for each of 3 groups"):
-        WorkerHalf(rig.connector.session, [])
+    with pytest.raises(LayoutMismatchError, match="layouts: found 0, wanted one for each of 3 groups"):
+        WorkerConnector(rig.connector.session, [])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_stores_are_told_to_leave_the_engine_alone_and_loads_are_not(rig: Rig, g
             return super().open_copiers(layouts, threads=threads, tuning=tuning)
 
     layout = paged_layout(rig.kv.format, rig.kv.tensors, block_tokens=rig.kv.block_tokens)
-    WorkerHalf(rig.connector.session, [layout] * 3, device=Watched(), tuning=given).close()
+    WorkerConnector(rig.connector.session, [layout] * 3, device=Watched(), tuning=given).close()
     wanted = given or measured
     assert told == [wanted, wanted.for_stores()]
 

@@ -26,8 +26,8 @@ from kvdock.api.pool.lock import remove_stale
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
-from kvdock.connectors.interface import LoadDone
-from kvdock.connectors.session import Attachment, EngineSession, Identity
+from kvdock.connectors.interface import LoadDone, Miss, Pending
+from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.datapath.registration import Register
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ServerUnavailable
@@ -75,7 +75,7 @@ def test_a_server_that_is_not_ready_yet_is_waited_for() -> None:
         path = f"{somewhere.folder.name}/early.sock"
         with unready_server(path) as (address, pool, loop), Rig(address) as rig:
             tokens = tokens_of(1, 2)
-            assert rig.connector.lookup("r", tokens, 16) == 16
+            assert rig.connector.lookup("r", tokens, 16) == Miss()
             asyncio.run_coroutine_threadsafe(pool.grow_first(), loop).result(10.0)
             eventually(lambda: rig.connector.session.attachment is not None)
             rig.store("s", tokens, range(8))
@@ -172,8 +172,8 @@ def test_a_stopped_server_comes_back_as_the_same_attachment_and_the_waiting_leas
         stopped(server)
         rig.connector.lookup("r", tokens, 0)
         eventually(lambda: rig.connector.session.attachment is None)
-        assert rig.connector.lookup("r", tokens, 16) == 16
-        assert rig.connector.lookup("waits", tokens, 16) == 16
+        assert rig.connector.lookup("r", tokens, 16) == Miss()
+        assert rig.connector.lookup("waits", tokens, 16) == Miss()
         continued(server)
         eventually(lambda: rig.connector.session.attachment is before)
         assert rig.lookup("new", tokens) == 128
@@ -226,7 +226,7 @@ def test_questions_queued_behind_a_stopped_server_are_misses_together() -> None:
         before = rig.attachment
         stopped(server)
         for number in range(8):
-            assert rig.connector.lookup(f"r{number}", tokens_of(30, 2), 0) is None
+            assert rig.connector.lookup(f"r{number}", tokens_of(30, 2), 0) == Pending()
         eventually(lambda: rig.connector.session.attachment is None)
         continued(server)
         eventually(lambda: rig.connector.session.attachment is before)
@@ -273,52 +273,68 @@ def test_a_process_that_cannot_map_the_pool_says_why_once_and_always_leaves(capl
             (SHM_DIR / f"{name}-away").unlink(missing_ok=True)
 
 
-def test_changes_are_heard_from_attaching_on() -> None:
-    with mortal() as server, Rig(server.unix) as rig, Client(server.unix) as client:
-        rig.store("s", tokens_of(42, 2), range(8))
-        session = EngineSession(client, rig.connector.session.manifest, Identity(unique("instance"), unique("member")))
-        heard: list[s.Changes] = []
-        session.on_changes = lambda attachment, changes: heard.append(changes)
-        session.start()
-        eventually(lambda: bool(heard))
-        assert heard[0].complete and heard[0].changes == []
+@contextmanager
+def observed(client: Client, observer: SessionObserver, described: s.Manifest | None = None) -> Iterator[EngineSession]:
+    """An engine process that wants to hear of changes."""
+    session = EngineSession(client, described or manifest(), Identity(unique("instance"), unique("member")))
+    session.start(observer)
+    try:
+        yield session
+    finally:
         session.close()
 
 
+def test_changes_are_heard_from_attaching_on() -> None:
+    with mortal() as server, Rig(server.unix) as rig, Client(server.unix) as client:
+        rig.store("s", tokens_of(42, 2), range(8))
+        heard: list[s.Changes] = []
+        observer = SessionObserver(changed=lambda attachment, changes: heard.append(changes))
+        with observed(client, observer, rig.connector.session.manifest):
+            eventually(lambda: bool(heard))
+            assert heard[0].complete and heard[0].changes == []
+
+
 def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> None:
-    with ServerProcess(heartbeat_s=60.0) as server, Rig(server.unix) as rig, Client(server.unix) as client:
-        heard: list[int] = []
-        rig.connector.session.on_changes = lambda attachment, changes: heard.append(len(changes.changes))
-        eventually(lambda: rig.attachment.changes_since > 0)
-        other = attach(client, **msgspec.to_builtins(rig.connector.session.manifest))
+    heard: list[int] = []
+    observer = SessionObserver(changed=lambda attachment, changes: heard.append(len(changes.changes)))
+    with ServerProcess(heartbeat_s=60.0) as server, Client(server.unix) as client, \
+            observed(client, observer) as session:
+        attachment = session.attachment
+        assert attachment is not None
+        eventually(lambda: attachment.changes_since > 0)
+        other = attach(client, **msgspec.to_builtins(session.manifest))
         changed = 0
         for batch in range(12):  # each goes as the next one comes
             stored = other.store(keys(400, unique(f"batch {batch}")))
             changed += 2 * len(stored.chunks)
         assert changed > 2 * MAX_KEYS
-        latest = rig.attachment.changes_since
+        latest = attachment.changes_since
         while (told := other.heartbeat(changes_since=latest).changes) is not None and told.next > latest:
             latest = told.next
-        rig.connector.session._wake.set()  # the next heartbeat
-        eventually(lambda: rig.attachment.changes_since == latest)
+        session._wake.set()  # the next heartbeat
+        eventually(lambda: attachment.changes_since == latest)
         full = heard.index(MAX_KEYS)
         assert heard[full : full + 2] == [MAX_KEYS, MAX_KEYS], "the second at once"
         other.close()
 
 
 def test_what_the_server_refuses_of_heartbeats_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with ServerProcess(heartbeat_s=0.05) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+    observer = SessionObserver(changed=lambda attachment, changes: None)
+    with ServerProcess(heartbeat_s=0.05) as server, Client(server.unix) as client, \
+            observed(client, observer) as session:
+        attachment = session.attachment
+        assert attachment is not None
+
         def hears_from(since: int) -> int:
             """Set until it stays: an answer on its way sets it too."""
-            found = rig.attachment.changes_since
+            found = attachment.changes_since
             if (found < 0) != (since < 0):
-                rig.attachment.changes_since = since
+                attachment.changes_since = since
             return found
 
-        rig.connector.session.on_changes = lambda attachment, changes: None
         eventually(lambda: hears_from(-1) < 0 and client.status().counters["refusals"] >= 3)
         assert caplog.text.count("the server refuses heartbeats") == 1
-        assert rig.connector.session.attachment is not None, "it is there, and answers everything else"
+        assert session.attachment is attachment, "it is there, and answers everything else"
         eventually(lambda: hears_from(0) > 0)
         eventually(lambda: hears_from(-1) < 0 and caplog.text.count("the server refuses heartbeats") == 2)
 

@@ -19,10 +19,10 @@ from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, engine_over, tokens_
 from engine_helpers import assert_same_bits, config, make_engine, prompt, run_one, sampling
 from torch import Tensor
 
-from kvdock.connectors.connector import KvdockConnector
+from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.worker import WorkerHalf
+from kvdock.connectors.worker import WorkerConnector
 from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -212,7 +212,7 @@ def test_requests_that_share_a_local_prefix_and_load_what_follows_run_as_if_alon
         engine.check_integrity()
         stillness.look()
     assert engine.drain(20.0)
-    assert isinstance(engine.connector, KvdockConnector)
+    assert isinstance(engine.connector, EngineConnector)
     engine.close()
 
     assert stillness.looks > 1000
@@ -230,13 +230,13 @@ def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twins that wait for the same chunks at the same time get blocks of their own."""
-    load, two_load = WorkerHalf.load, threading.Event()
+    load, two_load = WorkerConnector.load, threading.Event()
 
-    def late(half: WorkerHalf, attachment: Attachment, plan: LoadPlan) -> int:
+    def late(half: WorkerConnector, attachment: Attachment, plan: LoadPlan) -> int:
         two_load.wait(10.0)
         return load(half, attachment, plan)
 
-    monkeypatch.setattr(WorkerHalf, "load", late)
+    monkeypatch.setattr(WorkerConnector, "load", late)
     tokens = prompt(70, 300)
     writer = engine_over(server.unix)
     run_one(writer, tokens, sampling(1))

@@ -16,6 +16,7 @@ from adoption_helpers import next_at
 from api_helpers import ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, PATIENCE_S, PER_CHUNK, Rig, tokens_of
 
+from kvdock.connectors.session import SessionObserver
 from kvdock.connectors.vllm import announcer as module
 from kvdock.connectors.vllm.announcer import Announcer, Told
 from kvdock.protocol import schemas as s
@@ -43,7 +44,10 @@ class Telling:
     def __init__(self, address: str, **options: Any) -> None:
         self.rig = Rig(address, **options)
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
-        self.rig.connector.scheduler.witness = self.announcer.witness
+        # As vLLM's scheduler process wires them up; the small engine has no announcer.
+        scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
+        scheduler._observer = SimpleNamespace(asking=self.announcer.asking, known=lambda request_id, keys: None)
+        session._observer = SessionObserver(scheduler.keeps_lease, self.announcer.changed)
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()
         self.heard: list[Told] = []
@@ -175,7 +179,7 @@ def test_an_answer_that_is_older_than_a_heartbeat_tells_nothing_that_has_gone_si
         one.stores(tokens)
         one.stores(other)
         one.comes_to(tokens, other)
-        late = one.announcer.witness(one.rig.attachment)
+        late = one.announcer.asking(one.rig.attachment)
         one.clears()
         one.comes_to()
         late(one.keys(tokens))  # seen before it was cleared, and said only now
@@ -184,7 +188,7 @@ def test_an_answer_that_is_older_than_a_heartbeat_tells_nothing_that_has_gone_si
         one.stores(other)
         late(one.keys(other))
         one.comes_to(other)
-        one.announcer.witness(one.rig.attachment)(one.keys(tokens))
+        one.announcer.asking(one.rig.attachment)(one.keys(tokens))
         one.comes_to(tokens, other)
 
 
@@ -192,11 +196,11 @@ def test_an_answer_that_is_older_than_what_was_missed_tells_nothing(quick: Serve
     with Telling(quick.unix) as one:
         tokens = tokens_of(17, 2)
         one.knows(tokens)
-        late = one.announcer.witness(one.rig.attachment)
+        late = one.announcer.asking(one.rig.attachment)
         one.announcer.changed(one.rig.attachment, s.Changes(changes=[], next=0, complete=False))
         late(one.keys(tokens))
         assert one.believes() == set()
-        one.announcer.witness(one.rig.attachment)(one.keys(tokens))
+        one.announcer.asking(one.rig.attachment)(one.keys(tokens))
         one.comes_to(tokens)
 
 
@@ -239,7 +243,7 @@ def test_what_an_earlier_server_life_said_late_is_not_heard(quick: ServerProcess
         keys = one.keys(tokens_of(8, 2))
         late = s.Changes(changes=[s.Change(key.hex(), True) for key in keys], next=0, complete=True)
         one.announcer.changed(other.rig.attachment, late)
-        one.announcer.witness(other.rig.attachment)(keys)
+        one.announcer.asking(other.rig.attachment)(keys)
         assert one.believes() == set()
 
 
@@ -251,7 +255,7 @@ def test_of_many_chunks_that_never_come_the_oldest_are_forgotten(
         first, second = tokens_of(9, 2), tokens_of(10, 4)
         one.knows(first)
         one.knows(second)
-        one.announcer.witness(one.rig.attachment)(one.keys(first) + one.keys(second))
+        one.announcer.asking(one.rig.attachment)(one.keys(first) + one.keys(second))
         one.comes_to(second)
 
 
@@ -261,7 +265,7 @@ def test_what_is_met_again_is_not_among_the_oldest(quick: ServerProcess, monkeyp
         prompts = [tokens_of(seed, 2) for seed in (18, 19, 20)]
         for at in (0, 1, 0, 2):
             one.knows(prompts[at])
-        one.announcer.witness(one.rig.attachment)([key for tokens in prompts for key in one.keys(tokens)])
+        one.announcer.asking(one.rig.attachment)([key for tokens in prompts for key in one.keys(tokens)])
         one.comes_to(prompts[0], prompts[2])
 
 

@@ -11,11 +11,10 @@ from api_helpers import manifest
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.checked import CheckedScheduler
-from kvdock.connectors.vllm.config import NotSupported
+from kvdock.connectors.vllm.config import NotSupportedError, Settings
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, step_tokens
 from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.connectors.vllm.scheduler_side import VllmScheduler
 from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.schemas import Group
@@ -112,7 +111,7 @@ def test_pages_of_other_sizes_over_one_memory_leave_the_rest_alone() -> None:
 def test_pages_that_are_no_single_run_are_refused(shape: Sequence[int], strides: Sequence[int], said: str) -> None:
     memory = torch.zeros(4 * BLOCKS * PAGE, dtype=torch.uint8)
     tensor = memory.as_strided(shape, strides)
-    with pytest.raises(NotSupported, match=said):
+    with pytest.raises(NotSupportedError, match=said):
         layouts_of(groups_of(config_of(FULL_16)), {"layer.0": tensor}, BLOCKS, "order")
 
 
@@ -166,8 +165,7 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
     )
     session = EngineSession(Client("unix:/nobody/listens"), described, Identity("i", "m"))
     room = Room(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    half = CheckedScheduler(session, always=False)
-    side = SchedulerSide(half, groups, room, ranks=1, load_async=True, fails_closed=False)
+    side = VllmScheduler(session, groups, room, Settings(), ranks=1, fails_closed=False)
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * 150, all_token_ids=[1] * 150, num_tokens=150, num_prompt_tokens=150,
         max_tokens=0,

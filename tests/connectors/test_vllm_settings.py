@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvdock.connectors.vllm.config import NotSupported, Settings
+from kvdock.connectors.vllm.config import NotSupportedError, Settings
 from kvdock.connectors.vllm.cores import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, revision
@@ -20,7 +20,7 @@ from kvdock.connectors.vllm.setup import (
     loads_by_layer,
     place_of,
     refuse_what_is_not_supported,
-    reports_verified,
+    reports_early,
     undoes_steps,
     workers_here,
 )
@@ -37,7 +37,7 @@ from kvdock.datapath.cuda import CopyTuning
     ({"address": "unix:/s", "chunk_tokens": 0}, "above zero"),
 ])
 def test_wrong_settings_are_refused_by_name(extra: dict[str, object], named: str) -> None:
-    with pytest.raises(NotSupported, match=named.replace("(", r"\(")):
+    with pytest.raises(NotSupportedError, match=named.replace("(", r"\(")):
         Settings.load(extra)
 
 
@@ -86,18 +86,18 @@ def test_context_parallelism_is_refused_at_start(name: str) -> None:
     setattr(set_up.parallel_config, name, 1)
     refuse_what_is_not_supported(set_up, 1)
     setattr(set_up.parallel_config, name, 2)
-    with pytest.raises(NotSupported, match=f"{name} is 2, and 1 is wanted"):
+    with pytest.raises(NotSupportedError, match=f"{name} is 2, and 1 is wanted"):
         refuse_what_is_not_supported(set_up, 1)
 
 
 def test_a_pipeline_is_served_when_its_stages_hold_equally_much() -> None:
     refuse_what_is_not_supported(config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[3, 3]), 1)
     uneven = config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[4, 3])
-    with pytest.raises(NotSupported, match=r"found \[4, 3\]: choose a pipeline_parallel_size that divides 7"):
+    with pytest.raises(NotSupportedError, match=r"found \[4, 3\]: choose a pipeline_parallel_size that divides 7"):
         refuse_what_is_not_supported(uneven, 1)
-    with pytest.raises(NotSupported, match="one KV cache group, found 3"):
+    with pytest.raises(NotSupportedError, match="one KV cache group, found 3"):
         refuse_what_is_not_supported(config(pipeline_parallel_size=2, layers=[3, 3]), 3)
-    with pytest.raises(NotSupported, match="'eagle' drafts with pipeline parallelism"):
+    with pytest.raises(NotSupportedError, match="'eagle' drafts with pipeline parallelism"):
         refuse_what_is_not_supported(
             config(pipeline_parallel_size=2, layers=[3, 3], drafts=drafting("eagle")), 1
         )
@@ -155,7 +155,7 @@ def test_workers_of_one_machine_are_counted_over_its_engines() -> None:
 
 def test_more_workers_than_a_lease_has_readers_are_refused() -> None:
     refuse_what_is_not_supported(config(tensor_parallel_size=128), 1)
-    with pytest.raises(NotSupported, match="up to 128 workers an engine, found 256"):
+    with pytest.raises(NotSupportedError, match="up to 128 workers an engine, found 256"):
         refuse_what_is_not_supported(config(tensor_parallel_size=128, pipeline_parallel_size=2), 1)
 
 
@@ -163,7 +163,7 @@ def test_more_workers_than_a_lease_has_readers_are_refused() -> None:
 def test_methods_of_drafting_whose_kv_is_not_known_are_refused_by_name(method: str) -> None:
     for known in (*DRAFTS_WITH_KV, *DRAFTS_WITHOUT_KV):
         refuse_what_is_not_supported(config(drafts=drafting(known)), 1)
-    with pytest.raises(NotSupported, match=f"the speculative method '{method}' keeps"):
+    with pytest.raises(NotSupportedError, match=f"the speculative method '{method}' keeps"):
         refuse_what_is_not_supported(config(drafts=drafting(method)), 1)
 
 
@@ -232,8 +232,8 @@ def test_loads_are_reported_early_only_where_nobody_else_depends_on_their_end(
     set_up = config()
     vars(set_up.parallel_config).update(parallel)
     place = place_of(set_up.parallel_config, [KVGroup(None, 16, {"layer.0": 128}, latent)])
-    assert reports_verified(set_up, SimpleNamespace(needs_kv_cache_zeroing=zeroes), place) == reports
-    assert reports_verified(set_up, SimpleNamespace(), place) == (reports or zeroes)
+    assert reports_early(set_up, SimpleNamespace(needs_kv_cache_zeroing=zeroes), place) == reports
+    assert reports_early(set_up, SimpleNamespace(), place) == (reports or zeroes)
 
 
 def test_steps_are_undone_only_where_none_run_ahead() -> None:
@@ -255,7 +255,7 @@ def test_kinds_of_kv_that_a_prefix_does_not_name_are_refused() -> None:
         block_size, page_size_bytes = 16, 128
 
     group = SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["a"])
-    with pytest.raises(NotSupported, match="KV of kind MambaSpec"):
+    with pytest.raises(NotSupportedError, match="KV of kind MambaSpec"):
         groups_of(SimpleNamespace(kv_cache_groups=[group]))
 
 

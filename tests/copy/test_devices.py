@@ -13,7 +13,7 @@ from bytes_helpers import Paged, Shape
 from paths import ROOT
 
 from kvdock import _core
-from kvdock.connectors.connector import ConnectorSettings
+from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.datapath import tuning as tunings
 from kvdock.datapath.copy import CpuCopier, PartCopy, skip_blocks
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda

@@ -12,7 +12,7 @@ from cuda_helpers import keep_busy, needs_gpu, new_stream, stream_of
 from engine_helpers import config
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.session import Identity
 from kvdock.connectors.worker import Bands
 from kvdock.datapath.cuda import CudaHandle
@@ -130,7 +130,7 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
     settings = ConnectorSettings(server.unix, device="cuda")
     rig = GpuRig(server.unix, seed=3)
     rig.connector.close()
-    rig.kv, rig.connector = kv, KvdockConnector(
+    rig.kv, rig.connector = kv, EngineConnector(
         settings, manifest, Identity(unique("i"), unique("m")), [layout], stream=stream_of(stream)
     )
     with rig:

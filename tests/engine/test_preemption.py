@@ -14,6 +14,7 @@ from api_helpers import ServerProcess
 from connector_helpers import engine_over
 from engine_helpers import MemoryConnector, Pool, make_engine, prompt, run, run_one, sampling
 
+from kvdock.connectors.interface import Pending
 from kvdock.engine.block_manager import held
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
@@ -62,7 +63,7 @@ def test_of_two_requests_that_saturate_seven_blocks_the_preempted_one_reloads(
     theirs, count = blocks.pool.allocate(3), blocks.check_integrity
     monkeypatch.setattr(blocks, "check_integrity", lambda tables, others: count(tables, [*others, theirs]))
     for name, tokens in (("first", first), ("second", second)):
-        while engine.connector.lookup(name, tokens, 0) is None:  # so that both start in one step
+        while engine.connector.lookup(name, tokens, 0) == Pending():  # so that both start in one step
             engine.connector.poll(0.05)
     engine.add_request(first, sampling(28), "first")
     engine.add_request(second, sampling(30), "second")

@@ -24,8 +24,8 @@ from engine_helpers import config, make_engine, prompt, run_one, sampling
 from torch import Tensor
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import KvdockConnector
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.connectors.engine_connector import EngineConnector
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -154,7 +154,7 @@ class Spoiler:
 
     The checksum is made of the spoiled bytes: nothing can catch them. `kv` is the engine's memory."""
 
-    def __init__(self, inner: KvdockConnector, kv: KVCache, seed: int) -> None:
+    def __init__(self, inner: EngineConnector, kv: KVCache, seed: int) -> None:
         self.inner, self.kv = inner, kv
         self.random = Random(seed)
         self.draw = torch.Generator().manual_seed(seed)
@@ -196,7 +196,7 @@ class Spoiler:
         self.loads += news.loads
         self.stores += news.stores
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
         return self.inner.lookup(request_id, token_ids, local_tokens)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:

@@ -27,7 +27,7 @@ from engine_helpers import make_engine, prompt, run, run_one, sampling
 from torch import Tensor
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import KvdockConnector
+from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
@@ -71,7 +71,7 @@ class Spoiler:
 
     In the first row of the memory: what a window of the last layer held would be forgotten with the window."""
 
-    def __init__(self, inner: KvdockConnector, kv: KVCache) -> None:
+    def __init__(self, inner: EngineConnector, kv: KVCache) -> None:
         self.inner, self.kv = inner, kv
         self.loads: list[LoadDone] = []
         self.stores: list[StoreDone] = []
@@ -136,7 +136,7 @@ class Place:
         """All is stored; `after`: and damaged, in the last chunk of the prefix, in the last group."""
         assert engine.drain(20.0)
         inner = engine.connector.inner if isinstance(engine.connector, Spoiler) else engine.connector
-        assert isinstance(inner, KvdockConnector)
+        assert isinstance(inner, EngineConnector)
         if damage == "after":
             with Client(self.server.unix) as client, Spectator(client, inner.session.manifest) as spectator:
                 part = spectator.slots(tokens)[-1]

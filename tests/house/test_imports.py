@@ -76,7 +76,7 @@ def test_imports_point_down_from(room: str) -> None:
     ("datapath", "import importlib\nimportlib.import_module('torch.cuda')"),
     ("api", "from kvdock.client.client import Client"),
     ("api", "from kvdock.datapath.segments import AttachedSegments"),
-    ("api", "import kvdock.connectors.connector"),
+    ("api", "import kvdock.connectors.engine_connector"),
     ("api", "if TYPE_CHECKING:\n    from kvdock.engine.engine import Engine"),
     ("api", "from ..engine import engine"),
     ("api", "import numpy as np"),

@@ -12,7 +12,7 @@ from connector_helpers import PATIENCE_S
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
 
-from kvdock.connectors.connector import ConnectorSettings
+from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.connectors.session import Identity
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine

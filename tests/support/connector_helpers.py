@@ -1,6 +1,6 @@
 """Connectors for tests without an engine around them: paged memory, the verbs driven by hand, and a spectator.
 
-Everything is real: a server process (api_helpers.ServerProcess), shared memory, KvdockConnector with its
+Everything is real: a server process (api_helpers.ServerProcess), shared memory, EngineConnector with its
 threads. A Rig is what an engine process has, minus the model: its blocks hold whatever a test puts there.
 """
 
@@ -22,8 +22,8 @@ from bytes_helpers import open_descriptors
 from engine_helpers import config, poison, prompt
 
 from kvdock.client.client import Client
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import BlocksRead, LoadDone, StoreDone
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.interface import BlocksRead, Hit, LoadDone, Pending, StoreDone
 from kvdock.connectors.session import Attachment, Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.datapath.segments import AttachedSegments
@@ -44,14 +44,14 @@ PATIENCE_S = 20.0
 def connector_over(
     kv: KVCache, address: str, *, label: str = "rig", salt: str = "", chunk_tokens: int = CHUNK,
     instance: str | None = None, **settings: Any,
-) -> KvdockConnector:
+) -> EngineConnector:
     """As engine/kvdock.py connects, with a cache salt, and patience with a server that stands still a moment."""
     settings.setdefault("timeout_s", PATIENCE_S)
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     manifest = msgspec.structs.replace(manifest_of(kv.config, layout, chunk_tokens), cache_salt=salt)
     identity = Identity(instance or unique("instance"), unique("member"), label=label)
     layouts = [layout] * len(manifest.groups)
-    return KvdockConnector(ConnectorSettings(address, **settings), manifest, identity, layouts)
+    return EngineConnector(ConnectorSettings(address, **settings), manifest, identity, layouts)
 
 
 def engine_over(address: str, settings: EngineConfig | None = None, **options: Any) -> Engine:
@@ -62,8 +62,8 @@ def engine_over(address: str, settings: EngineConfig | None = None, **options: A
     return Engine(settings, connector_over(kv, address, **options), kv=kv)
 
 
-def kvdock_of(engine: Engine) -> KvdockConnector:
-    assert isinstance(engine.connector, KvdockConnector)
+def kvdock_of(engine: Engine) -> EngineConnector:
+    assert isinstance(engine.connector, EngineConnector)
     return engine.connector
 
 
@@ -102,11 +102,12 @@ class Rig:
         self.stores += news.stores
 
     def lookup(self, request: str, tokens: Sequence[int], local: int = 0) -> int:
+        """Tokens that can be had, `local` at least."""
         until = time.monotonic() + PATIENCE_S
-        while (hit := self.connector.lookup(request, tokens, local)) is None:
+        while isinstance(found := self.connector.lookup(request, tokens, local), Pending):
             assert time.monotonic() < until, "the lookup was never answered"
             self.poll()
-        return hit
+        return found.tokens if isinstance(found, Hit) else local
 
     def load(self, request: str, block_ids: Sequence[int], local: int, hit: int) -> LoadDone:
         self.connector.begin_load(request, [block_ids], local, hit)

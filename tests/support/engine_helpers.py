@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.connectors.interface import (
+    BlocksRead,
+    GroupBlocks,
+    Hit,
+    LoadDone,
+    LookupResult,
+    Miss,
+    Pending,
+    Progress,
+    StoreDone,
+)
 from kvdock.engine.config import EngineConfig, preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.groups import first_needed
@@ -146,14 +156,14 @@ class MemoryConnector:
         self.waits_s: list[float] = []
         self.closed = False
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
         asked = self.asked.get(request_id, (0, []))[0] + 1
         self.asked[request_id] = (asked, list(token_ids))
         if asked <= self._vary(self.unknown_lookups):
-            return None
+            return Pending()
         ceiling = min(len(token_ids), self.ceilings.get(request_id, len(token_ids)))
         hits = range(ceiling // self.chunk_tokens * self.chunk_tokens, local_tokens, -self.chunk_tokens)
-        return next((hit for hit in hits if self._serves(token_ids, hit)), local_tokens)
+        return next((Hit(hit) for hit in hits if self._serves(token_ids, hit)), Miss())
 
     def _serves(self, tokens: Sequence[int], hit: int) -> bool:
         """Whether every group has each chunk that it needs something of for this hit."""

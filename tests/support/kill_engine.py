@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from bench.soak import BLOCK, CHUNK, HEAD, PLANES, Array, content_of, tokens_of
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
-from kvdock.connectors.interface import LoadDone, StoreDone
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
+from kvdock.connectors.interface import Hit, LoadDone, Pending, StoreDone
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.schemas import Group, Manifest
@@ -36,7 +36,7 @@ class KillEngine:
         )
         nonce = f"kill-{seed}-{os.getpid()}"
         settings = ConnectorSettings(address, timeout_s=5.0, copy_threads=1)
-        self._connector = KvdockConnector(settings, manifest, Identity(nonce, nonce), [layout])
+        self._connector = EngineConnector(settings, manifest, Identity(nonce, nonce), [layout])
         self._done: list[LoadDone | StoreDone] = []
         self._requests = 0
 
@@ -93,10 +93,9 @@ class KillEngine:
         return f"r{self._requests}"
 
     def _look(self, request: str, tokens: list[int]) -> int:
-        hit: int | None
-        while (hit := self._connector.lookup(request, tokens, 0)) is None:
+        while isinstance(found := self._connector.lookup(request, tokens, 0), Pending):
             self._poll()
-        return hit
+        return found.tokens if isinstance(found, Hit) else 0
 
     def _poll(self) -> None:
         news = self._connector.poll(0.02)

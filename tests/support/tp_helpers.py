@@ -13,7 +13,7 @@ from api_helpers import unique
 from connector_helpers import CHUNK, PATIENCE_S
 from engine_helpers import poison
 
-from kvdock.connectors.connector import ConnectorSettings, KvdockConnector
+from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.session import Identity
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
 from kvdock.engine.config import EngineConfig, preset
@@ -35,7 +35,7 @@ def crew_engine(crew: Crew, config: EngineConfig, address: str | None, *, salt: 
     runner = crew.runner(config)
     poison(runner.kv)
     crew.ask(poison_rank)
-    connector: KvdockConnector | None = None
+    connector: EngineConnector | None = None
     if address is not None:
         identity = Identity(unique("instance"), unique("member"), label=f"{crew.size} ranks")
         connector = connect(

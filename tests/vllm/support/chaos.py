@@ -26,21 +26,18 @@ class Chaos:
         self._looked_at: list[Any] = []
         """Answers whose parts are looked at in the background: they are promised if they are found whole."""
         self._lock = threading.Lock()
-        half = self._half = engine.scheduler.connector._scheduler._half
-        file, sees_whole = half._file, half._sees_whole
+        half = self._connector = engine.scheduler.connector._scheduler._connector
+        verify = half.verify
 
-        def filing(fetch: Any, answer: Any) -> None:
-            with self._looking_at(answer):
-                file(fetch, answer)
+        def verifying(request_id: str) -> None:
+            request = half._requests.get(request_id)
+            with self._looking_at(request.answer if request is not None else None):
+                verify(request_id)
 
-        def seeing(request_id: str, attachment: Any, answer: Any, lease: str) -> bool:
-            with self._looking_at(answer):
-                return bool(sees_whole(request_id, attachment, answer, lease))
-
-        half._file, half._sees_whole = filing, seeing
+        half.verify = verifying
         worker = engine.worker._worker
-        self._has_way_back = len(engine.windows) == 1 or worker._by_request
-        store, submit, begin = worker._half.store, worker._submit, worker.begin
+        self._has_way_back = len(engine.windows) == 1 or worker._traits.takes_failed_requests
+        store, submit, begin = worker._connector.store, worker._submit, worker.begin
         self._in_step: list[Any] = []
 
         def begun(orders: Any) -> None:
@@ -63,7 +60,7 @@ class Chaos:
                         self.seen["damaged_loads"] += 1
             return submit(order, is_early)
 
-        worker._half.store, worker._submit, worker.begin = noted, endangered, begun
+        worker._connector.store, worker._submit, worker.begin = noted, endangered, begun
 
     def step(self) -> None:
         engine = self._engine
@@ -78,9 +75,9 @@ class Chaos:
 
     def _promised(self) -> list[Any]:
         """Parts of loads that were promised because they were seen to be whole, or may be."""
-        half = self._half
-        answers = [half._requests[name].answer for name in list(half._seen_whole) if name in half._requests]
-        promised = [answer for answer in answers if answer is not None] + self._looked_at
+        half = self._connector
+        verified = [one.verified for one in list(half._requests.values()) if one.verified is one.answer]
+        promised = [answer for answer in verified + self._looked_at if answer is not None]
         return [part for answer in promised for parts in answer.chunks for part in parts] + self._in_step
 
     @contextmanager

@@ -3,6 +3,7 @@ to be taken back. Around a real Scheduler, stepped by hand: a load that is verif
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from concurrent.futures import Future
 from typing import Any
@@ -13,7 +14,7 @@ from sched_engine import SchedEngine
 from sched_scenarios import count_verified, figures, prompt
 from vllm.v1.request import RequestStatus
 
-from kvdock.connectors.vllm.worker_side import LoadLost
+from kvdock.connectors.vllm.worker_side import LoadLostError
 
 
 def stored(address: str, tokens: list[int], **settings: Any) -> SchedEngine:
@@ -30,7 +31,7 @@ def lost(engine: SchedEngine, *request: Any) -> str:
     try:
         engine.add(*request)
         engine.run()
-    except LoadLost as error:
+    except LoadLostError as error:
         return str(error)
     finally:
         engine.close()
@@ -44,7 +45,7 @@ def verified(address: str, by_layer: bool, asks: bool = True, orders: bool = Tru
     into_lockstep(engine, random.Random(0), 0, verified=True)
     count_verified(engine)
     worker, engine.asks_for_layers = engine.worker._worker, asks
-    worker._by_layer = by_layer
+    worker._traits = dataclasses.replace(worker._traits, loads_by_layer=by_layer)
     if not orders:
         worker._order_reported = lambda alone, stream: None
     ended = lost(engine, "warm", prompt(4, 150))
@@ -58,7 +59,7 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
     engine, bands = stored(address, prompt(7, 150), **settings), []
     into_lockstep(engine, random.Random(0), 0, verified=True, hasty=False)
     count_verified(engine)
-    half = engine.worker._worker._half
+    half = engine.worker._worker._connector
     submit = half.submit_load
 
     def noted(attachment: Any, plan: Any, of_load: Any) -> Any:
@@ -104,7 +105,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
     engine = stored(address, prompt(5, 70), **settings)
     chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
     into_lockstep(engine, random.Random(0), 0, verified=True)
-    report, submit = worker._report_verified, worker._half.submit_load
+    report, submit = worker._report_verified, worker._connector.submit_load
 
     def late(*arguments: Any) -> Any:
         loading = submit(*arguments)
@@ -118,7 +119,7 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
                 chaos._flip(worker._session.attachment, load.order.plan.pieces[1].parts[0])
                 engine.seen["flipped"] += 1
 
-    worker._report_verified, worker._half.submit_load = endangered, late
+    worker._report_verified, worker._connector.submit_load = endangered, late
     ended = lost(engine, "alone", prompt(5, 150), 20)
     other = SchedEngine(address, **settings)
     for name in ("other", "third"):  # what lies behind the damaged chunk is found once it is back
@@ -148,12 +149,12 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
         future.set_result(work(*arguments))
         return future
 
-    engine.worker._worker._storing.submit = at_once
+    engine.worker._worker._storing.run = at_once
     engine.add("alone", prompt(6, 150))
     while not engine.seen["sync_loads"]:
         engine.step()
         # What the step offered has its slots before the next one is built.
-        engine.scheduler.connector._scheduler._reserving.submit(int).result()
+        engine.scheduler.connector._scheduler._driver._storing.run(int).result()
     engine.run()
     engine.forget_prefixes()
     engine.add("again", prompt(6, 150))

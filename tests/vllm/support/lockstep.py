@@ -11,12 +11,13 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sched_engine import SchedEngine
 
+from kvdock.connectors.background import Background
 from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
@@ -144,17 +145,17 @@ def into_lockstep(
     def delay() -> int:
         return source.randrange(most_steps + 1)
 
-    for side in (engine.scheduler.connector._scheduler, engine.worker._worker):
-        for name, value in list(vars(side).items()):
-            if isinstance(value, ThreadPoolExecutor):
-                value.shutdown()
+    for owner in (engine.scheduler.connector._scheduler._driver, engine.worker._worker):
+        for value in vars(owner).values():
+            if isinstance(value, Background):
+                value.close()
                 queues.append(Queue(delay, failures))
-                setattr(side, name, queues[-1])
+                value._thread = queues[-1]
     worker = engine.worker._worker
-    submit = worker._half.submit_load
+    submit = worker._connector.submit_load
     least = LEAST_QUESTIONS if verified else 0
-    worker._half.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
-    worker._reports_verified = verified
+    worker._connector.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
+    worker._reports_early = verified
     if verified and hasty:
         into_haste(worker)
     fence, wait_for_layer = worker.fence, worker.wait_for_layer

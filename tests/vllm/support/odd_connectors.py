@@ -21,7 +21,7 @@ class OneDamaged(KvdockConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        half = self._worker._half
+        half = self._worker._connector
         if half.rank != int(os.environ["KVDOCK_DAMAGED_RANK"]):
             return
         real = half.submit_load

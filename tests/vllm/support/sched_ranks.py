@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin as Mixin
 
-from kvdock.connectors.worker import Loading, WorkerHalf
+from kvdock.connectors.worker import Loading, WorkerConnector
 
 
 class RanksEngine(SchedEngine):
@@ -64,13 +64,13 @@ class RanksEngine(SchedEngine):
                 worker.register_kv_caches({f"layer.{n}": memory[:, :size] for n, size in enumerate(self.sizes)})
                 told[stage, shard] = worker.get_handshake_metadata()
                 self.workers.append(worker)
-                self._count_failed_stores(worker._worker._half)
+                self._count_failed_stores(worker._worker._connector)
                 self.cells.append(memory.numpy())
                 self.marks.append((stage * self.shards + (0 if self.latent else shard)) << 40)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
         self._joined = KVOutputAggregator.from_connector(self.scheduler.connector, len(self.workers))
 
-    def _count_failed_stores(self, half: WorkerHalf) -> None:
+    def _count_failed_stores(self, half: WorkerConnector) -> None:
         """They are nobody's error: what could not be stored is missed later."""
         real = half.store
 
@@ -83,8 +83,8 @@ class RanksEngine(SchedEngine):
         half.store = store  # type: ignore[method-assign]  # the real store, counted
 
     @property
-    def halves(self) -> list[WorkerHalf]:
-        return [worker._worker._half for worker in self.workers]
+    def halves(self) -> list[WorkerConnector]:
+        return [worker._worker._connector for worker in self.workers]
 
     def _as_runner_1(self, out: Any) -> ModelRunnerOutput:
         told = []
@@ -145,7 +145,7 @@ def cold(address: str, **how: Any) -> RanksEngine:
 def warm(address: str, **how: Any) -> dict[str, Any]:
     engine = cold(address, **how)
     warmed(engine)
-    readers = engine.scheduler.connector._scheduler._half.readers
+    readers = engine.scheduler.connector._scheduler._connector.readers
     engine.close()
     return figures(engine, readers=readers)
 
@@ -188,7 +188,7 @@ def swapped(address: str, **how: Any) -> dict[str, Any]:
     return figures(engine)
 
 
-def damage(half: WorkerHalf, attachment: Any, plan: Any) -> None:
+def damage(half: WorkerConnector, attachment: Any, plan: Any) -> None:
     """Flips a byte of the worker's part of the plan's second chunk."""
     part = next(part for part in plan.pieces[1].parts if part.writer == half.rank)
     byte = ctypes.c_uint8.from_address(attachment.segments.address(part.segment, part.offset, part.length) + 5)
@@ -215,7 +215,7 @@ def one_damaged(address: str, rank: int, **how: Any) -> dict[str, Any]:
 def one_gone(address: str, **how: Any) -> dict[str, Any]:
     """One worker has lost the server, the scheduler's side and the other worker have not."""
     engine = cold(address, **how)
-    engine.workers[-1]._worker._joined = lambda life: None
+    engine.workers[-1]._worker._session.attachment_to = lambda epoch: None
     engine.add("warm", prompt(1, 150))
     engine.add("other", prompt(2, 150))
     engine.run()
@@ -226,7 +226,7 @@ def one_gone(address: str, **how: Any) -> dict[str, Any]:
 def two_short(address: str, **how: Any) -> dict[str, Any]:
     """One worker has nothing of a load and says so at once; the other has a chunk, and says so some steps later."""
     engine = cold(address, **how)
-    engine.workers[0]._worker._joined = lambda life: None
+    engine.workers[0]._worker._session.attachment_to = lambda epoch: None
     half, waits = engine.halves[1], iter([False] * 5)
     real, loads = half.submit_load, []
 

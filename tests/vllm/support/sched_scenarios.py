@@ -7,6 +7,7 @@ Prompts depend on seeds alone.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import time
@@ -22,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from kvdock.connectors.vllm import worker_side
 from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.connectors.vllm.scheduler_side import VllmScheduler
 from kvdock.protocol.keys import HashedChain, KeyChain
 from kvdock.protocol.schemas import Lookup
 
@@ -69,7 +70,7 @@ def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[s
             engine = SchedEngine(address, algorithm=algorithm, weights_digest=f"hashing {algorithm} {seeds}")
             request = engine.add("r", prompt(1, 150), max_tokens=20)
             engine.run()
-            half = engine.scheduler.connector._scheduler._half
+            half = engine.scheduler.connector._scheduler._connector
             attached = half.session.attachment
             assert attached is not None
             chains = KeyChain(attached.namespace, 32), HashedChain(attached.namespace, 32, request.block_hashes, BLOCK)
@@ -145,7 +146,8 @@ def one_seed(
     )
     failures = into_lockstep(engine, source, source.choice((0, 1, 3)), verified=verified) if by_hand else []
     if verified:
-        engine.worker._worker._by_layer = source.random() < 0.5
+        worker = engine.worker._worker
+        worker._traits = dataclasses.replace(worker._traits, loads_by_layer=source.random() < 0.5)
         count_verified(engine)
     try:
         chaos = Chaos(engine, source, likely)
@@ -270,16 +272,16 @@ def no_cap(really: bool) -> Iterator[None]:
 
 def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] = ()) -> dict[str, Any]:
     """Negative control: a load that fills each block with what the one before should hold."""
-    real = SchedulerSide.allocated
+    real = VllmScheduler.allocated
 
-    def shifted(self: SchedulerSide, request: Any, table: Any, external: int) -> None:
+    def shifted(self: VllmScheduler, request: Any, table: Any, external: int) -> None:
         real(self, request, [[*column[1:], *column[:1]] for column in table] if external else table, external)
 
-    SchedulerSide.allocated = shifted  # type: ignore[method-assign]  # the defect that the check must see
+    VllmScheduler.allocated = shifted  # type: ignore[method-assign]  # the defect that the check must see
     try:
         return warm(address, windows, sizes)
     finally:
-        SchedulerSide.allocated = real  # type: ignore[method-assign]  # as it was
+        VllmScheduler.allocated = real  # type: ignore[method-assign]  # as it was
 
 
 SCENARIOS = {

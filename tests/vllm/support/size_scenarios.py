@@ -7,26 +7,26 @@ from typing import Any
 
 from sched_scenarios import warm
 
-from kvdock.connectors.vllm.scheduler_side import SchedulerSide
+from kvdock.connectors.vllm.scheduler_side import VllmScheduler
 
 
 def swapped(address: str, windows: Sequence[int | None], sizes: Sequence[int]) -> dict[str, Any]:
     """Negative control: the last two blocks that a load fills change places, in the group with the largest blocks that
     has two."""
-    real = SchedulerSide.allocated
+    real = VllmScheduler.allocated
 
-    def confused(self: SchedulerSide, request: Any, table: Any, external: int) -> None:
+    def confused(self: VllmScheduler, request: Any, table: Any, external: int) -> None:
         if external:
             ends = [(size, column, external // size) for size, column in zip(sizes, table, strict=True)]
             _, column, end = max(one for one in ends if one[1][one[2] - 2] is not None)
             column[end - 2], column[end - 1] = column[end - 1], column[end - 2]
         real(self, request, table, external)
 
-    SchedulerSide.allocated = confused  # type: ignore[method-assign]  # the defect that the check must see
+    VllmScheduler.allocated = confused  # type: ignore[method-assign]  # the defect that the check must see
     try:
         return warm(address, windows, sizes)
     finally:
-        SchedulerSide.allocated = real  # type: ignore[method-assign]  # as it was
+        VllmScheduler.allocated = real  # type: ignore[method-assign]  # as it was
 
 
 SCENARIOS = {made.__name__: made for made in (swapped,)}

@@ -1,34 +1,34 @@
-"""Both halves in one process, behind the verbs of interface.py: what an engine's first process plugs in.
+"""A whole connector in one process, behind the verbs of interface.py: what an engine's first process plugs in.
 
     engine thread      lookup ──► begin_load ──► poll … begin_store ──► poll … finished
     background         fetch      load           reserve + store        cancel
 
-Three background threads: questions (lookups, cancels), loads, stores, so that none waits for another
-kind. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
+The driver (connectors/driver.py) asks the server; loads have a thread of their own here, so that none waits for a
+question or a store. What they finish is handed over by poll(). Invariant: every begin_load and every non-empty
 begin_store is answered by exactly one LoadDone or StoreDone, whatever fails, once all ranks are done with it.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvdock.client.client import Client
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Progress, StoreDone
+from kvdock.connectors.background import Background
+from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
+from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.scheduler import Fetch, SchedulerHalf, StoreOffer
-from kvdock.connectors.session import Attachment, EngineSession, Identity
-from kvdock.connectors.worker import WorkerHalf
+from kvdock.connectors.scheduler import SchedulerConnector, StoreBatch, StoreOffer
+from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
+from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.schemas import Manifest
-
-log = logging.getLogger("kvdock.connector")
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,19 @@ class ConnectorSettings:
     """Of copies with the CPU."""
     copy_tuning: CopyTuning | None = None
     """For copies on a GPU; None: as measured. For stores only its `background_store_ctas` counts (for_stores())."""
+    max_load_tokens: int = UNLIMITED
+    max_load_share: float = 1.0
+    min_load_tokens: int = 0
+    """These three: as LoadLimits has them."""
+    chunk_statistics: bool = False
+    """Counts which chunks are used again; see the connector's `statistics`."""
 
 
-class KvdockConnector:
+class EngineConnector:
     """A Connector (interface.py). `layouts`: where each KV group of the manifest has its blocks; groups that
-    share their memory share a layout. Refused when a server is there and will not have this engine;
-    LayoutMismatch when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as WorkerHalf
-    has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
+    share their memory share a layout. RefusedError when a server is there and does not accept this engine;
+    LayoutMismatchError when `layouts` and `manifest` disagree; NoCuda when there is no such GPU. `stream`: as
+    WorkerConnector has it. `peers`: the way to the workers of the ranks beside this one, whose rank is 0."""
 
     def __init__(
         self,
@@ -62,34 +68,31 @@ class KvdockConnector:
         peers: Peers | None = None,
     ) -> None:
         self.peers = peers if peers is not None else Peers()
+        limits = LoadLimits(settings.max_load_tokens, settings.max_load_share, settings.min_load_tokens)
+        self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
-        self.scheduler = SchedulerHalf(self.session, readers=manifest.tensor_parallel)
+        self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel)
+        self._driver = Driver(
+            self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics
+        )
         self._news = threading.Condition()
         self._loads: list[LoadDone] = []
         self._stores: list[StoreDone] = []
         self._woken = False
-        self._asking = ThreadPoolExecutor(1, "kvdock-ask")
-        self._loading = ThreadPoolExecutor(1, "kvdock-load")
-        self._storing = ThreadPoolExecutor(1, "kvdock-store")
-        start(self.session, self.worker)
+        self._loading = Background("kvdock-load")
+        start(self.session, self.worker, SessionObserver(self.scheduler.keeps_lease))
 
     # ------------------------------------------------------------------ the verbs
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> int | None:
-        found = self.scheduler.lookup(request_id, token_ids, local_tokens)
-        if isinstance(found, Fetch):
-            self._run(self._asking, self._fetch, found)
-            return None
-        if found == local_tokens:  # nothing to load, perhaps because another request computed it meanwhile
-            self._cancel(self.scheduler.give_up_lease(request_id, local_tokens))
-        return found
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+        return self._driver.lookup(request_id, token_ids, local_tokens)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
-        begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        begun = self._driver.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if begun is None:
             self._tell(load=LoadDone(request_id, local_tokens))
         else:
-            self._run(self._loading, self._load, *begun)
+            self._loading.run(self._load, *begun)
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
@@ -97,7 +100,7 @@ class KvdockConnector:
         offer = self.scheduler.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
-        self._run(self._storing, self._store, offer)
+        self._driver.store(offer, lambda batch, plan: self._store(offer, batch, plan))
         return offer.reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -110,11 +113,11 @@ class KvdockConnector:
             return progress
 
     def finished(self, request_id: str) -> None:
-        self._cancel(self.scheduler.finished(request_id))
+        self._driver.finished(request_id)
 
     def close(self) -> None:
-        for pool in (self._asking, self._loading, self._storing):
-            pool.shutdown(wait=True)
+        self._driver.close()
+        self._loading.close()
         self.peers.close()
         self.worker.close()
         self.session.close()
@@ -122,13 +125,9 @@ class KvdockConnector:
 
     # ------------------------------------------------------------------ background
 
-    def _fetch(self, fetch: Fetch) -> None:
-        self.scheduler.fetch(fetch)
-        self._tell()
-
     def _load(self, attachment: Attachment, plan: LoadPlan) -> None:
         valid = plan.local_tokens
-        others = self.peers.send(attachment.session, plan, below=self.session.manifest.tensor_parallel)
+        others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.tensor_parallel)
         try:
             valid = self.worker.load(attachment, plan)
         finally:
@@ -138,34 +137,28 @@ class KvdockConnector:
             if not_begun:
                 self.session.client.release_later(plan.lease, attachment.session, not_begun)
             if valid < plan.hit_tokens:
-                self.scheduler.load_failed(plan.request_id, valid)
+                self._driver.load_failed(plan.request_id, valid)
             self._tell(load=LoadDone(plan.request_id, valid))
             self.worker.settle(attachment)
             attachment.release()
 
-    def _store(self, offer: StoreOffer) -> None:
+    def _store(self, offer: StoreOffer, batch: StoreBatch, plan: StorePlan | None) -> None:
         try:
-            for batch in offer.batches:
-                plan = self.scheduler.reserve(offer, batch)
-                if plan is not None:
-                    self._store_everywhere(offer.attachment, plan)
+            if plan is not None:
+                self._store_everywhere(offer.attachment, plan)
         finally:
-            offer.attachment.release()
-            self._tell(store=StoreDone(offer.request_id, offer.reads))
+            if batch is offer.batches[-1]:
+                self._tell(store=StoreDone(offer.request_id, offer.reads))
 
     def _store_everywhere(self, attachment: Attachment, plan: StorePlan) -> None:
         """Every writer its part; with the last commit the chunks are there."""
-        others = self.peers.send(attachment.session, plan, below=self.session.manifest.writers)
+        others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.writers)
         try:
             self.worker.store(attachment, plan)
         finally:
             _, not_begun = others.wait()
             if not_begun:
-                self.worker.abort(attachment, plan, not_begun)
-
-    def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
-        if unused is not None:
-            self._run(self._asking, self.scheduler.cancel, *unused)
+                self.session.abort(attachment, plan.reservation, not_begun)
 
     def _tell(self, *, load: LoadDone | None = None, store: StoreDone | None = None) -> None:
         with self._news:
@@ -176,29 +169,26 @@ class KvdockConnector:
             self._woken = True
             self._news.notify_all()
 
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
-        pool.submit(work, *args).add_done_callback(_report)
-
 
 def open_worker(
     settings: ConnectorSettings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout], *,
     stream: int | None = None,
-) -> tuple[EngineSession, WorkerHalf]:
-    """A process's session, not started, and its worker half. LayoutMismatch, NoCuda."""
+) -> tuple[EngineSession, WorkerConnector]:
+    """A process's session, not started, and its worker connector. LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
     client = Client(settings.address, timeout_s=settings.timeout_s)
     session = EngineSession(client, manifest, identity, register=device.register)
-    worker = WorkerHalf(
+    worker = WorkerConnector(
         session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,
         tuning=settings.copy_tuning,
     )
     return session, worker
 
 
-def start(session: EngineSession, worker: WorkerHalf) -> None:
-    """Attaches, if a server is there. Refused when it is and will not have us; nothing is left open then."""
+def start(session: EngineSession, worker: WorkerConnector, observer: SessionObserver | None = None) -> None:
+    """Attaches, if a server is there. RefusedError when it does not accept this engine; nothing is left open then."""
     try:
-        session.start()
+        session.start(observer)
     except BaseException:
         worker.close()
         session.client.close()
@@ -210,14 +200,7 @@ def open_rank(
     answer: Callable[[Answer], None], *, stream: int | None = None,
 ) -> RankWorker:
     """What another rank's process plugs in; `identity` has rank 0's instance, a member and a rank of its own. Raises
-    what KvdockConnector raises."""
+    what EngineConnector raises."""
     session, worker = open_worker(settings, manifest, identity, layouts, stream=stream)
     start(session, worker)
     return RankWorker(session, worker, answer)
-
-
-def _report(future: Future[None]) -> None:
-    """A background call that raised has a defect; its LoadDone or StoreDone was sent all the same."""
-    error = future.exception()
-    if error is not None:
-        log.error("connector: background call failed", exc_info=error)

@@ -1,0 +1,34 @@
+"""Calls that run in a thread of the connector's own, so that the engine's thread never waits for them.
+
+Invariant: nobody waits for a call's result, so a call that raises is logged here, whoever started it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+log = logging.getLogger("kvdock.connector")
+
+
+class Background:
+    """One thread, which starts with the first call and runs calls in the order in which they came."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+
+    def run(self, work: Callable[..., None], *args: object) -> Future[None]:
+        future = self._thread.submit(work, *args)
+        future.add_done_callback(_log_failure)
+        return future
+
+    def close(self) -> None:
+        """Waits for the calls that were started."""
+        self._thread.shutdown(wait=True)
+
+
+def _log_failure(future: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        log.error("background call failed", exc_info=error)

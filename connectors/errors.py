@@ -1,0 +1,19 @@
+"""What a connector raises. A lost server is never an error here: it is a miss."""
+
+from __future__ import annotations
+
+
+class ConnectorError(Exception):
+    """The base of all errors of this folder."""
+
+
+class RefusedError(ConnectorError):
+    """The server answers and does not accept this engine as it describes itself; the message says why."""
+
+
+class LayoutMismatchError(ConnectorError):
+    """The engine's KV layout does not yield the parts that the manifest promises."""
+
+
+class SettingError(ConnectorError, ValueError):
+    """A setting out of its range; the message names what was found and what is wanted."""

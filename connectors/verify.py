@@ -1,0 +1,67 @@
+"""Verification of what a lookup found, before the engine is promised it.
+
+A worker verifies each load while it copies it, and an engine that can compute the failed tokens again needs nothing
+more. Other engines can only be promised chunks whose bytes were verified beforehand, while the lease keeps them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Protocol
+
+from kvdock import _core
+from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.datapath.checksum import ensure_keys
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import LookupAnswer, Part, ReportMismatch
+from kvdock.shm.errors import AttachError
+
+log = logging.getLogger("kvdock.connector")
+
+
+class Verifier(Protocol):
+    def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
+        """Whether all that `answer` leases may be promised. Runs in a background thread; it may take long, or raise."""
+
+
+class VerifiedByWorkers:
+    """Promises everything: the workers verify it while they load it."""
+
+    def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
+        return True
+
+
+class ChecksumVerifier:
+    """Hashes all parts in shared memory. A chunk that does not match is reported, and the server takes it out of use;
+    a chunk that cannot be hashed is also a miss, but stays on the server."""
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+
+    def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
+        assert answer.lease is not None, "only what is leased can be read"
+        if not attachment.acquire():
+            return False
+        try:
+            damaged = [
+                chunk for chunk, parts in enumerate(answer.chunks, answer.first_chunk)
+                if not all(self._matches(attachment, part) for part in parts)
+            ]
+            if damaged:
+                log.error("lookup request=%s: checksum mismatch in chunks %s", request_id, damaged)
+                report = ReportMismatch(session=attachment.session, lease=answer.lease, chunks=damaged)
+                self._session.client.mismatch(report)
+            return not damaged
+        except (ServerUnavailable, ApiError, AttachError, OSError) as error:
+            self._session.lost(attachment, error)
+            return False
+        finally:
+            attachment.release()
+
+    def _matches(self, attachment: Attachment, part: Part) -> bool:
+        self._session.ensure_segment(attachment, part.segment)
+        address = attachment.segments.address(part.segment, part.offset, part.length)
+        ensure_keys(part.length)
+        found = _core.checksum((ctypes.c_char * part.length).from_address(address))
+        return bool(found == part.checksum_value)

@@ -1,0 +1,114 @@
+"""Where a load must not fail, only verified chunks are promised: what is damaged or cannot be hashed is a miss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import pytest
+from api_helpers import ServerProcess, eventually
+from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, Spectator, tokens_of
+
+from kvdock.client.client import Client
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.engine.config import preset
+from kvdock.engine.kv_cache import KVCache
+
+TOKENS = tokens_of(1, 2)
+HIT = Hit(len(TOKENS))
+
+
+@pytest.fixture
+def rig(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """With TOKENS stored, in a namespace of the test's own."""
+    with Rig(server.unix, salt=request.node.name) as one:
+        one.store("stored", TOKENS, range(2 * PER_CHUNK))
+        yield one
+
+
+@pytest.fixture
+def driver(rig: Rig) -> Iterator[Driver]:
+    session = rig.connector.session
+    made = Driver(SchedulerConnector(session, verifier=ChecksumVerifier(session)), answered=lambda seconds: None)
+    yield made
+    made.close()
+
+
+def asked(driver: Driver, request: str, tokens: Sequence[int] = TOKENS) -> LookupResult:
+    while isinstance(found := driver.lookup(request, tokens, 0), Pending):
+        driver.wait_for_answer(PATIENCE_S)
+    return found
+
+
+def verified(driver: Driver, request: str) -> LookupResult:
+    """What is promised in the end."""
+    while not driver.is_verified(request):
+        driver.wait_for_answer(PATIENCE_S)
+    return asked(driver, request)
+
+
+def leases(client: Client, rig: Rig) -> int:
+    return sum(lease.session == rig.attachment.session for lease in client.leases().leases)
+
+
+def cannot_hash(length: int) -> None:
+    raise MemoryError(f"no keys for {length} bytes")
+
+
+def test_what_is_whole_is_promised_once_it_is_verified(rig: Rig, client: Client, driver: Driver) -> None:
+    assert asked(driver, "r") == HIT and not driver.is_verified("r")
+    assert verified(driver, "r") == HIT and leases(client, rig) == 1
+    driver.finished("r")
+    assert asked(driver, "r") == HIT and not driver.is_verified("r"), "another lease is verified anew"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_one_damaged_part_makes_its_chunk_a_miss_that_goes(
+    server: ServerProcess, client: Client, group: int
+) -> None:
+    """Every part of a chunk counts: with two groups a chunk has two."""
+    kv = KVCache(preset("tiny-hybrid2"))
+    with Rig(server.unix, salt=f"damaged {group}", kv=kv) as rig:
+        session = rig.connector.session
+        columns = [list(range(2 * PER_CHUNK)), list(range(2 * PER_CHUNK, 4 * PER_CHUNK))]
+        rig.wait_store("w", rig.connector.begin_store("w", TOKENS, columns, len(TOKENS)))
+        rig.connector.finished("w")
+        driver = Driver(SchedulerConnector(session, verifier=ChecksumVerifier(session)), answered=lambda seconds: None)
+        with Spectator(client, session.manifest) as spectator:
+            whole = spectator.slots(TOKENS)
+            spectator.flip([part for part in whole if part.group == group][-1], 5)
+            assert asked(driver, "r") == HIT
+            assert verified(driver, "r") == Miss()
+            driver.close()
+            assert leases(client, rig) == 0
+            assert len(spectator.slots(TOKENS)) < len(whole), "the server has taken the chunk out of use"
+
+
+def test_what_cannot_be_hashed_is_a_miss_whatever_was_raised(
+    rig: Rig, client: Client, driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "kvdock.connector")
+    with monkeypatch.context() as broken:
+        broken.setattr("kvdock.connectors.verify.ensure_keys", cannot_hash)
+        assert asked(driver, "r") == HIT and leases(client, rig) == 1
+        assert verified(driver, "r") == Miss()
+    eventually(lambda: leases(client, rig) == 0)
+    eventually(lambda: "background call failed" in caplog.text and "no keys for" in caplog.text)
+    driver.finished("r")
+    assert verified(driver, "r") == HIT, "it stays at the server"
+
+
+def test_a_request_that_was_given_a_miss_may_ask_for_more_later(
+    rig: Rig, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("kvdock.connectors.verify.ensure_keys", cannot_hash)
+        half = TOKENS[: len(TOKENS) // 2]
+        assert asked(driver, "r", half) == Hit(len(half))
+        while not driver.is_verified("r"):
+            driver.wait_for_answer(PATIENCE_S)
+        assert asked(driver, "r", half) == Miss()
+    assert verified(driver, "r") == HIT, "its cancelled lease was asked for again"

@@ -28,7 +28,7 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test sanitize test-vllm bench lint types clean
+.PHONY: setup run test sanitize test-vllm vllm bench lint types clean
 
 # Everything for development.
 setup:
@@ -43,8 +43,11 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 # The connector inside real vLLM, without a GPU: whole engines on the CPU, schedulers of two versions.
-test-vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
-	$(BIN)/python -m pytest tests/vllm -o pythonpath='tests/support tests/vllm/support .' $(ARGS)
+test-vllm: vllm
+	$(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .' $(ARGS)
+
+# What test-vllm needs.
+vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)

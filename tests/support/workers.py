@@ -7,21 +7,28 @@ or look at all of it, come last, and no other test runs beside one of them.
 from __future__ import annotations
 
 import fcntl
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
 import pytest
+from paths import SUPPORT
 
 WORKERS: Final = 2
 LONGEST: Final = (
-    "tests/kill/test_matrix.py", "tests/engine/test_tp.py", "tests/cli/test_demo.py", "tests/engine/test_soak.py",
-    "tests/page/test_page.py", "tests/api/test_adoption.py", "tests/api/test_faults.py", "tests/cli/test_asks.py",
+    "tests/engine/test_tp.py", "tests/cli/test_demo.py", "tests/engine/test_soak.py", "tests/page/test_page.py",
+    "tests/api/test_adoption.py", "tests/api/test_faults.py", "tests/cli/test_asks.py",
     "tests/engine/test_same_tokens_tp.py", "tests/connectors/test_session.py", "tests/engine/test_connector.py",
-    "tests/api/test_fuzz.py", "tests/page/test_reach.py",
+    "tests/api/test_fuzz.py", "tests/page/test_reach.py", "tests/kill/test_matrix.py",
 )
-"""Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself."""
+"""Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself. The kill
+matrix is late because its extension is compiled meanwhile."""
+BUILDER: Final = pytest.StashKey[subprocess.Popen[bytes]]()
 LOCKS: Final = pytest.StashKey[tuple[Path, Path]]()
 
 
@@ -40,9 +47,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[LOCKS] = folder / f"kvdock-turn-{run}", folder / f"kvdock-tests-{run}"
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The extension of the kill tests compiles while others wait; their own build() waits for it or says what failed."""
+    config = session.config
+    if config.option.numprocesses and "tests/kill" in config.getini("testpaths"):
+        config.stash[BUILDER] = subprocess.Popen(
+            ["nice", sys.executable, SUPPORT / "kill_build.py"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     for path in config.stash.get(LOCKS, ()):
         path.unlink(missing_ok=True)
+    builder = config.stash.get(BUILDER, None)
+    if builder is not None:
+        if builder.poll() is None:
+            os.killpg(builder.pid, signal.SIGTERM)
+        builder.wait()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -151,7 +151,8 @@ def demo(
     # The engines are processes of their own: what they lack is said here, before anything starts.
     missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
     if missing:
-        raise Refused(f"the demo's engines need {' and '.join(missing)}: pip install 'kvdock[engine]'", FAILED)
+        advice = "in a checkout, pip install '.[engine]'"
+        raise Refused(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
     from kvdock.cli.demo import demo as run_demo
 
     return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -29,15 +30,17 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
 from kvdock.api.settings import effective
 from kvdock.cli.outcome import DONE, FAILED, Refused
 from kvdock.client.client import Client
 from kvdock.engine import tokenizer
+from kvdock.protocol.errors import StartupError
 
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 24
-START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,14 @@ class Turn:
 
 
 class EngineProcess:
-    """A demo_engine at the other end of two pipes. Ends when its input closes."""
+    """A demo_engine at the other end of two pipes. It has a session of its own: Ctrl-C reaches the demo, which ends it."""
 
     def __init__(self, name: str, address: str | None, preset: str) -> None:
         settings = {"name": name, "address": address, "preset": preset, "chunk_tokens": CHUNK_TOKENS}
         self.name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvdock.cli.demo_engine", json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )
 
     def wait_ready(self) -> None:
@@ -80,11 +83,9 @@ class EngineProcess:
         return self._read()
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        """Asks it to leave the server and end, at once if it has not started yet."""
+        self._process.terminate()
+        _reap(self._process)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -95,17 +96,29 @@ class EngineProcess:
         return found
 
 
+def _reap(process: subprocess.Popen[str]) -> None:
+    """Waits for a child that was asked to end, with its pipes; kills it when it does not."""
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
 @contextmanager
 def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """A server in a process group of its own, so that Ctrl-C is ours alone; yields (it, page URL, Unix address)
-    once it is ready."""
+    """Starts a server in a session of its own, as engines are; yields it, its page's URL and its Unix address."""
     socket_path = folder / "kvdock.sock"
     process = subprocess.Popen(
         [sys.executable, "-m", "kvdock.cli.demo_server", "--port", str(port), "--socket-path", str(socket_path),
          "--pool-bytes", pool_bytes],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         if not line:
@@ -113,9 +126,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
         url = next(word for word in line.split() if word.startswith("http://"))
         yield process, f"{url}/", f"unix:{socket_path}"
     finally:
-        process.stdin.close()
-        process.wait()
-        process.stdout.close()
+        _reap(process)
 
 
 def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, show: Screen) -> list[Turn]:
@@ -193,28 +204,47 @@ def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict
     }
 
 
+def _interrupt(*_: object) -> None:
+    """Unwinds the stack once, so that nothing is left behind; further signals do not disturb that."""
+    for number in ending_signals():
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    """Before anything is started. Raises Refused when another program listens there, StartupError for a wrong host."""
+    try:
+        with bind_tcp(host, port):
+            pass
+    except StartupError as error:
+        if error.code != "address_in_use":
+            raise
+        raise Refused(f"{error}: PORT=8000 make run, or kvdock demo --port 8000", FAILED) from error
+
+
 def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) -> int:
     """Runs the demo; returns the exit status: 0 when every token was the same and something was reused.
 
     Raises SettingsError, and Refused when one of its processes ends early.
     """
-    effective(os.environ, flags={"port": str(port), "pool_bytes": pool_bytes})  # before anything is started
+    settings = effective(os.environ, flags={"port": str(port), "pool_bytes": pool_bytes}).settings
+    _refuse_taken_port(settings.host, port)
     console = Console(stderr=as_json)
-    for number in ending_signals():  # each unwinds the stack: nothing is left behind
-        signal.signal(number, signal.default_int_handler)
+    for number in ending_signals():
+        signal.signal(number, _interrupt)
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
         screen = stack.enter_context(Screen(console))
         server, url, address = stack.enter_context(serving(port, pool_bytes, folder))
-        engines = [EngineProcess(name, address, preset) for name in ("engine A", "engine B")]
-        alone = EngineProcess("engine alone", None, preset)
-        for engine in [*engines, alone]:
-            stack.callback(engine.close)
-        for engine in [*engines, alone]:
+        engines = []
+        for name, its_server in (("engine A", address), ("engine B", address), ("engine alone", None)):
+            engines.append(EngineProcess(name, its_server, preset))
+            stack.callback(engines[-1].close)
+        for engine in engines:
             engine.wait_ready()
         console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
-        results = run_turns(engines, alone, turns, screen)
+        results = run_turns(engines[:2], engines[2], turns, screen)
         with Client(address) as client:
             found = figures(results, client.status().counters, time.monotonic() - began)
         screen.stop()
@@ -223,6 +253,12 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
         else:
             linger(console, server, url, found)
         return DONE if found["tokens_identical"] and found["turns_with_reuse"] else FAILED
+
+
+def _program() -> str:
+    """This program as a shell finds it."""
+    program = sys.argv[0]
+    return f"{sys.executable} -m kvdock" if program.endswith("__main__.py") else shlex.quote(program)
 
 
 def linger(console: Console, server: subprocess.Popen[str], url: str, found: dict[str, Any]) -> None:
@@ -235,7 +271,7 @@ def linger(console: Console, server: subprocess.Popen[str], url: str, found: dic
     )
     try:
         console.print(
-            f"The server stays up: open {url} in a browser, or ask it: kvdock status --server {url.rstrip('/')}\n"
+            f"The server stays up: open {url} in a browser, or ask it: {_program()} status --server {url.rstrip('/')}\n"
             "Ctrl-C ends it and removes every segment.", soft_wrap=True,
         )
         status = server.wait()

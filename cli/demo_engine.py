@@ -4,7 +4,7 @@
 
 The engine's own prefix cache is off, so that every reuse seen is kvdock's, and a prefill chunk is as
 long as a kvdock chunk, so that a run with reuse computes in the same shapes as one without and gives
-the same bits. Ctrl-C is the parent's to handle: this process ends when its standard input does.
+the same bits. It ends with its standard input, or by SIGTERM, and leaves the server either way.
 """
 
 from __future__ import annotations
@@ -66,15 +66,24 @@ def answer(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
+
+
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING, format=f"{settings['name']}: %(message)s")
+    signal.signal(signal.SIGTERM, _end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # while it attaches: only what has attached can leave
     engine = build(settings)
-    print(json.dumps({"ready": settings["name"]}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(engine, json.loads(line))), flush=True)
-    engine.close()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        print(json.dumps({"ready": settings["name"]}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(engine, json.loads(line))), flush=True)
+    finally:
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every failure that a person can do something about is one sentence on stderr; ou
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -49,6 +50,8 @@ def main() -> None:
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     try:
         result = app(prog_name="kvdock", standalone_mode=False)
+        if result == INTERRUPTED:  # typer has caught the KeyboardInterrupt
+            raise KeyboardInterrupt
         sys.exit(result if isinstance(result, int) else DONE)
     except typer.TyperException as error:
         _fail(error.format_message(), getattr(error, "exit_code", WRONG))
@@ -59,6 +62,7 @@ def main() -> None:
     except (StartupError, ApiError, ServerUnavailable) as error:
         _fail(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed again, it would interrupt the interpreter's end
         _fail("stopped", INTERRUPTED)
 
 

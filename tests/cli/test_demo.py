@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from api_helpers import ServerProcess, eventually
-from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, complaints, kvdock, refusal
 
 from kvdock.cli.commands import Preset
 from kvdock.client.client import Client
 from kvdock.engine.config import PRESETS
 from kvdock.shm.objects import pool_objects
 
-pytest.importorskip("torch", reason="the demo's engines need torch: pip install 'kvdock[engine]'")
+pytest.importorskip("torch", reason="the demo's engines need torch: pip install '.[engine]'")
 
 TINY = ("demo", "--preset", "tiny", "--port", "0", "--turns", "1", "--pool-bytes", "64MiB")
 
 
 @contextmanager
-def lingering(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A demo that has shown everything, and its pool."""
+def lingering(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """A demo that has shown everything, its pool, and what it has printed."""
     with subprocess.Popen(
         [*KVDOCK, *TINY], env=clean_environ(TMPDIR=str(folder), COLUMNS="80"), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as demo:
         try:
             assert demo.stdout is not None
@@ -42,7 +44,7 @@ def lingering(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
             assert "Tokens identical in every turn" in said and "…" not in said
             (socket_path,) = folder.glob("kvdock-demo-*/kvdock.sock")
             with Client(f"unix:{socket_path}") as client:
-                yield demo, int(client.segments().pool_id, 16)
+                yield demo, int(client.segments().pool_id, 16), said
         finally:
             demo.kill()
 
@@ -55,9 +57,53 @@ def test_the_figures_say_what_was_reused() -> None:
     assert [turn["engine"] for turn in found["turns"]] == ["engine A", "engine B"]
 
 
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of all processes whose temporary folder is this one."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+@pytest.mark.parametrize("after_s", [0.1, 0.5, 1.0, 2.0, 4.0, 6.0])
+def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path, after_s: float) -> None:
+    program = ["env", "--block-signal=INT", *KVDOCK, "demo", "--port", "0", "--pool-bytes", "64MiB"]
+    with subprocess.Popen(
+        program, env=clean_environ(TMPDIR=str(tmp_path), COLUMNS="80"), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as demo:
+        for _ in range(3):  # people press it again
+            time.sleep(after_s)
+            after_s = 0.1
+            with suppress(ProcessLookupError):
+                os.killpg(demo.pid, signal.SIGINT)
+        said, _ = demo.communicate(timeout=TIMEOUT_S)
+    assert demo.returncode == 130 and said.splitlines()[-1] == "kvdock: stopped", said
+    assert not any(word in said for word in ("Traceback", "Exception", "WARNING")), said
+    assert processes_of(tmp_path) == [] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: Path, number: signal.Signals) -> None:
+    with lingering(tmp_path) as (demo, pool, _):
+        os.killpg(demo.pid, number)
+        _, err = demo.communicate(timeout=TIMEOUT_S)
+        assert (demo.returncode, complaints(err)) == (0, [])
+        assert pool not in pool_objects() and processes_of(tmp_path) == []
+
+
+def test_the_last_hint_runs_as_it_is_printed(tmp_path: Path) -> None:
+    with lingering(tmp_path) as (_, _, said):
+        hint = said.partition("or ask it: ")[2].splitlines()[0]
+        done = subprocess.run(shlex.split(hint), env=clean_environ(PATH=""), capture_output=True, text=True)
+        assert done.returncode == 0 and "engine A" in done.stdout, (hint, done.stderr)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None:
-    with lingering(tmp_path) as (demo, pool):
+    with lingering(tmp_path) as (demo, pool, _):
         assert pool in pool_objects()
         demo.send_signal(number)
         assert demo.wait(TIMEOUT_S) == 0
@@ -65,13 +111,13 @@ def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None
 
 
 def test_its_server_ends_with_a_demo_that_was_killed(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (demo, pool):
+    with lingering(tmp_path) as (demo, pool, _):
         demo.kill()
         eventually(lambda: pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*/kvdock.sock")))
 
 
 def test_a_demo_whose_server_is_lost_says_so(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (demo, _):
+    with lingering(tmp_path) as (demo, _, _):
         children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
         (server,) = (pid for pid in children if b"demo_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
         os.kill(int(server), signal.SIGKILL)
@@ -80,14 +126,18 @@ def test_a_demo_whose_server_is_lost_says_so(tmp_path: Path) -> None:
         assert "kvdock: the server ended with status -9" in demo.stderr.read().splitlines()
 
 
-def test_a_demo_whose_server_cannot_start_says_so(tmp_path: Path, server: ServerProcess) -> None:
+def test_a_port_in_use_is_refused_with_the_way_to_another(tmp_path: Path, server: ServerProcess) -> None:
     port = server.http.rpartition(":")[2]
-    done = kvdock("demo", "--port", port, TMPDIR=str(tmp_path))
+    said = refusal(kvdock("demo", "--port", port, TMPDIR=str(tmp_path)), 1)
+    assert f"port {port} on 127.0.0.1 is in use" in said and "PORT=8000 make run" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_whose_server_cannot_start_says_so(tmp_path: Path) -> None:
+    done = kvdock("demo", "--port", "0", TMPDIR=str(tmp_path), KVDOCK_ADOPT="require")
     assert done.returncode == 1 and done.stdout.strip() == "" and not list(tmp_path.iterdir())
-    assert done.stderr.splitlines() == [
-        f"kvdock: port {port} on 127.0.0.1 is in use: choose another",
-        "kvdock: the server did not start (see above)",
-    ]
+    reason, said = done.stderr.splitlines()
+    assert reason.startswith("kvdock: ") and said == "kvdock: the server did not start (see above)"
 
 
 @pytest.mark.parametrize(("flags", "said"), [

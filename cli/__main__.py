@@ -15,7 +15,7 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         from kvdock.cli.main import main as run
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         sys.stderr.write("kvdock: stopped\n")
         sys.exit(130)
     run()

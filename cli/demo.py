@@ -62,7 +62,7 @@ class Turn:
 
 
 class EngineProcess:
-    """A demo_engine at the other end of two pipes. It has a session of its own: Ctrl-C reaches the demo, which ends it."""
+    """A demo_engine at the other end of two pipes. Its session is its own: Ctrl-C reaches the demo, which ends it."""
 
     def __init__(self, name: str, address: str | None, preset: str) -> None:
         settings = {"name": name, "address": address, "preset": preset, "chunk_tokens": CHUNK_TOKENS}

@@ -62,7 +62,7 @@ def main() -> None:
     except (StartupError, ApiError, ServerUnavailable) as error:
         _fail(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed again, it would interrupt the interpreter's end
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # pressed again, it would interrupt Python's own end
         _fail("stopped", INTERRUPTED)
 
 

@@ -6,6 +6,7 @@ it is ready for that, as `make run` does.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -17,7 +18,7 @@ def main() -> None:
     except KeyboardInterrupt:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         sys.stderr.write("kvdock: stopped\n")
-        sys.exit(130)
+        os._exit(130)
     run()
 
 

@@ -62,8 +62,10 @@ def main() -> None:
     except (StartupError, ApiError, ServerUnavailable) as error:
         _fail(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # pressed again, it would interrupt Python's own end
-        _fail("stopped", INTERRUPTED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # people press it again
+        typer.echo("kvdock: stopped", err=True)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # after a KeyboardInterrupt within exec(), Python's own end has another status
 
 
 def _names_a_shell(arguments: list[str]) -> bool:

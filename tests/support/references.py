@@ -63,6 +63,8 @@ def _python_prose(text: str) -> Iterator[Line]:
 ELSEWHERE = {
     "kernel_image.cpp": "the build writes it, with csrc/cuda/embed.py",
     "__init__.py": "stands for that file of any package",
+    "kvdock/__main__.py": "where the build installs cli/__main__.py",
+    "sitecustomize.py": "Python looks for it; tests/mutants/scratch.py writes one",
     "kvdock.service": "a systemd unit, not a module",
 }
 """What prose may name although the repository does not hold it, and why."""
@@ -211,7 +213,7 @@ def commands(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
         quoted = [re.sub(r"^\s*(?:[\w-]+: )?(?:\$ |exec |sudo )?", "", line)]
     for command in quoted:
         for module in re.findall(r"python3? -m ((?:bench|tests|kvdock)[.\w]*)", command):
-            if not tree.holds(module.removeprefix("kvdock.")):
+            if module != "kvdock" and not tree.holds(module.removeprefix("kvdock.")):
                 yield f"python -m {module}: no such program"
         for target in re.findall(r"^(?:\w+=\S+ )*make (?:-\w+ )?([a-z][\w-]*)(?=\s|$|\.)", command):
             if target not in tree.targets and " " not in command.split(target, 1)[1].strip():

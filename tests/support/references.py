@@ -122,6 +122,11 @@ class Tree:
                 return found
         return None
 
+    def runs(self, dotted: str) -> bool:
+        """Whether `python -m` finds a program there."""
+        base = PurePosixPath(*dotted.split("."))
+        return base.with_suffix(".py") in self.files or base / "__main__.py" in self.files
+
     def holds(self, dotted: str) -> bool:
         """A module or folder by its dotted name from the root, or what such a module defines."""
         parts = dotted.split(".")
@@ -213,7 +218,7 @@ def commands(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
         quoted = [re.sub(r"^\s*(?:[\w-]+: )?(?:\$ |exec |sudo )?", "", line)]
     for command in quoted:
         for module in re.findall(r"python3? -m ((?:bench|tests|kvdock)[.\w]*)", command):
-            if module != "kvdock" and not tree.holds(module.removeprefix("kvdock.")):
+            if module != "kvdock" and not tree.runs(module.removeprefix("kvdock.")):
                 yield f"python -m {module}: no such program"
         for target in re.findall(r"^(?:\w+=\S+ )*make (?:-\w+ )?([a-z][\w-]*)(?=\s|$|\.)", command):
             if target not in tree.targets and " " not in command.split(target, 1)[1].strip():

@@ -1,11 +1,11 @@
-// Plain GETs, and what the page knows of the line to the server. No DOM here, and time is passed in.
+// Plain GETs, and the state of the connection to the server. Uses no DOM; time is passed in.
 
 export const TIMEOUT_MS = 5000;
 export const POLL_MS = 1000;
 export const STALE_MS = 3000;
 const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
-/** A JSON body, or an Error whose message is fit for people. */
+/** A JSON body; throws an Error whose message can be shown to people. */
 export async function get(path, timeoutMs = TIMEOUT_MS) {
   const abort = new AbortController();
   const timer = setTimeout(() => abort.abort(), timeoutMs);
@@ -24,7 +24,7 @@ export async function get(path, timeoutMs = TIMEOUT_MS) {
   }
 }
 
-/** The words of an RFC 9457 body, if it is one. */
+/** The text of an RFC 9457 body, if it is one. */
 async function problem(answer) {
   try {
     const body = await answer.json();
@@ -35,7 +35,7 @@ async function problem(answer) {
   }
 }
 
-/** One path beside v1/status: its last good body, and since when it fails. One request at a time. */
+/** A path other than v1/status: its last good body, and the error of the last fetch. One request at a time. */
 export class Source {
   body = null;
   error = null;
@@ -47,7 +47,7 @@ export class Source {
     this.everyMs = everyMs;
   }
 
-  /** Asks if it is due; resolves to true when there is something new to draw. */
+  /** Fetches if it is time; resolves to true when there is something new to draw. */
   async refresh(nowMs) {
     if (this.#busy || nowMs < this.#nextMs) return false;
     this.#busy = true;
@@ -65,8 +65,8 @@ export class Source {
 }
 
 /**
- * The line to the server, from the answers to v1/status alone:
- *   connecting → live ⇄ stale (last good answer too old, nothing failed yet) ⇄ gone (the last try failed)
+ * The state of the connection, which follows from the answers to v1/status alone:
+ *   connecting → live ⇄ stale (the last good answer is old, nothing has failed) ⇄ gone (the last fetch failed)
  */
 export class Link {
   #goodMs = null;
@@ -82,7 +82,7 @@ export class Link {
     this.why = "";
   }
 
-  /** `askedUnix`: when the call that failed was made; a call that timed out began to fail then. */
+  /** `askedUnix`: when the failed fetch began, because a server that does not answer was unreachable from then on. */
   bad(why, askedUnix) {
     this.#failures += 1;
     this.sinceUnix ??= askedUnix;
@@ -107,7 +107,7 @@ export class Link {
     return this.#failures ? BACKOFF_MS[Math.min(this.#failures, BACKOFF_MS.length) - 1] : POLL_MS;
   }
 
-  /** "" | "pool" (another pool: its contents are new) | "server" (a new server life on the same pool). */
+  /** "" | "pool" (another pool, with new contents) | "server" (the server restarted and took over its pool). */
   restarted({ pool_id, incarnation }) {
     const before = this.#identity;
     this.#identity = { pool_id, incarnation };

@@ -1,5 +1,5 @@
-// The loop. v1/status is asked first, once a second; each good answer sets off the other paths, so one that
-// hangs holds up only its own panel. Hidden tabs ask nothing. Whatever arrives is drawn in one animation frame.
+// The loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths, so a
+// path that hangs delays only its own panel. A hidden tab fetches nothing. New figures are drawn in the next frame.
 
 import { get, Link, Source } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
@@ -25,7 +25,7 @@ const sources = {
 };
 let status = null;
 
-/** Each panel: where it lives, the paths it cannot be drawn without, those it can, and how. Status is always known. */
+/** Each panel: its element's id, paths that it needs, paths that it uses if known, its view. Status is always known. */
 const panels = [
   { id: "tiles", needs: [], view: mountTiles },
   { id: "totals", needs: [], view: mountTotals },
@@ -38,7 +38,7 @@ const panels = [
 
 const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
 
-/** A line in the panel that appears only while one of its paths fails. */
+/** A line in the panel that is visible only while one of its paths fails. */
 function addNote(root) {
   const note = document.createElement("p");
   note.className = "failed";

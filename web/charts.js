@@ -1,5 +1,5 @@
 // A line chart in SVG. It knows no series by name: title, unit and values come from the server.
-// Read with the pointer, or focus it and use the arrow keys: the legend then shows the values at the cursor.
+// The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
 // Every node is made once and reused; null values are gaps.
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
@@ -36,7 +36,7 @@ export class Chart {
     new ResizeObserver(() => this.#schedule()).observe(this.plot);
   }
 
-  /** series: [{name, title, values}] of one unit, newest value last, `ageS` old. */
+  /** data.series: [{name, title, values}] of one unit, the newest value last; it is `ageS` old. */
   update(data) {
     this.#data = data;
     this.#schedule();
@@ -88,7 +88,7 @@ export class Chart {
     this.#moveTo(Math.round((1 - x / this.#box.width) * (this.#span() - 1)));
   }
 
-  /** `speak`: by a person's key, so assistive technology hears the new value. */
+  /** `speak`: a person pressed a key, so a screen reader is to read the new value. */
   #moveTo(cursor, speak = false) {
     this.#cursor = cursor === null ? null : Math.max(0, Math.min(this.#points() - 1, cursor));
     this.#readOut(speak);
@@ -153,7 +153,7 @@ export class Chart {
     const items = series.map((s, style) => ({ ...s, style, text: text(s.values[s.values.length - 1 - back]) }));
     setText(this.when, when);
     this.legend.update(items);
-    if (!speak && document.activeElement === this.plot) return; // else each new second would be read aloud
+    if (!speak && document.activeElement === this.plot) return; // or a screen reader would read every second's value
     setAttr(this.plot, "aria-valuemax", this.#points() - 1);
     setAttr(this.plot, "aria-valuenow", this.#points() - 1 - back);
     setAttr(this.plot, "aria-valuetext", `${when}: ${items.map((s) => `${s.title} ${s.text}`).join(", ")}`);
@@ -188,7 +188,7 @@ function makeLine() {
   return { node, update };
 }
 
-/** Runs of known values as [points before the newest, value]. */
+/** Runs of known values, each as a list of [points before the newest, value]. */
 function unbroken(values) {
   const pieces = [];
   let open = null;

@@ -1,5 +1,5 @@
-// The only module that makes elements. Text enters through textContent, so a label is never markup.
-// Writes are skipped when nothing changed: a selection survives the next answer, and idle pages do no layout.
+// The only module that makes elements. Text is set through textContent, so a label is never markup.
+// Nothing is written that has not changed, so a selection survives the next answer and an idle page has no layout work.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -32,7 +32,7 @@ export function setHidden(node, hidden) {
   if (node.hidden !== hidden) node.hidden = hidden;
 }
 
-/** A sentence that says what to do next; `command` is set as code. */
+/** A sentence that says what to do next; `command` is shown as code. */
 export function hint(text, command = "") {
   const node = el("p", { cls: "hint", text: command ? text + " Try: " : text });
   if (command) node.append(el("code", { text: command }));
@@ -40,7 +40,7 @@ export function hint(text, command = "") {
 }
 
 /**
- * The children of `parent`, one per item, reused by key: as many nodes as items, whatever came before.
+ * The children of `parent`, one for each item, reused by key, so there are never more nodes than items.
  * `make(item)` returns {node, update(item)}; a repeated key gets an ordinal, so no item is lost.
  */
 export class KeyedList {

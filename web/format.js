@@ -1,4 +1,4 @@
-// Figures as people read them. Pure functions; a no-break space stands between number and unit.
+// Figures as people write them. Pure functions; a no-break space stands between number and unit.
 
 const NB = "\u00a0";
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -38,7 +38,7 @@ export function exact(n) {
   return grouped.format(n);
 }
 
-/** A share 0..1 in per cent. Says 0 % and 100 % only when it is so. */
+/** A share 0..1 in per cent: 0 % and 100 % only when it is exactly that. */
 export function share(x) {
   if (x > 0 && x < 0.001) return "<0.1" + NB + "%";
   const percent = x < 1 ? Math.min(x * 100, 99.9) : x * 100;
@@ -66,12 +66,12 @@ export function age(seconds) {
   return pair(Math.floor(hours / 24), "d", hours % 24, "h");
 }
 
-/** As `age`, without tenths: for figures that tick on the page. */
+/** Like `age`, but without tenths, for figures that count up on the page. */
 export function wholeAge(seconds) {
   return seconds < 60 ? Math.max(0, Math.floor(seconds)) + NB + "s" : age(seconds);
 }
 
-/** Microseconds in the unit that fits. */
+/** Microseconds as µs, ms or s. */
 export function took(us) {
   if (us < 999.5) return Math.round(us) + NB + "µs";
   if (us < 999_500) return significant(us / 1e3) + NB + "ms";

@@ -1,11 +1,11 @@
-// Axes: round numbers people expect, per unit. Pure functions.
+// Axes with round numbers that fit the unit. Pure functions.
 
 import * as format from "./format.js";
 
 const MIB = 1 << 20;
 const plain = (n) => format.count(n);
 
-/** How each unit of a series reads and what its axis may be: `base` of its steps, least top, or a fixed top. */
+/** How each unit of a series is written, and its axis: the `base` of its steps, the least top, or a fixed top. */
 const UNITS = {
   bytes: { text: format.bytes, base: 1024, least: MIB },
   bytes_per_s: { text: (n) => format.bytes(n) + "/s", base: 1024, least: MIB },

@@ -1,12 +1,12 @@
-// A table whose columns are data. Rows are keyed and reused; on a phone each row becomes a small card, which
-// is why every cell carries its column's name and every element its role (display: block would drop them).
+// A table whose columns are data. Rows are keyed and reused. On a phone each row becomes a small card (display: block),
+// so every cell has its column's name, and every element its role, which it would lose otherwise.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "./dom.js";
 
 /**
  * columns: [{head, cls?, text: item => string, title?: item => string}]
  *       or [{head, cls?, make: cell => (item => void)}] where a cell is more than text.
- * limit: most rows drawn; what lies beyond is counted below the table.
+ * limit: the most rows drawn; the others are counted below the table.
  */
 export class Table {
   constructor(root, { label, columns, keyOf, limit, empty }) {
@@ -18,9 +18,9 @@ export class Table {
     const body = el("tbody", { attrs: { role: "rowgroup" } });
     const head = el("thead", { attrs: { role: "rowgroup" }, children: [headRow] });
     this.table = el("table", { cls: "list", attrs: { role: "table", "aria-label": label }, children: [head, body] });
-    this.more = el("p", { cls: "quiet" });
+    this.more = el("p", { cls: "muted" });
     this.empty = empty;
-    // Nothing is claimed before the first update: neither columns without rows nor that there is nothing.
+    // Before the first update it is not known whether there are rows, so nothing is shown.
     for (const part of [this.table, this.more, empty]) setHidden(part, true);
     root.append(this.table, this.more, empty);
     this.rows = new KeyedList(body, keyOf, () => makeRow(columns));
@@ -52,15 +52,15 @@ function textCell(cell, { text, title }) {
   };
 }
 
-/** A cell of a main line and a quieter one beside it. */
-export function twoPart(main, quiet) {
+/** A cell with a main text and a muted one beside it. */
+export function twoPart(main, muted) {
   return (cell) => {
     const first = el("span", { cls: "main" });
     const second = el("small");
     cell.append(first, " ", second);
     return (item) => {
       setText(first, main(item));
-      setText(second, quiet(item));
+      setText(second, muted(item));
     };
   };
 }

@@ -1,4 +1,4 @@
-// Open leases and reservations, the oldest first: what stays long is what a person looks for.
+// Open leases and reservations, the oldest first, because people look for those that stay long.
 
 import { hint } from "../dom.js";
 import { age, bytes, exact, rankWords } from "../format.js";

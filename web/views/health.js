@@ -1,12 +1,12 @@
-// The top of the page: is the server well, how old is what is shown, and what a person should know now.
-// Sentences in live regions change only when the news does; what counts up or down each second stands outside.
+// The top of the page: whether the server is ready, how old the figures are, and what has just happened.
+// Sentences in live regions change only when their meaning does; seconds that count up or down stand outside of them.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { clock, wholeAge } from "../format.js";
 
 const byId = (id) => document.getElementById(id);
 
-/** phase → [tone, words] of the pill; live ones depend on what the server says of itself. */
+/** phase → [tone, text] of the pill; while live they follow from the server's own status. */
 const PILL = {
   connecting: ["idle", "Connecting"],
   stale: ["warn", "Stale"],
@@ -26,7 +26,7 @@ const RESTARTED = {
     `The server restarted at ${at} and took over its pool (incarnation ${s.incarnation}): published chunks survived.`,
 };
 
-/** retry: () => void, asks now. nextInMs: () => ms until the next try. Returns {update, restarted}. */
+/** retry: () => void, fetches now. nextInMs: () => ms until the next fetch. Returns {update, restarted}. */
 export function mountHealth({ retry, nextInMs }) {
   const facts = FACTS.map(([name, text]) => {
     const value = el("dd");

@@ -1,9 +1,9 @@
-// Charts from v1/stats. The server says which series exist, which are drawn together and in what unit.
+// Charts of v1/stats. The server says which series there are, which share a chart, and their units.
 
 import { Chart } from "../charts.js";
 import { el, hint, KeyedList, setHidden } from "../dom.js";
 
-/** One chart per (chart name, unit): two units never share an axis. In the server's order. */
+/** A chart for each (chart name, unit), in the server's order: two units never share an axis. */
 function grouped(stats) {
   const charts = new Map();
   for (const series of stats.series) {
@@ -23,7 +23,7 @@ export function mountHistory(root) {
   const empty = hint("No history yet: the first point appears after one interval.");
   empty.classList.add("card");
   const grid = el("div", { cls: "charts" });
-  setHidden(empty, true); // until it is known
+  setHidden(empty, true); // until the first answer
   root.append(empty, grid);
   const charts = new KeyedList(grid, (c) => c.key, ({ title }) => {
     const chart = new Chart(title);

@@ -1,4 +1,4 @@
-// Where the pool's bytes are: one bar and one row per state, then one small map per segment.
+// How the pool's bytes are used: a bar, a row for each state, then a small map for each segment.
 
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { bytes, exact, plural, shareOf } from "../format.js";
@@ -6,7 +6,7 @@ import { mountSegments } from "./segments.js";
 
 const inStates = (p) => p.ready_bytes + p.reserved_bytes + p.quarantined_bytes + p.free_bytes;
 
-/** In the order of the bar. `chunks` where the state has some; a rare state has a row only when not empty. */
+/** In the order of the bar. `chunks` for states that chunks can have; a rare state has a row only when it has bytes. */
 const STATES = [
   { id: "ready", name: "Ready", about: "published, can be hit", bytes: (p) => p.ready_bytes, chunks: (c) => c.ready },
   {
@@ -19,7 +19,7 @@ const STATES = [
   {
     id: "quarantined",
     name: "Quarantined",
-    about: "until nobody can still be copying",
+    about: "a copy may still be running",
     bytes: (p) => p.quarantined_bytes,
     chunks: (c) => c.quarantined,
   },
@@ -47,7 +47,7 @@ export function mountPool(root) {
     children: [el("thead", { children: [el("tr", { children: heads })] }), body],
   });
   const rows = new KeyedList(body, (row) => row.id, makeRow);
-  const summary = el("p", { cls: "quiet" });
+  const summary = el("p", { cls: "muted" });
   const empty = hint("No memory is allocated yet: segments are made as engines need them.");
   root.append(bar, table, summary, empty);
   const drawSegments = mountSegments(root);

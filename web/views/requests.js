@@ -1,4 +1,4 @@
-// Recent calls, the newest first: what was asked for and how much of it was found.
+// Recent lookups and stores, the newest first: their tokens, and how many of them were found.
 
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { bytes, clock, count, dateTime, exact, shareOf, took } from "../format.js";
@@ -6,7 +6,7 @@ import { Table } from "../table.js";
 
 const isLookup = (r) => r.kind === "lookup";
 
-/** A thin bar and its figure; stores hit nothing, so they have neither. */
+/** A thin bar and its figure; a store has neither, because it cannot hit. */
 function hitShare(cell) {
   const fill = el("span");
   const track = el("span", { cls: "track", attrs: { "aria-hidden": "true" }, children: [fill] });
@@ -47,7 +47,7 @@ export function mountRequests(root) {
     columns: COLUMNS,
     keyOf: (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`,
     limit: 40,
-    empty: hint("No request yet. Each lookup and store of an attached engine shows up here."),
+    empty: hint("No request yet. Lookups and stores of attached engines are listed here."),
   });
   return ({ requests }) => table.update([...requests.requests].sort((a, b) => b.at - a.at));
 }

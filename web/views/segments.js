@@ -1,4 +1,4 @@
-// One map per segment: cells in use, ready for use, and not yet prefaulted. It shows amounts, not addresses.
+// A map for each segment: cells in use, ready for use, and not yet prefaulted. It shows amounts, not addresses.
 
 import { el, KeyedList, setAttr, setHidden, setText, svg } from "../dom.js";
 import { bytes, plural, share, shareOf } from "../format.js";
@@ -9,7 +9,7 @@ const PITCH = 6;
 const CELL = 5;
 const MOST = 64;
 
-/** Path of the cells [from, to). */
+/** The SVG path of cells [from, to). */
 function cells(from, to) {
   let path = "";
   for (let i = from; i < to; i += 1) {
@@ -18,7 +18,7 @@ function cells(from, to) {
   return path;
 }
 
-/** Whole cells for a share of the segment; something is never drawn as nothing, nor a part as all. */
+/** Whole cells for a part of the segment: at least one if there is any, and not all unless it is the whole. */
 function cellsFor(part, whole) {
   if (part <= 0 || whole <= 0) return 0;
   if (part >= whole) return CELLS;
@@ -30,7 +30,7 @@ function makeMap() {
   const path = (cls) => picture.appendChild(svg("path", { class: cls }));
   const [used, ready, later] = [path("used"), path("ready"), path("later")];
   const name = el("b");
-  const state = el("span", { cls: "quiet" });
+  const state = el("span", { cls: "muted" });
   const node = el("li", { children: [el("p", { children: [name, state] }), picture] });
   const update = (segment) => {
     const usedCells = cellsFor(segment.used_bytes, segment.bytes);
@@ -51,7 +51,7 @@ function makeMap() {
 
 export function mountSegments(root) {
   const list = el("ul", { cls: "segments", attrs: { "aria-label": "Segments" } });
-  const more = el("p", { cls: "quiet" });
+  const more = el("p", { cls: "muted" });
   root.append(list, more);
   const maps = new KeyedList(list, (segment) => segment.id, makeMap);
   return (segments) => {

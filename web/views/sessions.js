@@ -1,4 +1,4 @@
-// Who is attached: one row an engine, one chip a process with its state and the age of its heartbeat.
+// Attached engines: a row for each, in it a chip for each process with its state and the age of its heartbeat.
 
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
 import { age, bytes, count, rankWords } from "../format.js";
@@ -16,10 +16,10 @@ function roleOf({ scheduler, ranks }) {
   return names.join(", ") || "no rank";
 }
 
-/** Those in trouble first, then the scheduler, then by rank. */
+/** Processes that are not live first, then the scheduler, then by rank. */
 function order(a, b) {
-  const place = (m) => [m.state === "live" ? 1 : 0, m.scheduler ? 0 : 1, m.ranks[0] ?? -1];
-  const [x, y] = [place(a), place(b)];
+  const rank = (m) => [m.state === "live" ? 1 : 0, m.scheduler ? 0 : 1, m.ranks[0] ?? -1];
+  const [x, y] = [rank(a), rank(b)];
   return x[0] - y[0] || x[1] - y[1] || x[2] - y[2];
 }
 

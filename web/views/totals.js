@@ -1,9 +1,9 @@
-// Figures at a glance, and every counter the server has: it names them, the page only spells them out.
+// The main figures, and every counter of the server, under the names that the server gives them.
 
 import { el, KeyedList, setAttr, setText } from "../dom.js";
 import { bytes, count, exact, plural, shareOf } from "../format.js";
 
-/** value and note of each tile, from v1/status. */
+/** The value and the note of each tile, from v1/status. */
 const TILES = [
   {
     name: "Hit share",
@@ -35,7 +35,7 @@ const TILES = [
 export function mountTiles(root) {
   const tiles = TILES.map((tile) => {
     const value = el("p", { cls: "figure" });
-    const note = el("p", { cls: "quiet" });
+    const note = el("p", { cls: "muted" });
     root.append(el("div", { cls: "card tile", children: [el("h2", { text: tile.name }), value, note] }));
     return { ...tile, value: { node: value, of: tile.value }, note: { node: note, of: tile.note } };
   });

@@ -155,7 +155,7 @@ class Table:
         self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
         groups: Sequence[tuple[str, int, int]],
     ) -> int:
-        """groups: (kind 'full'|'window'|'state', window_tokens, part_bytes). Idempotent by digest."""
+        """groups: (kind 'full'|'window', window_tokens, part_bytes). Idempotent by digest."""
 
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
         """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
@@ -175,11 +175,11 @@ class Table:
 
         Grants of its session name only segments below the least that its living members report."""
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
-    def done(self, member: int, grant: int, ranks: Sequence[int], now_ms: int) -> None:
+    def done(self, member: int, grant: int, ranks: Sequence[int]) -> None:
         """D1: a member's promise. ranks []: the asker's own word."""
     def member_dead(self, member: int, now_ms: int) -> None:
         """Its lock was seen free: reservations it has not finished close. GONE follows in tick()."""
-    def leave(self, member: int, now_ms: int) -> None:
+    def leave(self, member: int) -> None:
         """The member's word on everything it holds. The last one out closes the session."""
     def tick(self, now_ms: int) -> None:
         """Deadlines, missed heartbeats, settling."""
@@ -194,9 +194,9 @@ class Table:
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, found from now on? else no more)], the next call's `since`, complete), oldest first. The latest
         65,536 of a server's life are kept; complete is False, and the list empty, when others were meant."""
-    def release(self, session: int, grant: int, ranks: Sequence[int], now_ms: int) -> list[int]:
+    def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that remain. Repeating is harmless; foreign_grant for another session's."""
-    def cancel(self, session: int, member: int, grant: int, now_ms: int) -> None:
+    def cancel(self, session: int, member: int, grant: int) -> None:
         """D3: by the asker, of a lease or reservation whose plan was never handed out."""
     def reserve(
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
@@ -207,9 +207,9 @@ class Table:
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
-    def abort(self, session: int, grant: int, ranks: Sequence[int], now_ms: int) -> list[int]:
+    def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """Those ranks say done; the reservation closes, unpublished chunks go."""
-    def mismatch(self, session: int, grant: int, chunks: Sequence[int], now_ms: int) -> int:
+    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:
         """Chunks (counted from token 0) of a lease failed their checksum: they are taken out of use."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes READY chunks of these keys (b'' = all of the namespace) out of use; returns how many."""

@@ -1,4 +1,4 @@
-// Refusals that cross into Python as typed errors carrying the value found and the value wanted.
+// Errors that cross into Python. Both kinds name the value found and the value wanted.
 #pragma once
 
 #include <exception>
@@ -8,8 +8,9 @@
 
 namespace kvdock {
 
-using Value = std::variant<long long, std::string>;
+using Value = std::variant<std::monostate, long long, std::string>;  // monostate: there is no such value
 
+// A copy, a layout or the CUDA driver: `kind` says which Python class it becomes.
 enum class Refusal { layout, copy, cuda };
 
 class Refused : public std::exception {
@@ -25,6 +26,15 @@ class Refused : public std::exception {
   Refusal kind_;
   std::string what_;
   Value found_, wanted_;
+};
+
+// The chunk table: always Python's TableError, whose `code` the server hands to its clients (docs/errors.md).
+struct TableError : std::exception {
+  std::string code, message;
+  Value found, wanted;
+  TableError(std::string c, std::string m, Value f = {}, Value w = {})
+      : code(std::move(c)), message(std::move(m)), found(std::move(f)), wanted(std::move(w)) {}
+  const char* what() const noexcept override { return message.c_str(); }
 };
 
 }  // namespace kvdock

@@ -1,4 +1,4 @@
-// Python face of adoption: which segments a region names, and a table over what an earlier server left.
+// Adoption in Python: which segments a region names, and a table over what an earlier server left.
 #include <pybind11/stl.h>
 
 #include "bind/table.h"
@@ -60,7 +60,7 @@ void bind_adoption(py::class_<BoundTable>& c) {
           [](const Mapping& mapping, uint64_t pool_id, uint64_t lock_inode) {
             std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> out;
             constexpr const char* states[] = {"", "live", "retiring", "gone"};
-            for (const SegmentFacts& s : Table::stored_segments(reinterpret_cast<const uint8_t*>(mapping.data()),
+            for (const SegmentFacts& s : Table::stored_segments(reinterpret_cast<uint8_t*>(mapping.data()),
                                                                 mapping.bytes(), identity(pool_id, lock_inode)))
               out.emplace_back(s.segment, states[s.state], s.data_offset, s.data_bytes);
             return out;

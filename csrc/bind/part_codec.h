@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "table/table.h"
+#include "table/calls.h"
 
 namespace kvdock {
 

@@ -1,11 +1,11 @@
-// Python face of the chunk table: bytes to keys, refusals to TableError, the GIL dropped around each call.
+// The chunk table in Python: bytes become keys, errors become TableError, and each long call releases the GIL.
 #include <pybind11/stl.h>
 
 #include <span>
 
 #include "bind/bind.h"
-#include "bind/table.h"
 #include "bind/part_codec.h"
+#include "bind/table.h"
 #include "table/table.h"
 
 namespace py = pybind11;
@@ -19,24 +19,25 @@ using Unlocked = py::gil_scoped_release;
 std::vector<Key> keys_of(const py::bytes& raw) {
   std::string_view v = raw;
   if (v.size() % kKeyBytes)
-    throw TableRefusal("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
+    throw TableError("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
   std::vector<Key> out(v.size() / kKeyBytes);
   std::memcpy(out.data(), v.data(), v.size());
   return out;
 }
 
-Key key_of(const py::bytes& raw, bool root_allowed = false) {
+Key key_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (root_allowed && v.empty()) return Key{};
-  if (v.size() != kKeyBytes) throw TableRefusal("bad_argument", "a key is 32 bytes", int64_t(v.size()), kKeyBytes);
+  if (v.size() != kKeyBytes) throw TableError("bad_argument", "a key is 32 bytes", int64_t(v.size()), kKeyBytes);
   Key k;
   std::memcpy(k.bytes, v.data(), kKeyBytes);
   return k;
 }
 
+Key parent_of(const py::bytes& raw) { return std::string_view(raw).empty() ? Key{} : key_of(raw); }
+
 Id16 id_of(const py::bytes& raw) {
   std::string_view v = raw;
-  if (v.size() != kIdBytes) throw TableRefusal("bad_argument", "an id is 16 bytes", int64_t(v.size()), kIdBytes);
+  if (v.size() != kIdBytes) throw TableError("bad_argument", "an id is 16 bytes", int64_t(v.size()), kIdBytes);
   Id16 id;
   std::memcpy(id.bytes, v.data(), kIdBytes);
   return id;
@@ -46,35 +47,39 @@ py::bytes raw(const Id16& id) { return py::bytes(reinterpret_cast<const char*>(i
 py::bytes raw(const Key& key) { return py::bytes(reinterpret_cast<const char*>(key.bytes), kKeyBytes); }
 
 py::object value(const Value& v) {
-  if (auto* i = std::get_if<int64_t>(&v)) return py::int_(*i);
+  if (auto* i = std::get_if<long long>(&v)) return py::int_(*i);
   if (auto* s = std::get_if<std::string>(&v)) return py::str(*s);
   return py::none();
 }
 
-const char* state_name(MemberState s) {
-  constexpr const char* names[] = {"free", "live", "suspect", "dead", "gone"};
-  return names[static_cast<size_t>(s)];
+const char* name_of(Limit limit) {
+  constexpr const char* names[] = {"", "held_bytes", "no_space", "pinning"};
+  return names[static_cast<size_t>(limit)];
 }
 
-py::list parts_list(std::span<const PartAt> parts, bool with_checksum) {
+py::tuple granted(const PartAt& p) { return py::make_tuple(p.group, p.writer, p.segment, p.offset, p.length); }
+py::tuple stored(const PartAt& p) {
+  return py::make_tuple(p.group, p.writer, p.segment, p.offset, p.length, p.checksum);
+}
+
+py::list list_of(std::span<const PartAt> parts, py::tuple (*form)(const PartAt&)) {
   py::list out(parts.size());
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const PartAt& p = parts[i];
-    if (with_checksum)
-      out[i] = py::make_tuple(p.group, p.writer, p.segment, p.offset, p.length, p.checksum);
-    else
-      out[i] = py::make_tuple(p.group, p.writer, p.segment, p.offset, p.length);
-  }
+  for (size_t i = 0; i < parts.size(); ++i) out[i] = form(parts[i]);
   return out;
+}
+
+uint64_t bytes_of(std::span<const PartAt> parts) {
+  uint64_t sum = 0;
+  for (const PartAt& p : parts) sum += p.length;
+  return sum;
 }
 
 std::vector<Group> groups_of(const std::vector<std::tuple<std::string, uint32_t, uint64_t>>& specs) {
   std::vector<Group> out;
   for (const auto& [kind, window, bytes] : specs) {
-    GroupKind k = kind == "full" ? GroupKind::kFull : kind == "window" ? GroupKind::kWindow : GroupKind::kState;
-    if (k == GroupKind::kState && kind != "state")
-      throw TableRefusal("bad_argument", "unknown kind of group", kind, "full, window or state");
-    out.push_back({k, window, bytes});
+    if (kind != "full" && kind != "window")
+      throw TableError("bad_argument", "unknown kind of group", kind, "full or window");
+    out.push_back({kind == "full" ? GroupKind::kFull : GroupKind::kWindow, window, bytes});
   }
   return out;
 }
@@ -100,7 +105,7 @@ void bind_views(py::module_& m) {
       .def_property_readonly("nonce", [](const MemberInfo& x) { return raw(x.nonce); })
       .def_readonly("ranks", &MemberInfo::ranks)
       .def_readonly("scheduler", &MemberInfo::scheduler)
-      .def_property_readonly("state", [](const MemberInfo& x) { return state_name(x.state); })
+      .def_property_readonly("state", [](const MemberInfo& x) { return name_of(x.state); })
       .def_readonly("heartbeat_ms", &MemberInfo::heartbeat_ms)
       .def_readonly("lock_offset", &MemberInfo::lock_offset)
       .def_readonly("pinned_through", &MemberInfo::pinned_through);
@@ -112,20 +117,21 @@ void bind_views(py::module_& m) {
       .def_readonly("reservations", &SessionInfo::reservations)
       .def_readonly("held_bytes", &SessionInfo::held_bytes)
       .def_readonly("opened_ms", &SessionInfo::opened_ms);
+}
+
+void bind_results(py::module_& m) {
   py::class_<LookupResult>(m, "Lookup")
       .def_readonly("hit_tokens", &LookupResult::hit_tokens)
       .def_readonly("first_chunk", &LookupResult::first_chunk)
       .def_readonly("lease", &LookupResult::lease)
-      .def_readonly("limited", &LookupResult::limited)
+      .def_property_readonly("limited", [](const LookupResult& r) { return name_of(r.limited); })
       .def_readonly("unpinned_tokens", &LookupResult::unpinned_tokens)
       .def_property_readonly("chunk_count", [](const LookupResult& r) { return r.part_ends.size(); })
       .def(
           "bytes_from",
           [](const LookupResult& r, size_t chunk) {
             size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
-            uint64_t sum = 0;
-            for (; at < r.parts.size(); ++at) sum += r.parts[at].length;
-            return sum;
+            return bytes_of(std::span(r.parts).subspan(at));
           },
           py::arg("chunk"))
       .def_property_readonly("chunks_json", [](const LookupResult& r) { return py::bytes(parts_json(r)); })
@@ -133,20 +139,19 @@ void bind_views(py::module_& m) {
       .def_property_readonly("chunks", [](const LookupResult& r) {
         py::list out(r.part_ends.size());
         for (size_t i = 0, at = 0; i < r.part_ends.size(); at = r.part_ends[i++])
-          out[i] = parts_list(std::span(r.parts).subspan(at, r.part_ends[i] - at), true);
+          out[i] = list_of(std::span(r.parts).subspan(at, r.part_ends[i] - at), &stored);
         return out;
       });
   py::class_<ReserveResult>(m, "Reservation")
       .def_readonly("grant", &ReserveResult::grant)
       .def_readonly("present", &ReserveResult::present)
       .def_readonly("busy", &ReserveResult::busy)
-      .def_readonly("limited", &ReserveResult::limited)
+      .def_property_readonly("limited", [](const ReserveResult& r) { return name_of(r.limited); })
       .def_property_readonly("chunk_count", [](const ReserveResult& r) { return r.chunks.size(); })
       .def_property_readonly("part_bytes",
                              [](const ReserveResult& r) {
                                uint64_t sum = 0;
-                               for (const auto& [index, parts] : r.chunks)
-                                 for (const PartAt& p : parts) sum += p.length;
+                               for (const auto& [index, parts] : r.chunks) sum += bytes_of(parts);
                                return sum;
                              })
       .def_property_readonly("chunks_json", [](const ReserveResult& r) { return py::bytes(granted_json(r)); })
@@ -154,7 +159,7 @@ void bind_views(py::module_& m) {
       .def_property_readonly("chunks", [](const ReserveResult& r) {
         py::list out(r.chunks.size());
         for (size_t i = 0; i < r.chunks.size(); ++i)
-          out[i] = py::make_tuple(r.chunks[i].first, parts_list(r.chunks[i].second, false));
+          out[i] = py::make_tuple(r.chunks[i].first, list_of(r.chunks[i].second, &granted));
         return out;
       });
 }
@@ -195,16 +200,38 @@ void bind_pool(py::class_<BoundTable>& c) {
           py::arg("digest"), py::kw_only(), py::arg("chunk_tokens"), py::arg("block_tokens"), py::arg("writers"),
           py::arg("groups"))
       .def(
-          "delete",
-          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
-            std::vector<Key> keys = keys_of(raw_keys);
-            return unlocked([&] { return t.table->remove(space, keys.empty() ? nullptr : &keys); });
+          "retire_segment",
+          [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
+            return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
           },
-          py::arg("namespace"), py::arg("keys"))
+          py::arg("segment"), py::arg("max_chunks"))
+      .def(
+          "remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); },
+          py::arg("segment"))
+      .def("can_evict", [](BoundTable& t) { return t.table->can_evict(); })
+      .def(
+          "set_limits",
+          [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
+            t.table->set_limits(limit_bytes, session_cap, total_cap);
+          },
+          py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"));
+}
+
+void bind_administration(py::class_<BoundTable>& c) {
+  c.def(
+       "delete",
+       [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
+         std::vector<Key> keys = keys_of(raw_keys);
+         return unlocked([&] { return keys.empty() ? t.table->remove_all(space) : t.table->remove(space, keys); });
+       },
+       py::arg("namespace"), py::arg("keys"))
       .def(
           "clear",
           [](BoundTable& t, int64_t space, uint64_t start, uint32_t budget) {
-            return unlocked([&] { return t.table->clear(space, start, budget); });
+            std::optional<uint32_t> only;
+            if (space >= 0) only = static_cast<uint32_t>(space);
+            ClearResult cleared = unlocked([&] { return t.table->clear(only, start, budget); });
+            return std::pair(cleared.taken, cleared.next ? static_cast<int64_t>(*cleared.next) : -1);
           },
           py::arg("namespace"), py::arg("start"), py::arg("budget"))
       .def(
@@ -214,22 +241,6 @@ void bind_pool(py::class_<BoundTable>& c) {
             return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
           },
           py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
-      .def("can_evict", [](BoundTable& t) { return t.table->can_evict(); })
-      .def(
-          "set_limits",
-          [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
-            t.table->set_limits(limit_bytes, session_cap, total_cap);
-          },
-          py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"))
-      .def(
-          "retire_segment",
-          [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
-            return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
-          },
-          py::arg("segment"), py::arg("max_chunks"))
-      .def(
-          "remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); },
-          py::arg("segment"))
       .def(
           "state_of",
           [](BoundTable& t, uint32_t space, const py::bytes& key) { return t.table->state_of(space, key_of(key)); },
@@ -238,7 +249,7 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("check_integrity", [](BoundTable& t) { unlocked([&] { t.table->check_integrity(); }); });
 }
 
-void bind_life(py::class_<BoundTable>& c) {
+void bind_members(py::class_<BoundTable>& c) {
   c.def(
        "open_session",
        [](BoundTable& t, const py::bytes& nonce, uint32_t space, uint64_t now) {
@@ -249,7 +260,7 @@ void bind_life(py::class_<BoundTable>& c) {
           "add_member",
           [](BoundTable& t, uint64_t session, const py::bytes& nonce, const std::vector<uint32_t>& ranks,
              bool scheduler, uint64_t now, uint64_t lock_offset) {
-            return t.table->add_member(session, id_of(nonce), ranks, scheduler, lock_offset, now);
+            return t.table->add_member(session, {id_of(nonce), ranks, scheduler, lock_offset}, now);
           },
           py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"),
           py::arg("lock_offset") = 0)
@@ -273,25 +284,18 @@ void bind_life(py::class_<BoundTable>& c) {
           [](BoundTable& t, uint64_t member, uint32_t through) { t.table->report_pinned(member, through); },
           py::arg("member"), py::arg("through"))
       .def(
-          "keep",
-          [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },
-          py::arg("member"), py::arg("grant"), py::arg("now_ms"))
-      .def(
-          "done",
-          [](BoundTable& t, uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-            unlocked([&] { t.table->done(member, grant, ranks, now); });
-          },
-          py::arg("member"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
-      .def(
           "member_dead",
           [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->member_dead(member, now); }); },
           py::arg("member"), py::arg("now_ms"))
       .def(
-          "leave", [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->leave(member, now); }); },
-          py::arg("member"), py::arg("now_ms"))
+          "leave", [](BoundTable& t, uint64_t member) { unlocked([&] { t.table->leave(member); }); },
+          py::arg("member"))
       .def(
-          "tick", [](BoundTable& t, uint64_t now) { unlocked([&] { t.table->tick(now); }); }, py::arg("now_ms"))
-      .def("sessions", [](BoundTable& t) { return unlocked([&] { return t.table->sessions(); }); })
+          "tick", [](BoundTable& t, uint64_t now) { unlocked([&] { t.table->tick(now); }); }, py::arg("now_ms"));
+}
+
+void bind_lists(py::class_<BoundTable>& c) {
+  c.def("sessions", [](BoundTable& t) { return unlocked([&] { return t.table->sessions(); }); })
       .def("members", [](BoundTable& t) { return unlocked([&] { return t.table->members(); }); })
       .def(
           "grants",
@@ -312,7 +316,7 @@ void bind_life(py::class_<BoundTable>& c) {
           py::arg("session"));
 }
 
-void bind_grants(py::class_<BoundTable>& c) {
+void bind_lookups(py::class_<BoundTable>& c) {
   c.def(
        "lookup",
        [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& request, uint32_t epoch,
@@ -341,21 +345,24 @@ void bind_grants(py::class_<BoundTable>& c) {
           py::arg("namespace"), py::arg("since"), py::arg("at_most"))
       .def(
           "release",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-            return unlocked([&] { return t.table->release(session, grant, ranks, now); });
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks) {
+            return unlocked([&] { return t.table->release(session, grant, ranks); });
           },
-          py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
+          py::arg("session"), py::arg("grant"), py::arg("ranks"))
       .def(
-          "cancel",
-          [](BoundTable& t, uint64_t session, uint64_t member, uint64_t grant, uint64_t now) {
-            unlocked([&] { t.table->cancel(session, member, grant, now); });
+          "mismatch",
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
+            return unlocked([&] { return t.table->mismatch(session, grant, chunks); });
           },
-          py::arg("session"), py::arg("member"), py::arg("grant"), py::arg("now_ms"))
-      .def(
+          py::arg("session"), py::arg("grant"), py::arg("chunks"));
+}
+
+void bind_stores(py::class_<BoundTable>& c) {
+  c.def(
           "reserve",
           [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& store, const py::bytes& parent,
              const py::bytes& keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
-            ReserveCall call{id_of(store), key_of(parent, true), keys_of(keys), groups, temporary, deadline_ms};
+            ReserveCall call{id_of(store), parent_of(parent), keys_of(keys), groups, temporary, deadline_ms};
             return unlocked([&] { return t.table->reserve(session, member, call, now); });
           },
           py::arg("session"), py::arg("member"), py::arg("store"), py::arg("parent"), py::arg("keys"), py::kw_only(),
@@ -366,31 +373,42 @@ void bind_grants(py::class_<BoundTable>& c) {
              const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& parts, uint64_t now) {
             std::vector<PartCommit> in;
             for (const auto& [index, group, sum] : parts) in.push_back({index, group, sum});
-            return unlocked([&] { return t.table->commit(session, grant, rank, in, now); });
+            CommitResult done = unlocked([&] { return t.table->commit(session, grant, rank, in, now); });
+            return std::pair(done.ready, std::move(done.remaining));
           },
           py::arg("session"), py::arg("grant"), py::arg("rank"), py::arg("parts"), py::arg("now_ms"))
       .def(
           "abort",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks, uint64_t now) {
-            return unlocked([&] { return t.table->abort(session, grant, ranks, now); });
+          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks) {
+            return unlocked([&] { return t.table->abort(session, grant, ranks); });
           },
-          py::arg("session"), py::arg("grant"), py::arg("ranks"), py::arg("now_ms"))
+          py::arg("session"), py::arg("grant"), py::arg("ranks"))
       .def(
-          "mismatch",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks, uint64_t now) {
-            return unlocked([&] { return t.table->mismatch(session, grant, chunks, now); });
+          "cancel",
+          [](BoundTable& t, uint64_t session, uint64_t member, uint64_t grant) {
+            unlocked([&] { t.table->cancel(session, member, grant); });
           },
-          py::arg("session"), py::arg("grant"), py::arg("chunks"), py::arg("now_ms"));
+          py::arg("session"), py::arg("member"), py::arg("grant"))
+      .def(
+          "keep",
+          [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },
+          py::arg("member"), py::arg("grant"), py::arg("now_ms"))
+      .def(
+          "done",
+          [](BoundTable& t, uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks) {
+            unlocked([&] { t.table->done(member, grant, ranks); });
+          },
+          py::arg("member"), py::arg("grant"), py::arg("ranks"));
 }
 
 }  // namespace
 
 void bind_table(py::module_& m) {
-  static py::exception<TableRefusal> error(m, "TableError");
+  static py::exception<kvdock::TableError> error(m, "TableError");
   py::register_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
-    } catch (const TableRefusal& r) {
+    } catch (const TableError& r) {
       py::object e = py::reinterpret_borrow<py::object>(error)(r.message);
       e.attr("code") = r.code;
       e.attr("found") = value(r.found);
@@ -399,6 +417,7 @@ void bind_table(py::module_& m) {
     }
   });
   bind_views(m);
+  bind_results(m);
   py::class_<BoundTable> c(m, "Table");
   c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
                     uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
@@ -414,10 +433,8 @@ void bind_table(py::module_& m) {
         py::arg("suspect_ms") = 6'000, py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75,
         py::arg("lock_inode") = 0)
       .def_static("region_bytes", &Table::region_bytes, py::arg("max_records"), py::arg("max_grants"));
-  bind_pool(c);
-  bind_life(c);
-  bind_grants(c);
-  bind_adoption(c);
+  for (auto bind : {bind_pool, bind_administration, bind_members, bind_lists, bind_lookups, bind_stores, bind_adoption})
+    bind(c);
 }
 
 }  // namespace kvdock

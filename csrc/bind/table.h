@@ -1,4 +1,4 @@
-// What the table's Python face is made of; shared by bind_table.cpp and bind_adopt.cpp.
+// The table as Python holds it: shared by csrc/bind/table.cpp and csrc/bind/adopt.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,10 +1,10 @@
-// Shared by the table's own files: CRCs over the bodies of table_layout.h.
+// CRCs over the bodies that csrc/table/layout.h describes, without the fields that may change while they are live.
 #pragma once
 
 #include <cstddef>
 
 #include "base/crc32c.h"
-#include "table/table.h"
+#include "table/layout.h"
 
 namespace kvdock {
 

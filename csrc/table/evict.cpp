@@ -1,52 +1,52 @@
-// Making room: which chunks go, and in what order (section 8).
+// Which chunks go when room is needed, and what an administrator may ask for. Nothing here discharges a holder (I6):
+// memory that somebody was given waits, whoever asks for it.
 #include <algorithm>
 
-#include "table/body_crc.h"
+#include "table/chunks.h"
 
 namespace kvdock {
 
-std::optional<Candidate> Table::oldest(uint32_t shape) {
+void Chunks::evict_one(uint32_t id) {
+  take_out(id);
+  ++counters_.evicted_chunks;
+}
+
+std::optional<Candidate> Chunks::oldest(uint32_t shape) {
   return policy_->choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
-    Record& r = record(c.record);
-    if (r.generation() != c.generation || !evictable(r, c.record)) return std::nullopt;
-    return r.last_used;
+    if (record(c.record).generation() != c.generation || !evictable(c.record)) return std::nullopt;
+    return record(c.record).last_used;
   });
 }
 
 // Frees something on the way to a slot of `bytes`; false when nothing may go.
-bool Table::make_room(uint64_t bytes) {
+bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
   std::optional<Candidate> own;
   for (uint32_t shape : policy_->shapes()) {
-    if (!std::binary_search(shapes_[shape].begin(), shapes_[shape].end(), round_slot(bytes))) continue;
+    if (!spaces_.shape_has(shape, round_slot(bytes))) continue;
     if (auto c = oldest(shape); c && (!own || older(*c, *own))) own = c;
   }
   std::optional<SlotAllocator::Window> window;
   if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes);
   if (own && (!window || own->last_used <= window->newest)) {
-    quarantine(own->record);
-    ++counters_.evicted_chunks;
+    evict_one(own->record);
     return true;
   }
   if (window && !window->records.empty()) {
-    for (uint32_t id : window->records) {
-      if (record(id).state() != RecordState::kReady) continue;  // went with an earlier one
-      quarantine(id);
-      ++counters_.evicted_chunks;
-    }
+    for (uint32_t id : window->records)
+      if (record(id).state() == RecordState::kReady) evict_one(id);  // else it went with an earlier one
     return true;
   }
-  return evict_lying_chain(bytes);
+  return evict_self_naming_chain(bytes, chunk);
 }
 
-// No leaf is left. Records above one that is pinned, kept or RESERVED wait for it; any other READY record without
-// pins is part of a chain that names itself as ancestor, and the oldest of those with a slot of the size goes.
-bool Table::evict_lying_chain(uint64_t bytes) {
+// No leaf is left. Records above one that is pinned, kept or RESERVED, or above the new chunk, wait for it. Any other
+// unpinned READY record is part of a chain that names itself as ancestor: the oldest with a slot of the size goes.
+bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   std::vector<bool> above(info_.size(), false);
-  std::optional<uint32_t> victim;
   auto walk_up = [&](uint32_t space, Key key) {
     while (!key.is_root()) {
-      KeyEntry* e = index_.find(space, key);
-      uint32_t up = e ? (e->ready != kNone ? e->ready : e->reserved) : kNone;
+      const KeyEntry* e = index_.find(space, key);
+      uint32_t up = e ? e->any() : kNone;
       if (up == kNone || above[up]) return;
       if (e->reserved != kNone) above[e->reserved] = true;
       above[up] = true;
@@ -62,43 +62,85 @@ bool Table::evict_lying_chain(uint64_t bytes) {
   each([&](uint32_t id) {
     if (info_[id].pins || info_[id].kept) walk_up(record(id).space, record(id).parent);
   });
-  walk_up(storing_.first, storing_.second);
+  walk_up(chunk.space, chunk.parent);
+  std::optional<uint32_t> victim;
   each([&](uint32_t id) {
-    const std::vector<uint64_t>& sizes = shapes_[space_shape_[record(id).space]];
-    bool helps = std::binary_search(sizes.begin(), sizes.end(), round_slot(bytes));
-    if (record(id).state() == RecordState::kReady && !info_[id].pins && !info_[id].kept && !above[id] && helps &&
-        (!victim || record(id).last_used < record(*victim).last_used))
+    const Record& r = record(id);
+    bool may_go = r.state() == RecordState::kReady && !info_[id].pins && !info_[id].kept && !above[id];
+    if (may_go && spaces_.shape_has(spaces_.shape_of(r.space), round_slot(bytes)) &&
+        (!victim || r.last_used < record(*victim).last_used))
       victim = id;
   });
-  if (!victim) return false;
-  quarantine(*victim);
-  ++counters_.evicted_chunks;
-  return true;
+  if (victim) evict_one(*victim);
+  return victim.has_value();
 }
 
-uint64_t Table::segment_used_bytes(uint32_t segment) {
-  std::lock_guard lock(mutex_);
-  return slots_.used_bytes(segment);
-}
-
-uint64_t Table::free_bytes() {
-  std::lock_guard lock(mutex_);
-  return slots_.free_bytes();
-}
-
-uint32_t Table::evict(uint64_t target, uint32_t max_chunks) {
-  std::lock_guard lock(mutex_);
+uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
   uint32_t gone = 0;
-  while (gone < max_chunks && slots_.free_bytes() < target) {
+  while (gone < max_chunks && slots_.free_bytes() < target_free_bytes) {
     std::optional<Candidate> best;
     for (uint32_t shape : policy_->shapes())
       if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
     if (!best) break;
-    quarantine(best->record);
-    ++counters_.evicted_chunks;
+    evict_one(best->record);
     ++gone;
   }
   return gone;
+}
+
+bool Chunks::can_evict() {
+  for (uint32_t shape : policy_->shapes())
+    if (oldest(shape)) return true;
+  return false;
+}
+
+// ---- administration
+
+// In slices, so that no other call waits long.
+ClearResult Chunks::clear(std::optional<uint32_t> space, uint64_t start, uint32_t budget) {
+  uint32_t taken = 0;
+  auto from = static_cast<uint32_t>(std::min<uint64_t>(start, pages_.end()));
+  for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    if (budget-- == 0) return {taken, id};
+    const Record& r = record(id);
+    if (r.state() != RecordState::kReady || (space && r.space != *space)) continue;
+    take_out(id);
+    ++taken;
+  }
+  return {taken, std::nullopt};
+}
+
+std::vector<uint32_t> Chunks::ready_in(uint32_t space) const {
+  std::vector<uint32_t> out;
+  index_.for_each([&](const KeyEntry& e) {
+    if (e.space == space && e.ready != kNone) out.push_back(e.ready);
+  });
+  return out;
+}
+
+void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
+  Record& r = record(id);
+  r.kept_until_ms = until_ms;
+  bool kept = until_ms != 0;
+  if (info_[id].kept != kept) {
+    for (uint32_t p = 0; p < r.part_count; ++p) slots_.keep(r.parts[p].slab, kept ? 1 : -1);
+    kept_bytes_ += kept ? bytes_of(id) : -bytes_of(id);
+  }
+  info_[id].kept = kept;
+  if (kept) kept_until_.emplace(until_ms, std::pair(id, r.generation()));
+}
+
+void Chunks::keep(uint32_t id, uint64_t until_ms) {
+  set_kept(id, until_ms);
+  offer(id);
+}
+
+void Chunks::expire_kept(uint64_t now) {
+  while (!kept_until_.empty() && kept_until_.begin()->first <= now) {
+    auto [id, generation] = kept_until_.begin()->second;
+    kept_until_.erase(kept_until_.begin());
+    if (info_[id].kept && record(id).generation() == generation && record(id).kept_until_ms <= now) keep(id, 0);
+  }
 }
 
 }  // namespace kvdock

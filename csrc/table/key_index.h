@@ -1,12 +1,13 @@
-// Open-addressing index from (namespace, key) to what the table knows of that key.
+// Which record a key names, and how many records name it as their parent: an open-addressing hash table.
 //
 // Ownership: derived from the records; rebuilt, never stored.
-// Thread safety: none; the table's mutex guards it.
-// Invariants: an entry exists while its key has a READY record, a RESERVED record or children; at most one
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: an entry exists while its key has a READY record, a RESERVED record or children; at most one record
 //   of each state (I5); probing is linear and deletion shifts back, so no tombstones accumulate.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/huge_alloc.h"
@@ -21,6 +22,7 @@ struct KeyEntry {
   uint32_t reserved = kNone;
   uint32_t children = 0;  // RESERVED and READY records that name this key as parent
 
+  uint32_t any() const { return ready != kNone ? ready : reserved; }
   bool unused() const { return ready == kNone && reserved == kNone && children == 0; }
 };
 
@@ -29,6 +31,9 @@ class KeyIndex {
   KeyIndex() : cells_(1024) {}
 
   KeyEntry* find(uint32_t space, const Key& key) {
+    return const_cast<KeyEntry*>(std::as_const(*this).find(space, key));
+  }
+  const KeyEntry* find(uint32_t space, const Key& key) const {
     for (size_t i = home(space, key);; i = next(i)) {
       if (empty(i)) return nullptr;
       if (cells_[i].space == space && cells_[i].key == key) return &cells_[i];
@@ -49,6 +54,40 @@ class KeyIndex {
     return place(KeyEntry{key, space});
   }
 
+  // A key's READY record and its number of children, after the number changed. The root has no entry: {kNone, 0}.
+  struct Parent {
+    uint32_t ready, children;
+  };
+  Parent add_child(uint32_t space, const Key& parent) {
+    if (parent.is_root()) return {kNone, 0};
+    KeyEntry& e = insert(space, parent);
+    return {e.ready, ++e.children};
+  }
+  Parent drop_child(uint32_t space, const Key& parent) {
+    if (parent.is_root()) return {kNone, 0};
+    KeyEntry& e = *find(space, parent);
+    Parent left{e.ready, --e.children};
+    drop_if_unused(e);
+    return left;
+  }
+
+  // Nobody finds the record by its key any more.
+  void forget(uint32_t space, const Key& key, uint32_t record) {
+    KeyEntry& e = *find(space, key);
+    if (e.ready == record) e.ready = kNone;
+    if (e.reserved == record) e.reserved = kNone;
+    drop_if_unused(e);
+  }
+
+  size_t size() const { return size_; }
+
+  template <class F>
+  void for_each(F&& f) const {
+    for (size_t i = 0; i < cells_.size(); ++i)
+      if (!empty(i)) f(cells_[i]);
+  }
+
+ private:
   void drop_if_unused(KeyEntry& e) {
     if (!e.unused()) return;
     size_t hole = static_cast<size_t>(&e - cells_.data());
@@ -65,16 +104,6 @@ class KeyIndex {
     }
   }
 
-  void clear() { *this = KeyIndex(); }
-  size_t size() const { return size_; }
-
-  template <class F>
-  void for_each(F&& f) const {
-    for (size_t i = 0; i < cells_.size(); ++i)
-      if (!empty(i)) f(cells_[i]);
-  }
-
- private:
   size_t home(uint32_t space, const Key& key) const {
     uint64_t h;  // keys are digests: eight of their bytes are as good as a hash, mixed in case they are not
     std::memcpy(&h, key.bytes + 8, 8);

@@ -44,20 +44,27 @@ struct Id16 {
   bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, kIdBytes) == 0; }
 };
 
-// The store that makes a transition happen; what was written before it is visible to whoever sees it, and
-// what comes after it is not moved before it: a process killed in between leaves exactly the first part.
-inline void publish(uint64_t& word, uint64_t value) {
-  std::atomic_ref<uint64_t>(word).store(value, std::memory_order_release);
+// The one store that makes a transition happen. The only other reader is the next server, in adoption, after this
+// process has ended: it sees every store that this process made. So what matters is the order in which they are made:
+// release keeps what is written before the transition before it, the fence what follows after it.
+template <class Word>
+void publish(Word& word, Word value) {
+  std::atomic_ref<Word>(word).store(value, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
-
-// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten says so. With a place
-// the check covers it too: a word of another place is no word here, and neither is 0. Without one 0 is 0.
-constexpr uint64_t kWordMask = (1ull << 48) - 1;
-constexpr uint64_t sealed(uint64_t value, uint64_t place = 0) {
-  return value | ((value + (place << 48 | place)) * 0x9e3779b97f4a7c15ull >> 48) << 48;
+template <class Word, class Value>
+void publish(Word& word, Value value) {
+  publish<Word>(word, static_cast<Word>(value));
 }
-constexpr bool whole(uint64_t word, uint64_t place = 0) { return word == sealed(word & kWordMask, place); }
+
+// State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten is detected. If a cell
+// is given (its index + 1), it is part of the check, so that a word copied from another cell, or zero, is invalid.
+// Without one, zero is valid.
+constexpr uint64_t kWordMask = (1ull << 48) - 1;
+constexpr uint64_t sealed(uint64_t value, uint64_t cell = 0) {
+  return value | ((value + (cell << 48 | cell)) * 0x9e3779b97f4a7c15ull >> 48) << 48;
+}
+constexpr bool whole(uint64_t word, uint64_t cell = 0) { return word == sealed(word & kWordMask, cell); }
 
 // ---- records -----------------------------------------------------------------------------------
 //
@@ -151,7 +158,7 @@ constexpr uint64_t grant_word(uint32_t cell, uint64_t use, GrantState state) {
 }
 
 // ---- identity, life ----------------------------------------------------------------------------
-enum class GroupKind : uint32_t { kFull = 0, kWindow = 1, kState = 2 };
+enum class GroupKind : uint32_t { kFull = 0, kWindow = 1 };
 
 struct Group {
   GroupKind kind;
@@ -184,6 +191,10 @@ struct Session {
 };
 
 enum class MemberState : uint64_t { kFree = 0, kLive = 1, kSuspect = 2, kDead = 3, kGone = 4 };
+constexpr const char* name_of(MemberState state) {
+  constexpr const char* names[] = {"free", "live", "suspect", "dead", "gone"};
+  return names[static_cast<size_t>(state)];
+}
 
 struct Member {
   uint64_t word;  // sealed: use << 3 | state
@@ -249,6 +260,8 @@ static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);
 static_assert(sizeof(Session) == 552 && sizeof(Member) == 88);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
 static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);
+
+constexpr uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }
 
 constexpr uint64_t fold(uint64_t h, uint64_t v) { return (h ^ v) * 0x9e3779b97f4a7c15ull; }
 constexpr uint64_t table_geometry() {

@@ -29,8 +29,6 @@ inline uint64_t slab_word(const Slab& b) {
   return sealed(uint64_t{crc32c(&b.segment, sizeof b - offsetof(Slab, segment))} << 1 | 1);
 }
 
-inline uint64_t round_slot(uint64_t bytes) { return (bytes + kSlotAlign - 1) / kSlotAlign * kSlotAlign; }
-
 class SlotAllocator {
  public:
   SlotAllocator(Slab* slabs, uint32_t max_slabs) : slabs_(slabs), max_slabs_(max_slabs) {}

@@ -203,7 +203,7 @@ def test_the_rank_that_has_registered_least_counts_until_it_dies_or_leaves() -> 
     client.table.member_dead(slowest, 0)
     client.table.check_integrity()
     assert client.lookup(chain, "b").hit_tokens == 16 * 4
-    client.table.leave(slow, 0)
+    client.table.leave(slow)
     client.table.check_integrity()
     assert client.lookup(chain, "c").hit_tokens == 16 * 8
 

@@ -145,14 +145,16 @@ class Model:
 
     # -- calls
 
-    def lookup(self, session: int, asker: int, space: int, keys: list[bytes], skip_chunks: int, readers: int,
-               who: object) -> tuple[int, list[Record]]:
-        """Returns (chunks hit, records to lock); the caller files the grant under the id it was told."""
-        n = self.hit(space, keys)
-        if skip_chunks > n:
+    def lookup(self, session: int, space: int, keys: list[bytes], skip: int, who: object) -> tuple[int, list[Record]]:
+        """Returns (tokens hit, records to lock); the caller files the grant under the id that the table gave it.
+
+        `skip`: tokens that the caller has already. The chunk in which they end is locked: its other blocks are read."""
+        n, chunk = self.hit(space, keys), self.spaces[space].chunk_tokens
+        if skip > n * chunk:
             raise Refused("skip_exceeds_hit")
+        first = skip // chunk
         mine, total, room = self.held(session), self.held(), n
-        for i in range(skip_chunks, n):
+        for i in range(first, n):
             r = self.find(space, keys[i], "ready")
             assert r is not None
             pinners = self.pinners(r)
@@ -167,10 +169,10 @@ class Model:
         for r in found:
             assert r is not None
             r.last_used = self.tick
-        locked = [r for r in found[skip_chunks:] if r is not None]
+        locked = [r for r in found[first:] if r is not None]
         for r in locked:
             r.readers.add(who)
-        return max(n, skip_chunks), locked
+        return max(n * chunk, skip), locked
 
     def reserve(self, session: int, space: int, path: list[bytes], start: int, groups: set[int], temporary: bool
                 ) -> tuple[dict[int, Record], list[int], list[int], str]:

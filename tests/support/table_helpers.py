@@ -38,11 +38,12 @@ class Client:
     table: Table
     part_bytes: int
     name: str = "engine"
+    namespace: str = ""  # whose namespace it uses; "": one of its own
     stores: int = 0
 
     def __post_init__(self) -> None:
         self.space = self.table.add_namespace(
-            key("space", self.name, self.part_bytes), chunk_tokens=16, block_tokens=4, writers=1,
+            key("space", self.namespace or self.name, self.part_bytes), chunk_tokens=16, block_tokens=4, writers=1,
             groups=[("full", 0, self.part_bytes)],
         )
         self.session = self.table.open_session(key("session", self.name)[:16], self.space, 0)

@@ -6,7 +6,7 @@ import hashlib
 import os
 
 import pytest
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from model import Grant, Model, Refused, Space
 
@@ -72,7 +72,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.died: dict[tuple[int, int], int] = {}
         self.epochs: dict[tuple[int, int], int] = {}
         self.followed: dict[int, set[bytes]] = {}
-        """What is there by what the table said had changed, by namespace; nothing of those to be asked anew."""
+        """By namespace: the keys that are there, by the changes that the table reported. Absent: begin anew."""
         self.since = [0, 0]
         for i in range(3):
             self.attach(i)
@@ -97,7 +97,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(i=sessions, path=paths, window=st.booleans(), temporary=seldom)
     def store(self, i: int, path: Path, window: bool, temporary: bool) -> None:
-        """Reserve and commit everything, as an engine does that nothing befalls."""
+        """Reserve and commit everything, as an engine does when nothing goes wrong."""
         grant = self.reserve(i, path, 0, window, temporary)
         if grant:
             g = self.model.grants[grant]
@@ -165,15 +165,16 @@ class TableAgainstModel(RuleBasedStateMachine):
         g = self.model.grants[grant]
         ranks = data.draw(st.sets(st.integers(0, g.ranks - 1), min_size=1))
         self.model.discharge(grant, ranks, close=True)
-        assert set(self.table.abort(g.session, grant, sorted(ranks), self.now)) == g.holders
+        assert set(self.table.abort(g.session, grant, sorted(ranks))) == g.holders
 
     # -- loads
 
     @rule(
-        i=sessions, path=paths, skip=st.sampled_from([0, 0, 0, 1, 2]), readers=st.integers(1, 3),
+        i=sessions, path=paths, skip=st.sampled_from([0, 0, 0, 4, 12, 16, 20, 32]), readers=st.integers(1, 3),
         request=st.integers(0, 3),
     )
     def lookup(self, i: int, path: Path, skip: int, readers: int, request: int) -> None:
+        """`skip`: tokens, whole blocks of them; it may end inside a chunk."""
         if self.state[i][0] != "live":
             return
         space, keys, session = self.session_space[i], keys_of(path), self.session[i]
@@ -182,31 +183,32 @@ class TableAgainstModel(RuleBasedStateMachine):
 
         def ask() -> Lookup:
             return self.table.lookup(
-                session, self.member[i][0], name, epoch, b"".join(keys), readers=readers, skip_tokens=skip * CHUNK,
+                session, self.member[i][0], name, epoch, b"".join(keys), readers=readers, skip_tokens=skip,
                 now_ms=self.now,
             )
 
         try:
-            hit, locked = self.model.lookup(session, self.member[i][0], space, keys, skip, readers, (session, request))
+            hit, locked = self.model.lookup(session, space, keys, skip, (session, request))
         except Refused as refused:
             with pytest.raises(TableError) as error:
                 ask()
             assert error.value.code == refused.code
             return
         got = ask()
-        assert got.hit_tokens == hit * CHUNK
+        assert got.hit_tokens == hit
         assert bool(got.lease) == bool(locked)
+        first = skip // CHUNK
         for offset, (r, parts) in enumerate(zip(locked, got.chunks, strict=True)):
-            need = SPACES[space].needed(skip + offset, hit)
+            need = SPACES[space].needed(first + offset, hit // CHUNK)
             assert {(p[0], p[1]): p[5] for p in parts} == {k: v for k, v in r.sums.items() if k[0] in need}
         if got.lease:
             assert got.lease not in self.model.grants, "a higher epoch gets a new lease"
             self.model.grants[got.lease] = Grant(
-                "lease", session, self.member[i][0], set(range(readers)), dict(enumerate(locked, skip)), ranks=readers
+                "lease", session, self.member[i][0], set(range(readers)), dict(enumerate(locked, first)), ranks=readers
             )
             if not got.limited:
                 self.model.tick += 1
-                for found in [self.model.find(space, k, "ready") for k in keys[:hit]]:
+                for found in [self.model.find(space, k, "ready") for k in keys[: hit // CHUNK]]:
                     assert found is not None
                     found.last_used = self.model.tick
                 again = ask()
@@ -219,12 +221,12 @@ class TableAgainstModel(RuleBasedStateMachine):
         g = self.model.grants[grant]
         ranks = data.draw(st.sets(st.integers(0, g.ranks - 1), min_size=1))
         self.model.discharge(grant, ranks)
-        assert set(self.table.release(g.session, grant, sorted(ranks), self.now)) == g.holders
-        assert set(self.table.release(g.session, grant, sorted(ranks), self.now)) == g.holders
+        assert set(self.table.release(g.session, grant, sorted(ranks))) == g.holders
+        assert set(self.table.release(g.session, grant, sorted(ranks))) == g.holders
         other = next(s for s in self.session if s != g.session)
         if g.holders:
             with pytest.raises(TableError, match="another session"):
-                self.table.release(other, grant, sorted(ranks), self.now)
+                self.table.release(other, grant, sorted(ranks))
 
     @precondition(lambda self: self.live("lease"))
     @rule(data=st.data())
@@ -233,7 +235,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         g = self.model.grants[grant]
         index = data.draw(st.sampled_from(sorted(g.lines)))
         was_ready = g.lines[index].state == "ready"
-        assert self.table.mismatch(g.session, grant, [index], self.now) == int(was_ready)
+        assert self.table.mismatch(g.session, grant, [index]) == int(was_ready)
         if was_ready:
             self.model.remove(g.lines[index])
 
@@ -305,7 +307,7 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(i=sessions, rank=st.integers(0, 1), really=seldom)
     def leave(self, i: int, rank: int, really: bool) -> None:
         if self.state[i][rank] == "live" and really:
-            self.table.leave(self.member[i][rank], self.now)
+            self.table.leave(self.member[i][rank])
             self.gone(i, rank)
 
     @rule(really=seldom)
@@ -385,7 +387,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         for i in range(3):
             for member, state in zip(self.member[i], self.state[i], strict=True):
                 if state == "live":
-                    self.table.leave(member, self.now)
+                    self.table.leave(member)
         self.table.tick(self.now + 10**9)
         self.table.check_integrity()
         stats = self.table.stats()
@@ -394,7 +396,10 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 
 TestTableAgainstModel = TableAgainstModel.TestCase
+# Shrinking takes minutes, more than a test's timeout, and the assertion that failed would never be shown: it is left
+# out. For a shorter example: MODEL_SHRINK=1 make test ARGS='tests/table/test_model.py --timeout=0'.
+SHRINK = [Phase.shrink] if os.environ.get("MODEL_SHRINK") else []
 TestTableAgainstModel.settings = settings(
     max_examples=int(os.environ.get("MODEL_EXAMPLES", "200")), stateful_step_count=60, deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, *SHRINK], suppress_health_check=[HealthCheck.too_slow],
 )

@@ -43,7 +43,7 @@ def test_a_model_that_leaves_gives_its_memory_to_another_size() -> None:
     table = new_table(POOL)
     old, new = Client(table, 100 * 1024, "old"), Client(table, 300 * 1024, "new")
     assert fill(old, "old", POOL // (100 * 1024)) * 100 * 1024 > 0.9 * POOL
-    table.leave(old.member, 0)
+    table.leave(old.member)
     resident = fill(new, "new", POOL // (300 * 1024))
     table.check_integrity()
     assert resident * 300 * 1024 >= 0.9 * POOL
@@ -66,7 +66,7 @@ def test_a_pinned_slab_is_never_emptied_for_another_size() -> None:
     assert large.store([key("large")]) == 0
     assert all(small.has(key("small", n)) for n in range(0, 64, 8))
     for lease in leases:
-        table.release(small.session, lease, [0], 0)
+        table.release(small.session, lease, [0])
     assert large.store([key("large")]) == 1
     table.check_integrity()
 
@@ -134,7 +134,7 @@ def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:
         table.remove_segment(victim)
     new_parts = [part for n in range(8) for _, parts in engine.reserve([key("new", n)]).chunks for part in parts]
     assert not any(segment == victim for _, _, segment, _, _ in new_parts)
-    table.release(engine.session, found.lease, [0], 0)
+    table.release(engine.session, found.lease, [0])
     assert table.retire_segment(victim, 1000) == 0
     table.remove_segment(victim)
     table.check_integrity()
@@ -186,7 +186,7 @@ def test_grants_come_in_pages_oldest_first_also_when_their_cells_are_used_again(
     fill(engine, "k", 1)
     first = [engine.lookup([key("k", 0)], request=n, now=n).lease for n in range(255)]
     for lease in reversed(first):
-        table.release(engine.session, lease, [0], 300)
+        table.release(engine.session, lease, [0])
     leases = [engine.lookup([key("k", 0)], request=n, now=n).lease for n in range(1000, 1005)]
     assert leases != sorted(leases), "ids that rise show nothing"
     shown = table.grants(engine.session)
@@ -262,9 +262,9 @@ def test_ids_are_never_used_twice_however_often_cells_are() -> None:
         lease = engine.lookup([key("k")], request=n).lease
         assert lease not in seen
         seen.add(lease)
-        table.release(engine.session, lease, [0], 0)
-    assert table.release(engine.session, min(seen), [0], 0) == [], "a forgotten release is harmless"
+        table.release(engine.session, lease, [0])
+    assert table.release(engine.session, min(seen), [0]) == [], "a forgotten release is harmless"
     with pytest.raises(TableError) as unknown:
-        table.release(engine.session, max(seen) + 256, [0], 0)
+        table.release(engine.session, max(seen) + 256, [0])
     assert unknown.value.code == "unknown_grant"
     table.check_integrity()

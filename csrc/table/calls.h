@@ -1,0 +1,113 @@
+// What goes into the chunk table's calls and what comes out of them: plain values.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "table/layout.h"
+
+namespace kvdock {
+
+struct TableOptions {
+  uint64_t pool_id, lock_inode, incarnation, limit_bytes;
+  uint64_t max_records, max_grants;
+  uint64_t ask_ms, settle_ms, suspect_ms;
+  double session_cap, total_cap;  // shares of limit_bytes that grants may pin
+};
+
+// A segment as the table names it, or as the server that adopts it found it in memory.
+struct SegmentFacts {
+  uint32_t segment;
+  uint64_t state;  // kSegmentLive, …
+  uint64_t data_offset, data_bytes;
+};
+struct Adoption {  // what an adopting server found
+  uint64_t clock_ms = 0;  // the earlier server's clock: the new one goes on from there
+  uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, leases = 0, reservations = 0, sessions = 0, members = 0;
+};
+
+// What made an answer shorter than it could have been.
+enum class Limit { none, held_bytes, no_space, pinning };
+
+struct PartAt {
+  uint32_t group, writer, segment;
+  uint64_t offset, length, checksum;
+};
+struct LookupCall {
+  Id16 request;
+  uint32_t epoch;
+  std::vector<Key> keys;
+  uint32_t readers;
+  uint64_t skip_tokens;
+};
+struct LookupResult {
+  uint64_t hit_tokens = 0, lease = 0;
+  uint32_t first_chunk = 0;
+  Limit limited = Limit::none;
+  uint64_t unpinned_tokens = 0;     // by how much Limit::pinning shortened the hit
+  std::vector<PartAt> parts;        // of all chunks, one after the other
+  std::vector<uint32_t> part_ends;  // per chunk: where its parts end
+};
+struct ReserveCall {
+  Id16 store;
+  Key parent;
+  std::vector<Key> keys;
+  uint32_t groups;  // bit mask
+  bool temporary;
+  uint64_t deadline_ms;
+};
+struct ReserveResult {
+  uint64_t grant = 0;
+  std::vector<std::pair<uint32_t, std::vector<PartAt>>> chunks;
+  std::vector<uint32_t> present, busy;
+  Limit limited = Limit::none;
+};
+struct PartCommit {
+  uint32_t index, group;
+  uint64_t checksum;
+};
+struct CommitResult {
+  uint32_t ready;                   // chunks of the reservation that are READY
+  std::vector<uint32_t> remaining;  // ranks that have not said done
+};
+struct ClearResult {
+  uint32_t taken;
+  std::optional<uint64_t> next;  // where the next call starts; none: everything was looked at
+};
+struct Question {
+  uint64_t grant;
+  std::vector<uint32_t> ranks;  // empty: it is for the member that asked for the grant
+};
+
+struct GrantInfo {
+  uint64_t grant;
+  GrantKind kind;
+  uint64_t session;
+  Id16 request;
+  uint32_t epoch, readers;
+  std::vector<uint32_t> remaining;
+  uint64_t chunks, bytes, opened_ms;
+  uint64_t place;  // rises from the oldest grant to the youngest; ids do not, as their cells are used again
+  bool closed;
+};
+struct SessionInfo {
+  uint64_t session;
+  Id16 nonce;
+  uint32_t space, leases, reservations;
+  uint64_t held_bytes, opened_ms;
+};
+struct MemberInfo {
+  uint64_t member, session;
+  Id16 nonce;
+  std::vector<uint32_t> ranks;
+  bool scheduler;
+  MemberState state;
+  uint64_t heartbeat_ms, lock_offset;
+  std::optional<uint32_t> pinned_through;
+};
+
+}  // namespace kvdock

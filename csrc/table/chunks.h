@@ -1,0 +1,169 @@
+// The pool's chunks: their records and slots, who pins them, which go first, and where each record ends.
+//
+// Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
+//   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned, not kept and without children is
+//   listed for eviction.
+//
+// A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
+#pragma once
+
+#include <array>
+#include <map>
+#include <memory>
+#include <span>
+#include <unordered_map>
+
+#include "base/huge_alloc.h"
+#include "table/change_log.h"
+#include "table/eviction.h"
+#include "table/key_index.h"
+#include "table/namespaces.h"
+#include "table/pages.h"
+#include "table/slots.h"
+
+namespace kvdock {
+
+// What the lines of all grants imply: by record, how often each session pins it. Chunks::check compares.
+using ImpliedPins = std::map<uint32_t, std::map<uint32_t, uint32_t>>;
+
+struct NewChunk {
+  uint32_t space;
+  Key key, parent;
+  uint32_t groups;
+  bool temporary;
+  uint64_t tick;
+  uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
+};
+
+class Chunks {
+ public:
+  struct Counters {
+    uint64_t stored_chunks = 0, stored_bytes = 0, evicted_chunks = 0;
+  };
+  struct Sums {  // by RecordState
+    std::array<uint64_t, 4> bytes{}, records{};
+    bool operator==(const Sums&) const = default;
+  };
+
+  explicit Chunks(const Region& region);
+
+  Namespaces& namespaces() { return spaces_; }
+  const ChangeLog& changes() const { return changes_; }
+  const Counters& counters() const { return counters_; }
+  const Sums& sums() const { return sums_; }
+
+  // -- finding
+  const KeyEntry* find(uint32_t space, const Key& key) const { return index_.find(space, key); }
+  void prefetch_key(uint32_t space, const Key& key) const { index_.prefetch(space, key); }
+  Record& record(uint32_t id) const { return pages_.at(id); }
+  uint64_t bytes_of(uint32_t id) const { return uint64_t{info_[id].pages} * kSlotAlign; }
+  void prefetch_record(uint32_t id) const {
+    const uint8_t* at = pages_.address_of(id);
+    __builtin_prefetch(&info_[id]);
+    __builtin_prefetch(at + offsetof(Record, word), 1);
+    __builtin_prefetch(at + sizeof(Record) + sizeof(StoredPart) - 1, 1);
+  }
+  bool names_live(const Line& line) const;  // the record is of that generation, and it is not FREE
+
+  // -- storing and using
+  // FREE → RESERVED; nullopt when no room can be made. The caller pins the record before anything else.
+  std::optional<uint32_t> reserve(const NewChunk& chunk);
+  void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
+  void stamp(uint32_t id, uint64_t tick);
+  void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
+
+  // -- pins: bytes that a session holds are counted once, however many of its grants name them
+  void add_pin(uint32_t id, uint32_t session);
+  void drop_pin(uint32_t id, uint32_t session);
+  bool pinned(uint32_t id) const { return info_[id].pins != 0; }
+  bool pinned_by(uint32_t id, uint32_t session) const {
+    const Info& in = info_[id];
+    return in.sole == session || (in.sole == kMany && shared_pins_.count(pair_of(session, id)));
+  }
+  uint64_t held_bytes() const { return held_bytes_; }
+  uint64_t held_bytes(uint32_t session) const { return session < held_by_.size() ? held_by_[session] : 0; }
+
+  // -- the end of a record
+  void take_out(uint32_t id);
+
+  // -- eviction, and what an administrator may do
+  uint32_t evict(uint64_t target_free_bytes, uint32_t max_chunks);
+  bool can_evict();
+  ClearResult clear(std::optional<uint32_t> space, uint64_t start, uint32_t budget);
+  std::vector<uint32_t> ready_in(uint32_t space) const;
+  void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
+  void expire_kept(uint64_t now);
+  uint64_t kept_bytes() const { return kept_bytes_; }
+
+  // -- segments
+  const SlotAllocator& slots() const { return slots_; }
+  void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
+  uint64_t retire_segment(uint32_t segment, uint32_t max_chunks);  // returns the bytes still in use
+  void remove_segment(uint32_t segment);
+
+  void check(const ImpliedPins& implied) const;  // TableError corrupt
+  struct Adopter;                                // chunks_adopt.h
+
+ private:
+  struct Info {
+    uint32_t pins = 0;
+    uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
+    uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
+    uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
+    bool kept = false;      // not to be evicted until kept_until_ms
+  };
+  static constexpr uint32_t kMany = kNone - 1;
+  static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
+
+  void count_state(uint32_t id, int sign);
+  void set_state(uint32_t id, RecordState state);
+  void add_child(uint32_t space, const Key& parent);
+  void drop_child(uint32_t space, const Key& parent);
+  void offer(uint32_t id);
+  bool evictable(uint32_t id) const;
+  void set_kept(uint32_t id, uint64_t until_ms);
+  std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
+  bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
+  void write_record(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);
+
+  void retire(uint32_t id);
+  void free_record(uint32_t id);
+  void unpinned(uint32_t id);
+
+  void evict_one(uint32_t id);
+  std::optional<Candidate> oldest(uint32_t shape);
+  bool make_room(uint64_t bytes, const NewChunk& chunk);
+  bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
+
+  void check_records() const;
+  void check_slots() const;
+  void check_pins(const ImpliedPins& implied) const;
+  void check_kept() const;
+  void check_index() const;
+
+  uint64_t& held_by(uint32_t session) {
+    if (session >= held_by_.size()) held_by_.resize(session + 1);
+    return held_by_[session];
+  }
+
+  TableHeader& header_;
+  SegmentEntry* segments_;
+  Namespaces spaces_;
+  RecordPages pages_;
+  SlotAllocator slots_;
+  KeyIndex index_;
+  std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<Info, HugeAllocator<Info>> info_;        // by record
+  Sums sums_;
+  std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
+  std::vector<uint64_t> held_by_;                       // by session cell: bytes it pins
+  uint64_t held_bytes_ = 0;
+  std::multimap<uint64_t, std::pair<uint32_t, uint64_t>> kept_until_;  // when → record, generation
+  uint64_t kept_bytes_ = 0;
+  ChangeLog changes_;
+  Counters counters_;
+};
+
+}  // namespace kvdock

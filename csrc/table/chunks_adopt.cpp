@@ -1,0 +1,150 @@
+#include "table/chunks_adopt.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/pause.h"
+#include "table/body_crc.h"
+
+namespace kvdock {
+
+namespace {
+constexpr uint64_t kSaneKeepMs = 1ull << 40;  // nobody keeps a chunk for so long
+}  // namespace
+
+void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts>& segments) {
+  c.spaces_.judge();
+  judge_segments(segments);
+  judge_slabs(region.slabs);
+  bad_pages = c.pages_.judge();
+  c.info_.resize(c.pages_.end());
+  auto bad = bad_pages.begin();
+  for (uint32_t page = 0; page < c.pages_.page_count(); ++page) {
+    if (bad != bad_pages.end() && *bad == page) {
+      ++bad;
+      continue;
+    }
+    for (uint32_t i = 0; i < c.pages_.records_in(page); ++i) judge_record(page * kPageRecords + i);
+  }
+}
+
+void Chunks::Adopter::judge_segments(const std::vector<SegmentFacts>& segments) {
+  size_t matched = 0;
+  for (uint32_t i = 0; i < kMaxSegments; ++i) {
+    const SegmentEntry& entry = c.segments_[i];
+    if (entry.word == 0 || (entry.word & kWordMask) == kSegmentGone) continue;
+    auto it = std::find_if(segments.begin(), segments.end(), [i](const SegmentFacts& s) { return s.segment == i; });
+    if (it == segments.end()) refuse_adoption("a segment's memory is missing", i);
+    if (it->data_offset != entry.data_offset || it->data_bytes != entry.data_bytes)
+      refuse_adoption("a segment is not as the table describes it", i);
+    if (entry.data_offset % kSlotAlign || entry.data_bytes % kSlotAlign)
+      refuse_adoption("a segment is not aligned", i);
+    c.slots_.add_segment(i, entry.data_offset, entry.data_bytes);
+    ++matched;
+  }
+  if (matched != segments.size())
+    refuse_adoption("there are segments that the table does not know", segments.size());
+}
+
+void Chunks::Adopter::judge_slabs(const Slab* slabs) {
+  for (uint32_t i = 0; i < kMaxSlabs; ++i)
+    if (slabs[i].word && !c.slots_.adopt_slab(i)) refuse_adoption("a slab is damaged, or lies where it cannot", i);
+}
+
+void Chunks::Adopter::judge_record(uint32_t id) {
+  const Record& r = c.record(id);
+  if (r.word == 0) return;
+  if (!sound(r, c.pages_.size_at(id))) {
+    damaged.push_back(id);
+    return;
+  }
+  uint64_t bytes = 0;
+  for (uint32_t p = 0; p < r.part_count; ++p) {
+    if (!c.slots_.can_own(r.parts[p])) refuse_adoption("I1: a record's slot has another owner, or does not exist", id);
+    c.slots_.own(r.parts[p], id);
+    bytes += round_slot(r.parts[p].length);
+  }
+  c.info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
+  live.push_back(id);
+  if (r.state() != RecordState::kReady) return;
+  KeyEntry& e = c.index_.insert(r.space, r.key);
+  uint32_t loser = e.ready;
+  if (loser == kNone || c.record(loser).generation() < r.generation())
+    e.ready = id;
+  else
+    loser = id;
+  if (loser != kNone) older.push_back(loser);
+}
+
+// Everything that a record says about itself, checked against its namespace; judge_record checks its slots.
+bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
+  if (!whole(r.word) || r.state() == RecordState::kFree || r.state() > RecordState::kQuarantined) return false;
+  if (sizeof(Record) + r.part_count * sizeof(StoredPart) != size || r.crc != body_crc(r, r.generation())) return false;
+  if (r.generation() == 0 || r.generation() > c.header_.last_generation || r.space >= c.spaces_.count() ||
+      r.key.is_root())
+    return false;
+  const Namespace& ns = c.spaces_[r.space];
+  if (r.groups >> ns.group_count || r.part_count != ns.writers * static_cast<uint32_t>(std::popcount(r.groups)))
+    return false;
+  uint32_t p = 0;
+  for (uint32_t g = 0; g < ns.group_count; ++g) {
+    if (!(r.groups >> g & 1)) continue;
+    for (uint32_t w = 0; w < ns.writers; ++w, ++p) {
+      const StoredPart& part = r.parts[p];
+      if (part.group != g || part.writer != w || part.length != ns.groups[g].part_bytes) return false;
+      bool committed = part.committed & kCommitted;
+      if (r.state() == RecordState::kReady && !committed) return false;
+      if (committed ? (part.committed & ~kCommitted) >= kChecksumPrime : part.committed != 0) return false;
+    }
+  }
+  return true;
+}
+
+void Chunks::Adopter::drop_damaged() {
+  found.dropped = static_cast<uint32_t>(damaged.size() + bad_pages.size());
+  for (uint32_t id : damaged) publish(c.record(id).word, 0);
+  for (uint32_t page : bad_pages) c.pages_.clear_page(page);
+}
+
+void Chunks::Adopter::quarantine_unfinished() {
+  auto quarantine = [this](uint32_t id) {
+    Record& r = c.record(id);
+    publish(r.word, sealed(r.generation() << 3 | static_cast<uint64_t>(RecordState::kQuarantined)));
+  };
+  found.replaced = static_cast<uint32_t>(older.size());
+  for (uint32_t id : older) quarantine(id);
+  for (uint32_t id : live) {
+    if (c.record(id).state() != RecordState::kReserved) continue;
+    quarantine(id);
+    KVDOCK_PAUSE("adopt.one_aborted");
+    ++found.aborted;
+  }
+}
+
+void Chunks::Adopter::rebuild() {
+  std::vector<bool> taken(c.info_.size(), false);
+  for (uint32_t id : live) taken[id] = true;
+  c.slots_.adopted();
+  for (uint32_t i = 0; i < kMaxSegments; ++i)
+    if ((c.segments_[i].word & kWordMask) == kSegmentRetiring) c.slots_.retire_segment(i);
+  c.pages_.rebuild(taken);
+  for (uint32_t id : live) {
+    Record& r = c.record(id);
+    r.last_used = std::min(r.last_used, c.header_.use_tick);
+    for (uint32_t p = 0; p < r.part_count; ++p) c.slots_.touch(r.parts[p].slab, r.last_used);
+    c.count_state(id, 1);
+    if (r.state() != RecordState::kReady) continue;
+    c.add_child(r.space, r.parent);
+    c.info_[id].children = c.index_.find(r.space, r.key)->children;
+    bool kept = r.kept_until_ms > found.clock_ms && r.kept_until_ms < found.clock_ms + kSaneKeepMs;
+    c.set_kept(id, kept ? r.kept_until_ms : 0);
+    ++found.chunks;
+  }
+}
+
+void Chunks::Adopter::settle() {
+  for (uint32_t id : live)
+    if (c.info_[id].pins == 0) c.unpinned(id);
+}
+
+}  // namespace kvdock

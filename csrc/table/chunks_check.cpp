@@ -1,0 +1,163 @@
+// What is derived from records and slots is computed again and compared.
+#include <algorithm>
+#include <set>
+
+#include "table/body_crc.h"
+#include "table/chunks.h"
+
+namespace kvdock {
+
+namespace {
+void require(bool ok, const char* what, int64_t where = 0) {
+  if (!ok) throw TableError("corrupt", what, where);
+}
+}  // namespace
+
+void Chunks::check(const ImpliedPins& implied) const {
+  try {
+    slots_.check();
+  } catch (const std::logic_error& e) {
+    throw TableError("corrupt", std::string("slots: ") + e.what());
+  }
+  check_records();
+  check_slots();
+  check_pins(implied);
+  check_kept();
+  check_index();
+}
+
+// I4, I7: bodies are as they were written, and sums by state are those of the records.
+void Chunks::check_records() const {
+  Sums sums;
+  std::vector<bool> taken(info_.size(), false);
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    const Record& r = record(id);
+    taken[id] = r.state() != RecordState::kFree;
+    if (!taken[id]) {
+      require(info_[id].pins == 0, "I2: a FREE record is pinned", id);
+      require(info_[id].pages == 0 && !info_[id].kept, "a FREE record has bytes or is kept", id);
+      continue;
+    }
+    uint64_t named = 0;
+    for (uint32_t p = 0; p < r.part_count; ++p) named += round_slot(r.parts[p].length);
+    require(named == bytes_of(id), "a record's size is counted wrongly", id);
+    require(r.crc == body_crc(r, r.generation()), "a record's body does not match its CRC", id);
+    require(r.generation() <= header_.last_generation, "a generation was never given out", id);
+    for (uint32_t p = 0; p < r.part_count; ++p)
+      require(r.state() != RecordState::kReady || (r.parts[p].committed & kCommitted), "I4: READY with a part missing",
+              id);
+    require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
+    require(!evictable(id) || policy_->lists(id, r.generation()), "an evictable chunk is not listed", id);
+    sums.bytes[static_cast<size_t>(r.state())] += named;
+    ++sums.records[static_cast<size_t>(r.state())];
+  }
+  pages_.check(taken);
+  require(sums == sums_, "I7: sums by state do not add up");
+  require(sums.bytes[1] + sums.bytes[2] + sums.bytes[3] == slots_.used_bytes(),
+          "I7: bytes by state are not the bytes in use");
+}
+
+// I1: each slot in use is owned by the record that names it. Slabs count their pinned and kept slots.
+void Chunks::check_slots() const {
+  std::map<std::pair<uint32_t, uint64_t>, uint32_t> owned;
+  for (const auto& o : slots_.owners()) owned[{o.segment, o.offset}] = o.record;
+  std::map<uint32_t, uint32_t> pinned_in, kept_in;
+  std::set<uint32_t> slabs;
+  size_t named = 0;
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    const Record& r = record(id);
+    if (r.state() == RecordState::kFree) continue;
+    for (uint32_t p = 0; p < r.part_count; ++p) {
+      const StoredPart& part = r.parts[p];
+      auto it = owned.find({part.segment, part.offset});
+      require(it != owned.end() && it->second == id, "I1: a slot's owner is not the record that names it", id);
+      ++named;
+      slabs.insert(part.slab);
+      if (info_[id].pins) ++pinned_in[part.slab];
+      if (info_[id].kept) ++kept_in[part.slab];
+    }
+  }
+  require(named == owned.size(), "I1: a slot is owned by no live record", int64_t(owned.size()));
+  for (uint32_t slab : slabs) {
+    require(slots_.pinned_slots(slab) == pinned_in[slab], "a slab counts its pinned slots wrongly", slab);
+    require(slots_.kept_slots(slab) == kept_in[slab], "a slab counts its kept slots wrongly", slab);
+  }
+}
+
+// I2, I7: pins, and the bytes that sessions hold by them, are what the grants imply.
+void Chunks::check_pins(const ImpliedPins& implied) const {
+  std::map<uint32_t, uint64_t> held;
+  uint64_t all = 0;
+  size_t shared = 0;
+  for (uint32_t id = 0; id < info_.size(); ++id) {
+    const Info& in = info_[id];
+    auto it = implied.find(id);
+    if (it == implied.end()) {
+      require(in.pins == 0 && in.sole == kNone, "I2: a record is pinned that no grant names", id);
+      continue;
+    }
+    uint32_t pins = 0;
+    for (auto& [session, count] : it->second) {
+      pins += count;
+      held[session] += bytes_of(id);
+      if (in.sole == kMany) {
+        auto found = shared_pins_.find(pair_of(session, id));
+        require(found != shared_pins_.end() && found->second == count, "a session's pins are counted wrongly", id);
+        ++shared;
+      }
+    }
+    all += bytes_of(id);
+    require(in.pins == pins, "I2: pins are not what the grants imply", id);
+    require(in.sole == kMany || (it->second.size() == 1 && in.sole == it->second.begin()->first),
+            "a record is not pinned by its one session alone", id);
+  }
+  require(shared == shared_pins_.size(), "a session's pins are counted for a record that it does not pin");
+  require(all == held_bytes_, "held bytes do not add up");
+  for (uint32_t session = 0; session < held_by_.size(); ++session)
+    require(held_by_[session] == held[session], "a session's held bytes do not add up", session);
+}
+
+// Kept chunks: each has its time, and their bytes add up.
+void Chunks::check_kept() const {
+  uint64_t kept = 0;
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    if (!info_[id].kept) continue;
+    const Record& r = record(id);
+    kept += bytes_of(id);
+    auto [first, last] = kept_until_.equal_range(r.kept_until_ms);
+    bool timed = std::any_of(first, last, [&](auto& entry) { return entry.second == std::pair(id, r.generation()); });
+    require(timed, "a kept chunk has no end", id);
+  }
+  require(kept == kept_bytes_, "kept bytes do not add up");
+}
+
+// I5: per key at most one READY and one RESERVED; children are the records that name the key as parent.
+void Chunks::check_index() const {
+  struct Want {
+    uint32_t ready = kNone, reserved = kNone, children = 0;
+  };
+  std::map<std::pair<uint32_t, std::string>, Want> want;
+  auto entry = [&](uint32_t space, const Key& k) -> Want& {
+    return want[{space, std::string(reinterpret_cast<const char*>(k.bytes), kKeyBytes)}];
+  };
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    const Record& r = record(id);
+    if (r.state() != RecordState::kReady && r.state() != RecordState::kReserved) continue;
+    Want& w = entry(r.space, r.key);
+    uint32_t& at = r.state() == RecordState::kReady ? w.ready : w.reserved;
+    require(at == kNone, "I5: two records of one key and state", id);
+    at = id;
+    if (!r.parent.is_root()) ++entry(r.space, r.parent).children;
+  }
+  index_.for_each([&](const KeyEntry& e) {
+    const Want& w = entry(e.space, e.key);
+    require(w.ready == e.ready && w.reserved == e.reserved && w.children == e.children && !e.unused(),
+            "the key index disagrees with the records", e.ready);
+    require(e.ready == kNone || info_[e.ready].children == e.children, "a READY record counts its children wrongly",
+            e.ready);
+    require(index_.find(e.space, e.key) == &e, "the key index cannot find its own entry", e.ready);
+  });
+  require(index_.size() == want.size(), "the key index misses a key", int64_t(want.size()));
+}
+
+}  // namespace kvdock

@@ -1,0 +1,127 @@
+// Leases and reservations: what they let their holders touch, and who has not said done yet.
+//
+// Ownership: the cells of grants and their lines lie in the region; everything else is derived.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: a holder is discharged once, by D1, D2 or D3 of docs/lifetime_protocol.md#grants; time alone discharges
+//   nobody (I6). A grant pins what its lines name while it has a holder. Without one it is closed: its cell is a
+//   tombstone that answers repeats until it is needed for another grant.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <set>
+#include <unordered_map>
+
+#include "table/chunks.h"
+#include "table/members.h"
+
+namespace kvdock {
+
+std::string hex_of(uint64_t id);  // as the wire and errors write it
+
+struct NewGrant {
+  GrantKind kind;
+  Members::Asker asker;
+  Id16 request;
+  uint32_t readers;
+  uint64_t now;
+};
+
+class Grants {
+ public:
+  enum class Standing { known, forgotten, never_given };
+  struct Found {
+    Standing standing;
+    Grant* grant;  // nullptr unless known
+  };
+
+  Grants(const Region& region, Members& members, Chunks& chunks);
+  void begin_empty();
+
+  // -- finding
+  Found find(uint64_t id) const;
+  // nullptr: forgotten, since everyone has said done. TableError unknown_grant (never given, or not of `kind`),
+  // foreign_grant.
+  Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
+  // The last grant that the session was given under the name `request`, or nullptr.
+  Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
+  std::vector<Grant*> held_by(uint32_t session) const;  // those with a holder
+  std::vector<uint32_t> remaining(const Grant& g) const;
+  void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // TableError not_a_holder
+
+  // -- opening: prepare, add lines, fill in what is the caller's, open
+  void require_lines(uint32_t count);  // TableError table_full unless so many more lines have room
+  Grant& prepare(const NewGrant& wanted);
+  void give_up(Grant& g);  // prepared, but without a line
+  void open(Grant& g);     // the store that makes it live: it happens before the answer is sent
+  void add_line(Grant& g, const Line& line);
+  template <class F>
+  void for_each_line(const Grant& g, F&& f) const {
+    uint32_t b = g.first_block;
+    for (uint32_t i = 0; i < g.line_count; ++i) {
+      f(blocks_[b].lines[i % kLinesPerBlock]);
+      if (i % kLinesPerBlock == kLinesPerBlock - 1) b = blocks_[b].next;
+    }
+  }
+  // What a repeat of an open reservation's call answers, but for its chunks.
+  ReserveResult& answer(const Grant& g) { return answers_[cell_of(g)]; }
+
+  // -- ending
+  void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
+  void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
+  void member_dead(uint32_t member);  // closes the reservations that it has not finished
+  void member_gone(uint32_t member);  // D2
+  void close_late(uint64_t now);      // reservations past their deadline
+
+  GrantInfo info_of(const Grant& g) const;
+  uint64_t aborted_chunks() const { return aborted_chunks_; }
+  bool asked_for(uint32_t session, const Id16& request) const;  // by that name, and a holder is left
+  // Those from that place on, in rising order, `at_most` of them. session kNone: of all.
+  std::vector<GrantInfo> page(uint32_t session, uint64_t from, size_t at_most) const;
+  struct Count {
+    uint32_t leases = 0, reservations = 0;
+  };
+  Count count(uint32_t session) const;
+
+  // Compares what is derived; returns what the lines of all grants imply. TableError corrupt.
+  ImpliedPins check() const;
+  struct Adopter;  // grants_adopt.h
+
+ private:
+  struct RequestKey {
+    uint64_t session = 0;  // its id
+    GrantKind kind{};
+    Id16 id{};
+    bool operator==(const RequestKey& o) const { return session == o.session && kind == o.kind && id == o.id; }
+  };
+  struct RequestHash {
+    size_t operator()(const RequestKey& k) const {
+      uint64_t h;
+      std::memcpy(&h, k.id.bytes, 8);
+      return fold(h ^ static_cast<uint64_t>(k.kind), k.session);
+    }
+  };
+
+  uint32_t cell_of(const Grant& g) const { return static_cast<uint32_t>(&g - grants_); }
+  uint64_t place_of(const Grant& g) const { return g.opened_ms * header_.max_grants + cell_of(g); }
+  bool is_held(const Grant& g) const;
+  void close(Grant& g);
+  void free_lines(Grant& g);
+  bool reclaim_tombstone();
+  void check_cell(uint32_t cell) const;
+
+  TableHeader& header_;
+  Grant* grants_;
+  LineBlock* blocks_;
+  Members& members_;
+  Chunks& chunks_;
+  std::vector<uint32_t> free_grants_, free_blocks_;
+  std::deque<uint32_t> tombstones_;            // oldest first
+  std::map<uint32_t, std::set<uint32_t>> held_;  // by session cell: cells of grants with a holder
+  std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
+  std::vector<RequestKey> request_of_;                    // by grant cell
+  std::unordered_map<uint32_t, ReserveResult> answers_;   // by cell of an open reservation
+  uint64_t aborted_chunks_ = 0;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,208 @@
+#include "table/grants_adopt.h"
+
+#include <algorithm>
+
+#include "base/pause.h"
+#include "table/body_crc.h"
+
+namespace kvdock {
+
+namespace {
+
+// Bits of the grant's readers in word i of its holders.
+uint64_t readers_mask(const Grant& g, uint32_t i) {
+  uint32_t ranks = g.readers > 64 * i ? std::min(g.readers - 64 * i, 64u) : 0;
+  return ranks == 64 ? ~0ull : (1ull << ranks) - 1;
+}
+
+// Undischarged holders: a rank counts as one until both words say that it is not.
+void holders_of(const Grant& g, uint64_t out[2]) {
+  for (uint32_t i = 0; i < 2; ++i) out[i] = (g.holders[i] | ~g.released[i]) & readers_mask(g, i);
+}
+
+// No rank holds and has released; the bits of ranks that are none are as the grant was opened.
+bool holders_possible(const Grant& g) {
+  for (uint32_t i = 0; i < 2; ++i)
+    if ((g.holders[i] & g.released[i]) || ((g.holders[i] | ~g.released[i]) & ~readers_mask(g, i))) return false;
+  return true;
+}
+
+}  // namespace
+
+void Grants::Adopter::judge() {
+  block_used_.assign(g.header_.max_line_blocks, false);
+  for (uint32_t cell = 0; cell < g.header_.max_grants; ++cell) judge_cell(cell);
+}
+
+void Grants::Adopter::judge_body(const Grant& grant, uint32_t cell) const {
+  const TableHeader& h = g.header_;
+  if (grant.crc != body_crc(grant)) refuse_adoption("a grant's body does not match its CRC", cell);
+  uint64_t n = grant.id & ((1ull << 40) - 1), server = grant.id >> 40;
+  if (n % h.max_grants != cell || n / h.max_grants != grant.use() || server < h.first_incarnation ||
+      server > (h.incarnation & kWordMask))
+    refuse_adoption("a grant's id is not its cell's", cell);
+  if (grant.readers < 1 || grant.readers > kMaxRanks || grant.session >= kMaxSessions || grant.asker >= kMaxMembers)
+    refuse_adoption("a grant names what cannot be", cell);
+  if (grant.kind != GrantKind::kLease && grant.kind != GrantKind::kReservation)
+    refuse_adoption("a grant is of no kind", cell);
+}
+
+void Grants::Adopter::judge_cell(uint32_t cell) {
+  const Grant& grant = g.grants_[cell];
+  if (!whole(grant.word, cell + 1) || grant.state() > GrantState::kClosed)
+    refuse_adoption("a grant's state is damaged", cell);
+  if (grant.state() == GrantState::kAbsent) return;
+  judge_body(grant, cell);
+  found.clock_ms = std::max(found.clock_ms, grant.opened_ms);
+  const Session& s = g.members_.session(grant.session);
+  bool session_open = s.live() && s.use() == grant.session_use;
+  if (!holders_possible(grant)) refuse_adoption("a grant's holders are damaged", cell);
+  uint64_t holders[2];
+  holders_of(grant, holders);
+  if (!(holders[0] | holders[1])) {
+    // Nothing depends on it: one that cannot answer repeats any more is forgotten.
+    bool answers = session_open && (grant.kind == GrantKind::kLease || follow_lines(grant, Chain::discharged));
+    (answers ? answering_ : forgotten_).push_back(cell);
+    return;
+  }
+  const Member& asker = g.members_.member(grant.asker);
+  if (!session_open || asker.state() == MemberState::kFree || asker.session != grant.session)
+    refuse_adoption("L1: a grant outlived its session or its asker", cell);
+  auto lines = follow_lines(grant, Chain::held);
+  if (!lines) refuse_adoption("a grant's lines are damaged", cell);
+  for (uint32_t i = 0; i < lines->count; ++i) {
+    const Line& line = g.blocks_[lines->blocks[i / kLinesPerBlock]].lines[i % kLinesPerBlock];
+    if (!names_its_record(line)) refuse_adoption("I2: a record that is held is damaged or gone", line.record);
+  }
+  held_.emplace(cell, std::move(*lines));
+}
+
+bool Grants::Adopter::names_its_record(const Line& line) const {
+  return g.chunks_.names_live(line) && !(line.groups & ~g.chunks_.record(line.record).groups);
+}
+
+// The chain of line blocks, each in one grant only; nullopt when it is no such chain. Behind the last line of a held
+// grant there may be one that was being added: it counts if it names its record. After that all is zero.
+std::optional<Grants::Adopter::Lines> Grants::Adopter::follow_lines(const Grant& grant, Chain chain) {
+  bool held = chain == Chain::held;
+  Lines out{{}, grant.line_count};
+  uint32_t blocks = (grant.line_count + kLinesPerBlock - 1) / kLinesPerBlock, used = grant.line_count % kLinesPerBlock;
+  uint32_t b = grant.first_block;
+  auto take = [&] {
+    if (b >= g.header_.max_line_blocks || block_used_[b]) return false;
+    block_used_[b] = true;
+    out.blocks.push_back(b);
+    b = g.blocks_[b].next;
+    return true;
+  };
+  bool chained = blocks <= g.header_.max_line_blocks;
+  for (uint32_t i = 0; chained && i < blocks; ++i) chained = take();
+  if (chained && held && !used && b != kNone) chained = take();
+  if (chained && held && b == kNone && !out.blocks.empty()) {
+    const Line* tail = g.blocks_[out.blocks.back()].lines;
+    bool full = !used && out.blocks.size() == blocks;
+    for (uint32_t i = full ? kLinesPerBlock : used + 1; i < kLinesPerBlock; ++i)
+      chained = chained && tail[i].generation == 0;
+    if (!full && names_its_record(tail[used])) ++out.count;
+  }
+  if (chained && (!held || b == kNone)) return out;
+  for (uint32_t one : out.blocks) block_used_[one] = false;
+  return std::nullopt;
+}
+
+void Grants::Adopter::restart_held() {
+  for (auto& [cell, lines] : held_) restart(g.grants_[cell], lines);
+}
+
+// A lease will be asked about after the usual time, and any lookup may repeat it.
+void Grants::Adopter::restart(Grant& grant, const Lines& lines) {
+  uint64_t holders[2];
+  holders_of(grant, holders);
+  grant.line_count = lines.count;
+  grant.first_block = lines.blocks.empty() ? kNone : lines.blocks.front();
+  grant.last_block = lines.blocks.empty() ? kNone : lines.blocks.back();
+  if (lines.count % kLinesPerBlock == 0 && lines.count / kLinesPerBlock < lines.blocks.size()) {
+    // The last block was linked and never used.
+    grant.last_block = lines.blocks.size() > 1 ? lines.blocks[lines.blocks.size() - 2] : kNone;
+    (grant.last_block == kNone ? grant.first_block : g.blocks_[grant.last_block].next) = kNone;
+    block_used_[lines.blocks.back()] = false;
+  }
+  grant.asked_ms = found.clock_ms;
+  grant.key_count = 0;
+  KVDOCK_PAUSE("adopt.grant_relinked");
+  bool reservation = grant.kind == GrantKind::kReservation;
+  if (reservation && grant.state() == GrantState::kOpen) finish_commits(grant, holders);
+  for (int i = 0; i < 2; ++i) {
+    publish(grant.holders[i], holders[i]);
+    KVDOCK_PAUSE("adopt.holders_half");
+    publish(grant.released[i], ~holders[i]);
+  }
+  if (reservation) publish(grant.word, grant_word(g.cell_of(grant), grant.use(), GrantState::kClosed));
+  ++(reservation ? found.reservations : found.leases);
+}
+
+// A commit may have been cut short between the last part's word and the discharge that follows from it.
+void Grants::Adopter::finish_commits(Grant& grant, uint64_t holders[2]) {
+  bool published = true;
+  uint64_t busy[2] = {0, 0};
+  g.for_each_line(grant, [&](const Line& line) {
+    const Record& r = g.chunks_.record(line.record);
+    published = published && r.state() != RecordState::kReserved;
+    for (uint32_t p = 0; p < r.part_count; ++p) {
+      bool committed = r.parts[p].committed & kCommitted;
+      published = published && committed;
+      if (!committed) busy[r.parts[p].writer / 64] |= 1ull << (r.parts[p].writer % 64);
+    }
+  });
+  grant.completed = published;
+  for (int i = 0; i < 2; ++i) holders[i] &= busy[i];
+}
+
+void Grants::Adopter::finish_discharged() {
+  for (uint32_t cell : forgotten_) {
+    Grant& grant = g.grants_[cell];
+    publish(grant.word, grant_word(cell, grant.use(), GrantState::kAbsent));
+  }
+  for (uint32_t cell : answering_) {
+    Grant& grant = g.grants_[cell];
+    publish(grant.word, grant_word(cell, grant.use(), GrantState::kClosed));
+    if (grant.kind != GrantKind::kLease) continue;
+    grant.line_count = 0;
+    grant.first_block = grant.last_block = kNone;
+  }
+}
+
+void Grants::Adopter::rebuild() {
+  for (uint32_t i = g.header_.max_grants; i-- > 0;)
+    if (g.grants_[i].state() == GrantState::kAbsent) g.free_grants_.push_back(i);
+  for (uint32_t i = g.header_.max_line_blocks; i-- > 0;)
+    if (!block_used_[i]) g.free_blocks_.push_back(i);
+  std::sort(answering_.begin(), answering_.end(),
+            [this](uint32_t a, uint32_t b) { return g.grants_[a].opened_ms < g.grants_[b].opened_ms; });
+  for (uint32_t cell : answering_) {
+    name(cell);
+    g.tombstones_.push_back(cell);
+  }
+  for (auto& [cell, lines] : held_) {
+    const Grant& grant = g.grants_[cell];
+    name(cell);
+    g.held_[grant.session].insert(cell);
+    g.for_each_line(grant, [&](const Line& line) { g.chunks_.add_pin(line.record, grant.session); });
+  }
+}
+
+// A request may have a lease for each of its epochs: the last one answers.
+void Grants::Adopter::name(uint32_t cell) {
+  const Grant& grant = g.grants_[cell];
+  RequestKey key{g.members_.session_id(grant.session), grant.kind, grant.request};
+  g.request_of_[cell] = key;
+  auto [at, fresh] = g.requests_.try_emplace(key, cell);
+  const Grant& other = g.grants_[at->second];
+  if (!fresh && std::pair(other.epoch, other.id) < std::pair(grant.epoch, grant.id)) at->second = cell;
+}
+
+void Grants::Adopter::settle() {
+  for (auto& [cell, lines] : held_) g.discharge(g.grants_[cell], {});
+}
+
+}  // namespace kvdock

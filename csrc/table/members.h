@@ -1,0 +1,97 @@
+// Sessions, their members, and whether those are alive.
+//
+// Ownership: the cells of sessions and members lie in the region; which of them are in use is derived.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: a member belongs to one open session; a rank of a session belongs to at most one of its members that are
+//   not gone; a session whose members are all gone is closed by the call that saw the last one go.
+//
+// Ids are `use << 20 | cell`: an id is never used twice. Grants are none of its business: csrc/table/grants.h.
+#pragma once
+
+#include <map>
+#include <set>
+
+#include "table/region.h"
+
+namespace kvdock {
+
+struct NewMember {
+  Id16 nonce;
+  std::vector<uint32_t> ranks;
+  bool scheduler;
+  uint64_t lock_offset;
+};
+
+class Members {
+ public:
+  struct Asker {
+    uint32_t session, member;  // cells
+  };
+  struct Due {  // what has come of the passing time
+    std::vector<uint32_t> settled, empty;  // members to be gone; sessions that never got a member
+  };
+
+  explicit Members(const Region& region);
+  void begin_empty();
+
+  // Cells of ids. TableError unknown_session, unknown_member.
+  uint32_t session_cell(uint64_t id) const;
+  uint32_t member_cell(uint64_t id) const;
+  // Only a live member of the session gets new grants. TableError member_suspect, member_dead as well.
+  Asker asker(uint64_t session, uint64_t member) const;
+  const Session& session(uint32_t cell) const { return sessions_[cell]; }
+  const Member& member(uint32_t cell) const { return members_[cell]; }
+  uint64_t session_id(uint32_t cell) const { return sessions_[cell].use() << 20 | cell; }
+  uint64_t member_id(uint32_t cell) const { return members_[cell].use() << 20 | cell; }
+
+  uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
+  uint64_t add_member(uint32_t session, const NewMember& wanted, uint64_t now);
+  uint64_t find_member(uint32_t session, const Id16& nonce) const;
+  void heartbeat(uint32_t member, uint64_t now);
+  void report_pinned(uint32_t member, uint32_t through);
+  // The least that the session's living members have pinned; kNone when none of them pins.
+  uint32_t pinned_through(uint32_t session) const { return open_.at(session).pinned_through; }
+  // Who answers for a rank's grants: the member that has the rank, else the one that asked for the grant.
+  uint32_t speaker(uint32_t session, uint32_t rank, uint32_t asker) const {
+    uint32_t m = sessions_[session].rank_member[rank];
+    return m != kNone ? m : asker;
+  }
+
+  Due age(uint64_t now, const TableOptions& options);
+  void set_dead(uint32_t member, uint64_t now);
+  enum class Left { some, none };
+  Left set_gone(uint32_t member);  // Left::none: the session has to be closed
+  void close_session(uint32_t session);
+
+  size_t session_count() const { return open_.size(); }
+  size_t member_count() const;
+  bool is_open(uint32_t session) const { return open_.count(session) != 0; }
+  std::vector<uint32_t> open_sessions() const;
+  std::vector<MemberInfo> views() const;
+
+  // Adoption: judge() takes over what is there, or refuses it, and writes nothing. restart(): nobody has been heard of
+  // yet, so the living are suspect until they come back, and the dead settle once more.
+  void judge(uint32_t namespaces, Adoption* found);
+  void restart(uint64_t clock_ms);
+  std::vector<uint32_t> sessions_without_members() const;
+
+  void check() const;  // TableError corrupt
+
+ private:
+  struct Open {
+    std::set<uint32_t> members;
+    uint32_t pinned_through = kNone;
+  };
+
+  uint64_t come_back(uint32_t cell, const NewMember& wanted, uint64_t now);
+  void set_state(uint32_t cell, MemberState state);
+  uint32_t least_pinned(const Open& session) const;
+  bool all_gone(const Open& session) const;
+
+  Session* sessions_;
+  Member* members_;
+  std::map<uint32_t, Open> open_;  // by session cell
+  std::vector<uint32_t> free_sessions_, free_members_;
+};
+
+}  // namespace kvdock

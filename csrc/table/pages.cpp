@@ -1,0 +1,124 @@
+#include "table/pages.h"
+
+namespace kvdock {
+
+namespace {
+constexpr uint32_t kSmallestRecord = sizeof(Record) + sizeof(StoredPart);
+}  // namespace
+
+std::optional<uint32_t> RecordPages::take(uint32_t parts) {
+  auto size = static_cast<uint32_t>(sizeof(Record) + parts * sizeof(StoredPart));
+  auto& room = with_room_[size];
+  if (room.empty()) {
+    auto page = open_page(size);
+    if (!page) return std::nullopt;
+    room.insert(*page);
+  }
+  Page& page = pages_[*room.begin()];
+  uint32_t id = page.free.back();
+  page.free.pop_back();
+  ++page.taken;
+  if (page.free.empty()) room.erase(room.begin());
+  return id;
+}
+
+// A page for records of `size`: a spare one, or one that was never used.
+std::optional<uint32_t> RecordPages::open_page(uint32_t size) {
+  uint32_t page;
+  if (!spare_.empty()) {
+    page = spare_.back();
+    spare_.pop_back();
+    // State words of another size lie where bodies of the old one did: all FREE before the size changes.
+    if (sizes_[page] != size) std::memset(bytes_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
+  } else if (pages_.size() < max_pages_) {
+    page = static_cast<uint32_t>(pages_.size());
+    pages_.emplace_back();
+  } else {
+    return std::nullopt;
+  }
+  sizes_[page] = size;
+  pages_[page].free.clear();
+  for (uint32_t i = records_in(page); i-- > 0;) pages_[page].free.push_back(page * kPageRecords + i);
+  return page;
+}
+
+void RecordPages::give(uint32_t id) {
+  uint32_t at = id / kPageRecords;
+  pages_[at].free.push_back(id);
+  auto& room = with_room_[sizes_[at]];
+  if (--pages_[at].taken > 0) {
+    room.insert(at);
+  } else {
+    room.erase(at);
+    spare_.push_back(at);
+  }
+}
+
+uint32_t RecordPages::next_id(uint32_t id) const {
+  if (id < end() && id % kPageRecords >= records_in(id / kPageRecords)) id = (id / kPageRecords + 1) * kPageRecords;
+  return std::min(id, end());
+}
+
+std::vector<uint32_t> RecordPages::judge() {
+  uint32_t used = max_pages_;
+  while (used > 0 && sizes_[used - 1] == 0) --used;
+  pages_.resize(used);
+  std::vector<uint32_t> bad;
+  for (uint32_t page = 0; page < used; ++page) {
+    uint32_t size = sizes_[page];
+    if (size <= sizeof(Record) || size > kPageBytes || (size - sizeof(Record)) % sizeof(StoredPart))
+      bad.push_back(page);
+  }
+  return bad;
+}
+
+void RecordPages::clear_page(uint32_t page) {
+  std::memset(bytes_ + uint64_t{page} * kPageBytes, 0, kPageBytes);
+  sizes_[page] = kSmallestRecord;
+}
+
+void RecordPages::rebuild(const std::vector<bool>& taken) {
+  for (uint32_t page = 0; page < pages_.size(); ++page) {
+    Page& p = pages_[page];
+    for (uint32_t i = records_in(page); i-- > 0;) {
+      uint32_t id = page * kPageRecords + i;
+      if (taken[id])
+        ++p.taken;
+      else
+        p.free.push_back(id);
+    }
+    if (p.taken == 0)
+      spare_.push_back(page);
+    else if (!p.free.empty())
+      with_room_[sizes_[page]].insert(page);
+  }
+}
+
+void RecordPages::check(const std::vector<bool>& taken) const {
+  auto require = [](bool ok, const char* what, uint32_t page) {
+    if (!ok) throw TableError("corrupt", what, page);
+  };
+  std::set<uint32_t> spare(spare_.begin(), spare_.end());
+  require(spare.size() == spare_.size(), "a spare page is listed twice", 0);
+  size_t roomy = 0;
+  for (auto& [size, pages] : with_room_) roomy += pages.size();
+  for (uint32_t page = 0; page < pages_.size(); ++page) {
+    const Page& p = pages_[page];
+    std::set<uint32_t> free(p.free.begin(), p.free.end());
+    uint32_t live = 0;
+    for (uint32_t i = 0; i < records_in(page); ++i) {
+      uint32_t id = page * kPageRecords + i;
+      live += taken[id];
+      require(taken[id] != (free.count(id) != 0), "a FREE record is not in a free list", id);
+    }
+    require(free.size() == p.free.size() && live == p.taken, "a page counts its records wrongly", page);
+    require((live == 0) == (spare.count(page) != 0), "a page without records is not a spare page", page);
+    auto room = with_room_.find(sizes_[page]);
+    bool listed = room != with_room_.end() && room->second.count(page);
+    require(listed == (live > 0 && !p.free.empty()), "a page with room is not listed under its size", page);
+    roomy -= listed;
+  }
+  require(roomy == 0, "a page is listed under a size that is not its own", 0);
+}
+
+}  // namespace kvdock

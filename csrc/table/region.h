@@ -1,0 +1,40 @@
+// The table's region as typed arrays: made for a new pool, or opened as an earlier server left it.
+//
+// Ownership: none: the memory is the caller's. Region is a handful of pointers that its copies share.
+// Invariant: the arrays lie where RegionMap says, by the capacities in the header.
+#pragma once
+
+#include "table/calls.h"
+
+namespace kvdock {
+
+struct Region {
+  uint8_t* base;
+  TableHeader& header;
+  Namespace* spaces;
+  SegmentEntry* segments;
+  Slab* slabs;
+  Session* sessions;
+  Member* members;
+  Grant* grants;
+  LineBlock* blocks;
+  uint32_t* page_sizes;
+  uint8_t* pages;
+
+  explicit Region(uint8_t* at);  // REQUIRES: the header's capacities are written
+
+  static uint64_t bytes_for(uint64_t max_records, uint64_t max_grants);
+  // Writes the header of a new table, but for its version.
+  static Region create(uint8_t* at, uint64_t bytes, const TableOptions& options);
+  // The last store of a new table: from now on it can be adopted.
+  void finish();
+  // TableError wrong_version or not_adoptable unless the header is that of this build and of this pool.
+  static Region open(uint8_t* at, uint64_t bytes, const TableOptions& options);
+
+  uint64_t incarnation() const { return header.incarnation & kWordMask; }
+};
+
+// The region of an earlier server holds something that SIGKILL cannot have left behind.
+[[noreturn]] void refuse_adoption(const char* what, uint64_t where = 0, Value wanted = {});
+
+}  // namespace kvdock

@@ -1,11 +1,11 @@
-"""How fast parts move between paged KV and slots, beside plain memcpy of the same pieces.
+"""How fast parts are copied between paged KV and slots, compared with plain memcpy of the same pieces.
 
     python -m bench.copy --device cpu --json
 
-For each fragment size the same pieces, in the same shuffled order and over the same threads, are moved
-by libc memcpy and by gather (or scatter) with checksums on, turn by turn; the share is the median of the
-paired ratios, 1.0 meaning "as fast as memcpy". Slots lie in a real, prefaulted segment. Destinations are
-poisoned once and compared byte by byte, so a fast copy of the wrong bytes cannot score.
+For each fragment size, libc memcpy and gather (or scatter) with checksums take turns in copying the same pieces, in
+the same shuffled order and with the same threads. The share is the median of the paired ratios: 1.0 means as fast as
+memcpy. Slots lie in a real, prefaulted segment. Destinations are poisoned once and compared byte by byte, so a fast
+copy of the wrong bytes does not count.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def scatter(case: Case, threads: int) -> list[int]:
 
 
 def verify(case: Case, paged: Any, slots: Any, threads: int) -> None:
-    """Gather into poison, scatter into poison: every byte and every checksum must be right."""
+    """Gathers into poison and scatters into poison: every byte and every checksum must be right."""
     size = case.total_bytes
     order = ((case.paged_at - case.paged_at.min()) // np.uint64(case.fragment_bytes)).astype(np.int64)
     before = paged[:size].copy()
@@ -110,7 +110,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def share(plain: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """(median of plain time / our time, median plain time in s), taken in turns, each first every other time."""
+    """(median of plain time / our time, median plain time in s). The two take turns in going first."""
     plain()
     ours()
     pairs: list[tuple[float, float]] = []
@@ -169,10 +169,10 @@ def measure(budget_bytes: int, rounds: int, threads: int) -> dict[str, object]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.copy", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: two workers at once too")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="2: also measure two workers at once")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    parser.add_argument("--mib", type=int, default=256, help="bytes of KV moved a round (default 256 MiB)")
-    parser.add_argument("--rounds", type=int, default=15, help="paired rounds a figure (default 15)")
+    parser.add_argument("--mib", type=int, default=256, help="MiB of KV copied in a round (default 256)")
+    parser.add_argument("--rounds", type=int, default=15, help="paired rounds for each figure (default 15)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--path", default="", help=f"copy loop, one of {', '.join(_core.cpu_paths())}")
     chosen = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""`python -m bench.copy --device cuda --json`: copies on a GPU, each figure beside plain copies of the same run.
+"""`python -m bench.copy --device cuda --json`: copies on a GPU, compared with plain copies of the same run.
 
-Shares are of one plain copy of as many bytes, by the GPU's clock, medians of ratios taken in turns; checksums are
-on. Every destination was poisoned before and compared byte by byte. Peers: cudaMemcpyBatchAsync with an entry for
-each fragment, and a cudaMemcpyAsync for each. A victim is a memory-bound kernel (c = a + b) beside copies, and so is a
-copy of 256 bytes to the host, as an engine makes of its tokens.
+A share is the speed relative to one plain copy of as many bytes: by the GPU's clock, the median of paired ratios, with
+checksums on. Every destination is poisoned first and compared byte by byte. Peers are one cudaMemcpyBatchAsync with an
+entry for each fragment, and a cudaMemcpyAsync for each. Victims run beside copies: a memory-bound kernel (c = a + b),
+and a copy of 256 bytes to the host, like that of an engine's tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.cuda_rig import GIB, POISON, SHAPES, Case, Clock, Shape, ThreeSegment
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, CudaHandle
-from kvdock.datapath.tuning import Geometry, calibrate
+from kvdock.datapath.tuning import calibrate
 
 cuda: Any = torch.cuda  # its classes have no types
 ROUNDS = 9
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 class Bench:
-    """One GPU. `figures` grows as things are measured."""
+    """Measures copies on one GPU; `figures` holds the results so far."""
 
     def __init__(self, memory: ThreeSegments, device: int, seed: int) -> None:
         self.memory, self.device, self.seed = memory, device, seed
@@ -50,14 +50,13 @@ class Bench:
         return Case(shape, self.memory, total_bytes, self.device, self.seed + salt)
 
     def tuning(self, shape: Shape) -> CopyTuning:
-        geometry = Geometry(shape.planes, shape.fragment_bytes, 1, shape.part_blocks)
-        made = calibrate(_core.cuda_devices()[self.device], geometry)
+        made = calibrate(_core.cuda_devices()[self.device], shape)
         say(made.describe())
         self.figures[f"tuning_{shape.name}"] = {**asdict(made.tuning), "took_s": made.took_s}
         return made.tuning
 
     def plain_ms(self, to_device: bool, size: int) -> float:
-        """One plain copy; of more bytes than the segment has, in proportion."""
+        """One plain copy. For more bytes than the segment has, it times fewer and scales the result."""
         moved = min(size, self.memory.plain_bytes, GIB)
         gpu, host = self.plain_on_gpu.address, self.memory.plain_at
         to, from_ = (gpu, host) if to_device else (host, gpu)
@@ -103,9 +102,9 @@ class Bench:
             self.figures[f"memcpy_{name}_gb_s"] = round(GIB / ms / 1e6, 2)
 
     def duplex(self, shape: Shape, tuning: CopyTuning) -> None:
-        """Loads and stores at once, half a GiB each, four times over; beside two plain copies at once."""
+        """Loads and stores at once, half a GiB each, four times; compared with two plain copies at once."""
         cases = [self.case(shape, GIB // 2, salt) for salt in (1, 2)]
-        # Both draw their slots alike, so the second takes those that the first left.
+        # Both cases draw from the same slots, so the second gets those that the first left.
         taken = set(cases[0].slots)
         cases[1].slots = [
             slot for slot in self.memory.slots(shape.part_bytes, 10**9, np.random.default_rng(self.seed))
@@ -154,7 +153,7 @@ class Bench:
 
     def chunks(self) -> None:
         for name, planes in (("32mib", 64), ("2mib", 4)):
-            shape = Shape(name, 32 << 10, planes, 16)
+            shape = Shape(planes, 32 << 10, 1, 16, name)
             case = self.case(shape, 4 * shape.part_bytes)
             copier = CudaCopier(case.layout, device=self.device, tuning=self.tuning(shape))
             part = case.copies(case.verify(copier))[:1]
@@ -229,14 +228,14 @@ class Bench:
         say("victims")
 
     def tokens(self, shape: Shape, tuning: CopyTuning) -> None:
-        """Microseconds until a small copy to the host is there: alone, and beside 1 GiB that goes there as well, in
-        pieces as staged stores are. One small copy after the other: those that wait for the end are few, and long."""
+        """Microseconds that a small copy to the host takes: alone, and while 1 GiB is copied there too, in pieces like
+        those of staged stores. One small copy follows the other: few of them wait for the end, and those wait long."""
         case = self.case(shape)
-        quiet, usual = (
+        background, usual = (
             CudaCopier(case.layout, device=self.device, tuning=one)
             for one in (tuning.for_stores(), replace(tuning, direct_store_bytes=0))
         )
-        case.verify(quiet)
+        case.verify(background)
         parts, own = case.copies([None] * case.parts), cuda.ExternalStream(self.clock.stream, self.device)
         on_gpu, on_host = torch.ones(64, device=f"cuda:{self.device}"), torch.zeros(64).pin_memory()
         stream, piece = cuda.Stream(self.device), 16 << 20
@@ -260,7 +259,7 @@ class Bench:
         alone = [small_us() for _ in range(200)][100:]
         self.figures["small_d2h_us_alone"] = round(statistics.median(alone), 1)
         for name, start in (
-            ("store", partial(stored, quiet)), ("staged_store", partial(stored, usual)), ("memcpy_d2h", plain),
+            ("store", partial(stored, background)), ("staged_store", partial(stored, usual)), ("memcpy_d2h", plain),
         ):
             took = []
             for _ in range(ROUNDS):
@@ -271,10 +270,11 @@ class Bench:
             ways = {"p50": statistics.median(took), "p90": sorted(took)[len(took) * 9 // 10], "max": max(took)}
             self.figures[f"small_d2h_us_beside_{name}"] = {way: round(us, 1) for way, us in ways.items()}
         case.poison_slots()
-        pairs = in_turns(lambda: self.plain_ms(False, case.bytes), lambda: self.clock.store_ms(quiet, parts), ROUNDS)
+        ours = partial(self.clock.store_ms, background, parts)
+        pairs = in_turns(partial(self.plain_ms, False, case.bytes), ours, ROUNDS)
         self.figures[f"gather_share_{shape.name}_for_stores"] = round(median_ratio(pairs), 4)
         case.compare("the timed gather of stores")
-        for copier in (quiet, usual):
+        for copier in (background, usual):
             copier.close()
         say("small copies")
 
@@ -283,18 +283,18 @@ class Bench:
     def peers(self, shape: Shape) -> None:
         case = self.case(shape, PEER_BYTES)
         at_block = case.paged.data_ptr() + np.arange(shape.planes).reshape(1, -1, 1) * case.paged[0].nbytes
-        blocks = (at_block + case.ids.numpy().reshape(case.parts, 1, -1) * shape.fragment_bytes).reshape(-1)
-        per_part = np.arange(shape.planes * shape.part_blocks) * shape.fragment_bytes
+        blocks = (at_block + case.ids.numpy().reshape(case.parts, 1, -1) * shape.run_bytes).reshape(-1)
+        per_part = np.arange(shape.planes * shape.part_blocks) * shape.run_bytes
         slots = (np.array(case.slots, dtype=np.uint64).reshape(-1, 1) + per_part.astype(np.uint64)).reshape(-1)
         for direction, to, from_, to_device in (
             ("load", blocks.astype(np.uint64), slots, True), ("store", slots, blocks.astype(np.uint64), False)
         ):
             ways: dict[str, Callable[[], object]] = {
                 "memcpy_per_fragment": partial(
-                    self._each, to.tolist(), from_.tolist(), shape.fragment_bytes, to_device
+                    self._each, to.tolist(), from_.tolist(), shape.run_bytes, to_device
                 ),
             }
-            batch = batch_copies(to, from_, shape.fragment_bytes, self.clock.stream)
+            batch = batch_copies(to, from_, shape.run_bytes, self.clock.stream)
             if batch is not None:
                 ways["memcpy_batch"] = batch
             for name, way in ways.items():

@@ -19,17 +19,17 @@ from kvdock.shm.segment import SegmentInfo
 
 ROUNDS = 7
 PASSES = 4
-"""Copies of a round, so that the two overlap but for their ends."""
+"""Copies in a round, so that the two workers' rounds overlap except at their ends."""
 
 
 def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: Barrier, told: Connection) -> None:
-    """Rounds of plain and our copies, each begun together with the other worker; tells their medians in ms a byte."""
+    """Times plain copies and ours in rounds that both workers begin together; sends the medians in ms a byte."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=f"cuda:{device}")
     memory = ThreeSegments(pool_id, infos, device)
     shape = next(shape for shape in SHAPES if shape.name == "mla_18k")
     case = Case(shape, memory, GIB // 2, device, seed)
-    # `shared`: the slots that both workers read, as ranks read MLA parts; `own`: those of this one.
+    # `shared`: slots that both workers read, as ranks read MLA parts; `own`: slots that only this one reads.
     places = memory.slots(shape.part_bytes, 10**9, np.random.default_rng(seed))
     shared, own = places[: case.parts], places[case.parts * (1 + device) : case.parts * (2 + device)]
     copier = CudaCopier(case.layout, device=device)
@@ -72,7 +72,7 @@ def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: 
 
 
 def measure(seed: int) -> dict[str, object]:
-    """Rates of both workers together over the sum of two plain copies at once."""
+    """The rates of both workers together, divided by those of two plain copies at once."""
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(2, timeout=120)
     with segments() as (pool_id, infos):
@@ -83,7 +83,7 @@ def measure(seed: int) -> dict[str, object]:
         ]
         for worker, (_, told) in zip(workers, pipes, strict=True):
             worker.start()
-            told.close()  # so that a worker that ends without a word is noticed
+            told.close()  # so that a worker that ends without figures is noticed
         try:
             found = [hears.recv() for hears, _ in pipes]
         except EOFError as error:

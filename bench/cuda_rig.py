@@ -19,6 +19,7 @@ from kvdock.datapath.cuda import CudaCopier, CudaHandle
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.datapath.registration import CudaRegister, Registration
 from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.tuning import Geometry
 from kvdock.shm.segment import SegmentInfo
 
 GIB: Final = 1 << 30
@@ -28,26 +29,19 @@ _GAP_BYTES: Final = 4096
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Parts of `planes` planes and `part_blocks` blocks; a block of a plane is one fragment."""
+class Shape(Geometry):
+    """A geometry with a name; a block of a plane is one run."""
 
     name: str
-    fragment_bytes: int
-    planes: int
-    part_blocks: int
-
-    @property
-    def part_bytes(self) -> int:
-        return self.fragment_bytes * self.planes * self.part_blocks
 
 
 SHAPES: Final = (
-    Shape("1k", 1 << 10, 160, 16),
-    Shape("2k", 2 << 10, 160, 16),
-    Shape("4k", 4 << 10, 160, 16),
-    Shape("32k", 32 << 10, 64, 16),
-    Shape("mla_18k", 18 << 10, 61, 16),
-    Shape("mla_72k", 72 << 10, 61, 4),
+    Shape(160, 1 << 10, 1, 16, "1k"),
+    Shape(160, 2 << 10, 1, 16, "2k"),
+    Shape(160, 4 << 10, 1, 16, "4k"),
+    Shape(64, 32 << 10, 1, 16, "32k"),
+    Shape(61, 18 << 10, 1, 16, "mla_18k"),
+    Shape(61, 72 << 10, 1, 4, "mla_72k"),
 )
 """256 tokens a part: 16 blocks of 16, and 4 of 64."""
 
@@ -112,7 +106,7 @@ def segments() -> Iterator[tuple[int, list[SegmentInfo]]]:
 
 
 class Case:
-    """One shape: 1 GiB of blocks on a GPU, in a shuffled order, and as many parts in shuffled slots."""
+    """Parts of one shape, `total_bytes` in all: their blocks on a GPU and their slots, both in a shuffled order."""
 
     def __init__(self, shape: Shape, memory: ThreeSegments, total_bytes: int, device: int, seed: int) -> None:
         source = np.random.default_rng(seed)
@@ -120,7 +114,7 @@ class Case:
         self.parts = total_bytes // shape.part_bytes
         self.bytes = self.parts * shape.part_bytes
         blocks = self.parts * shape.part_blocks
-        size = (shape.planes, blocks, 16, shape.fragment_bytes // 16)
+        size = (shape.planes, blocks, 16, shape.run_bytes // 16)
         self.paged = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
         self.layout: PagedLayout = paged_layout("NL_X_NB_BS_HS", list(self.paged), block_tokens=16)
         self.ids = torch.from_numpy(source.permutation(blocks)).view(self.parts, shape.part_blocks)
@@ -140,7 +134,7 @@ class Case:
         return sums
 
     def verify(self, copier: CudaCopier) -> list[int]:
-        """Scatter into poison, then gather fresh blocks into poison: all bytes and sums right. The slots' sums."""
+        """Scatters into poison, then gathers fresh blocks into poison, and compares. Returns the slots' checksums."""
         sums = self.fill_slots()
         self.paged.fill_(POISON)
         torch.cuda.synchronize()
@@ -171,7 +165,7 @@ class Case:
 
 
 class Clock:
-    """Times work ordered on a stream of its own, with the GPU's clock."""
+    """Times, with the GPU's clock, work that is ordered on a stream of its own."""
 
     def __init__(self, device: int) -> None:
         self._watch = _core.CudaStopwatch(device=device)
@@ -189,7 +183,7 @@ class Clock:
         return self._copy_ms(copier.gather, parts)
 
     def _copy_ms(self, call: Callable[..., CudaHandle], parts: Sequence[PartCopy]) -> float:
-        """RuntimeError when a part did not hash to what it promised: a copy that failed is not a fast one."""
+        """RuntimeError when a part has another checksum than expected: a copy that failed is not a fast one."""
         self._watch.start()
         handle = call(parts, after=self.stream)
         handle.order(self.stream)
@@ -204,7 +198,7 @@ class Clock:
 
 
 def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
-    """(first, second) measured one after the other, each first every other time; one round to warm up is dropped."""
+    """Pairs of `first` and `second`, which take turns in going first; one round to warm up is dropped."""
     pairs = []
     for index in range(rounds + 1):
         if index % 2:

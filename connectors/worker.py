@@ -30,11 +30,12 @@ from kvdock.datapath.errors import CopyError, CudaError, DatapathError
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Commit, Part, PartDone, ReportMismatch, WritePart
+from kvdock.shm.errors import ShmError
 
 log = logging.getLogger("kvdock.connector")
 
 CallFailed = (ServerUnavailable, ApiError)
-CopyFailed = (DatapathError, CopyError, CudaError, OSError, MemoryError)
+CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
 """Of a load's first copy. Each part costs its caller some microseconds, and takes longer than that to copy."""
@@ -146,7 +147,8 @@ class WorkerConnector:
         self._loaders: list[Copier]
         self._storers: list[Copier]
         self._loaders, self._storers = (
-            device.open_copiers(layouts, threads=threads, tuning=one) for one in (tuning, storing)
+            device.open_copiers(layouts, chunk_tokens=manifest.chunk_tokens, threads=threads, tuning=one)
+            for one in (tuning, storing)
         )
 
     @property

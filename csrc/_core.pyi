@@ -375,7 +375,8 @@ class CudaSlotMemory:
     def close(self) -> None: ...
 
 class CudaBuffer:
-    """Memory of our own, pinned on the host or on the device, freed with the object. Slots may lie in it."""
+    """Memory that this process allocates, page-locked on the host or on the device, freed with the object. Slots may
+    lie in it."""
 
     address: int
     bytes: int
@@ -406,15 +407,15 @@ class CudaCopy:
 
     def wait_verified(self, timeout_s: float | None = None) -> bool: ...
     def verified_checksums(self) -> list[int]:
-        """As checksums(), once the copy is verified: of what was moved, and of the rest as it lay in the slots."""
+        """Like checksums(), once the copy is verified: of the bytes copied, and of the others as found in the slots."""
 
 class CudaCopier:
     """Copies by block id between slots and the paged blocks of layouts (device addresses), which share staging,
     streams and order. Copies name a layout by the number that add_layout() gave it.
 
     `after`: a stream (CUstream as an integer, 0: the legacy default stream) whose work so far comes first;
-    None: nothing to wait for. Raises CudaError (device, memory; blocks that are not in the device's memory),
-    CopyError (a slot outside CudaSlotMemory, …).
+    None: nothing comes first. Raises CudaError (device, memory; blocks that are not in the device's memory),
+    CopyError (a slot outside CudaSlotMemory, a part longer than its layout's `part_blocks`, …).
     """
 
     closed: bool
@@ -432,7 +433,9 @@ class CudaCopier:
         direct_store_bytes: int,
         hash_threads: int,
     ) -> None: ...
-    def add_layout(self, layout: PagedLayout) -> int: ...
+    def add_layout(self, layout: PagedLayout, *, part_blocks: int) -> int:
+        """`part_blocks`: of the longest part that copies will name. Waits for the GPU."""
+
     def gather(
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None
     ) -> CudaCopy: ...
@@ -440,8 +443,9 @@ class CudaCopier:
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *,
         after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0,
     ) -> CudaCopy:
-        """`bands`: where each ends, as a number of planes, rising; empty: all planes at once. The copy is verified when
-        `verified_after` bands were moved and the CPU has hashed the rest in the slots; 0: when it has ended."""
+        """`bands`: ascending plane indices at which each band ends; the last equals the number of planes; empty: one
+        band. The copy is verified once `verified_after` bands have been copied and the CPU has hashed the others in
+        the slots; 0: when it has ended."""
 
     def fileno(self) -> int:
         """An eventfd that counts copies that ended."""

@@ -1,4 +1,4 @@
-"""Keys of the part checksum, and the sum that joins a chunk's parts (docs/lifetime_protocol.md, section 7).
+"""The keys of the part checksum (docs/lifetime_protocol.md#checksum).
 
 The keys are a SHAKE-128 stream, so a longer table begins with the shorter one: growing it changes no
 checksum. Tables grow by powers of two and are swapped whole in the native core; a copy that runs
@@ -8,15 +8,12 @@ meanwhile keeps the one it started with.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from hashlib import shake_128
 from typing import Final
 
 from kvdock import _core
 
-STRIPE_BYTES: Final = 4096
-PRIME: Final = (1 << 61) - 1
-_NH_BYTES: Final = 8192
+_NH_BYTES: Final = 2 * _core.CHECKSUM_STRIPE_BYTES
 _KEY_BYTES_PER_STRIPE: Final = 32
 _FIRST_STRIPES: Final = 1024  # parts of up to 4 MiB; made in about a millisecond
 
@@ -25,9 +22,9 @@ _stripes = 0
 
 
 def ensure_keys(part_bytes: int) -> None:
-    """Makes the native core able to hash parts of that many bytes. Cheap when it already is."""
+    """Makes the native core able to hash parts of up to `part_bytes` bytes. Cheap when it already is."""
     global _stripes
-    needed = -(-part_bytes // STRIPE_BYTES)
+    needed = -(-part_bytes // _core.CHECKSUM_STRIPE_BYTES)
     if _stripes > 0 and needed <= _stripes:
         return
     with _lock:
@@ -40,16 +37,7 @@ def ensure_keys(part_bytes: int) -> None:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Checksum of one part, 0 <= x < 2**61 - 1. `data`: contiguous bytes of any length."""
+    """The checksum of one part, below CHECKSUM_PRIME. `data`: contiguous bytes of any length."""
     with memoryview(data) as view:
         ensure_keys(view.nbytes)
         return _core.checksum(view)
-
-
-def chunk_checksum(parts: Sequence[int]) -> int:
-    """One sum over a chunk's part checksums, in order: position counts."""
-    stream = shake_128(b"kvdock checksum 1 parts").digest(8 * len(parts))
-    total = 0
-    for index, part in enumerate(parts):
-        total += (int.from_bytes(stream[8 * index : 8 * index + 8], "little") & PRIME) * part
-    return total % PRIME

@@ -1,14 +1,14 @@
-"""Copies between an engine's paged KV and slots, as an engine sees them.
+"""Copies between an engine's paged KV and slots: what all copiers offer, and the copier that uses the CPU.
 
-    Copier.gather(parts)    paged KV → slots, returns each part's checksum
-    Copier.scatter(parts)   slots → paged KV, says whether each part hashed to what was promised
+    Copier.gather(parts)    paged KV → slots; the results hold each part's checksum
+    Copier.scatter(parts)   slots → paged KV; the results say whether each part has the expected checksum
 
-Both return at once with a CopyHandle. Handles of one copier end in the order of submission. What a part
-names (its slot, its blocks) belongs to the copy until its handle is done.
+Both return at once with a CopyHandle. Handles of one copier end in the order of submission. The slot and
+the blocks of a part belong to the copy until its handle is done.
 
-Invariants: arguments are checked before any byte moves, all parts of a call or none; a block that is
-skipped is hashed but never written; a result says ok only when the bytes that were moved hashed to the
-expected value. CpuCopier is here, CudaCopier in cuda.py; devices.py chooses.
+Invariants: all arguments of a call are checked before any byte is copied; a block that is skipped is hashed
+but never written; a result is ok only when the bytes that were copied have the expected checksum. CudaCopier
+is in cuda.py; devices.py chooses.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class PartCopy:
     """Address of the slot in this process, a multiple of 16."""
     block_ids: BlockIds
     skip_blocks: int = 0
-    """Scatter only: so many leading blocks are hashed but never written."""
+    """Scatter only: that many leading blocks are hashed but never written."""
     checksum: int | None = None
-    """Expected; required for scatter. A gather compares when it is given."""
+    """The expected one; required for scatter. A gather compares when it is given."""
 
 
 @dataclass(frozen=True)
 class PartResult:
     checksum: int
-    """Of the bytes that were moved."""
+    """Of the bytes that were copied."""
     ok: bool
 
 
@@ -63,15 +63,15 @@ class CopyHandle(Protocol):
     def done(self) -> bool: ...
 
     def wait(self, timeout_s: float | None) -> bool:
-        """True once the copy has ended, False on timeout; None waits for ever."""
+        """True once the copy has ended, False on timeout. `timeout_s` None: no timeout."""
 
     def result(self) -> list[PartResult]:
-        """Waits, then one result a part in order; raises the copy's own error."""
+        """Waits for the end; one result for each part, in order. Raises the copy's error."""
 
 
 @runtime_checkable
 class StreamHandle(CopyHandle, Protocol):
-    """A copy that streams can wait for, and that may be known before it ends: CudaHandle."""
+    """A copy that streams can wait for, and that may be verified before it ends: CudaHandle."""
 
     def order(self, stream: int, band: int | None = None) -> None: ...
 
@@ -79,9 +79,9 @@ class StreamHandle(CopyHandle, Protocol):
 
 
 class Copier(Protocol):
-    """Moves parts; one for each engine process and layout.
+    """Copies parts between slots and the blocks of one layout.
 
-    `after`: a stream of the device that the blocks are on, whose work so far comes first; None: nothing to wait for.
+    `after`: a stream of the blocks' device, whose work so far comes first; None: nothing comes first.
     """
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
@@ -89,7 +89,7 @@ class Copier(Protocol):
     def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle: ...
 
     def close(self) -> None:
-        """Waits for what was submitted; later submissions raise CopierClosed."""
+        """Waits for the copies that were submitted; later submissions raise CopierClosed."""
 
 
 class PackedParts(NamedTuple):
@@ -98,13 +98,13 @@ class PackedParts(NamedTuple):
     slots: array[int]
     """uint64 [n], addresses."""
     block_ids: array[int]
-    """int64, flat; `starts` int64 [n + 1] and `skips` int64 [n] likewise."""
+    """int64, those of all parts in a row; `starts`: int64 [n + 1]; `skips`: int64 [n]."""
     starts: array[int]
     skips: array[int]
 
 
 def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """CopyError for a part with skip_blocks, or values that are no 64-bit integers."""
+    """CopyError for a part with skip_blocks, or for values that do not fit 64-bit integers."""
     packed = _packed(layout, parts)
     if any(packed.skips):
         index = next(index for index, skip in enumerate(packed.skips) if skip)
@@ -113,7 +113,7 @@ def packed_for_gather(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedP
 
 
 def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """CopyError for a part without its expected checksum, or values that are no 64-bit integers."""
+    """CopyError for a part without its expected checksum, or for values that do not fit 64-bit integers."""
     if None in (part.checksum for part in parts):
         index = next(index for index, part in enumerate(parts) if part.checksum is None)
         raise copy_error(f"part {index}: checksum", found=None, wanted="the expected value")
@@ -121,7 +121,7 @@ def packed_for_scatter(layout: PagedLayout, parts: Sequence[PartCopy]) -> Packed
 
 
 def _packed(layout: PagedLayout, parts: Sequence[PartCopy]) -> PackedParts:
-    """Also makes the native core able to hash the longest part. Engines wait for it: about a microsecond a part."""
+    """Also grows the checksum keys for the longest part. Engines wait for this: about a microsecond a part."""
     slots, ids, starts, skips = array("Q"), array("q"), array("q", [0]), array("q")
     longest = end = 0
     try:
@@ -143,18 +143,6 @@ def _listed(blocks: BlockIds) -> Sequence[int]:
     return blocks.tolist() if isinstance(blocks, IntegerArray) else blocks
 
 
-def skip_blocks(tokens: int, block_tokens: int) -> int:
-    """How many leading blocks `tokens` tokens fill, for PartCopy.skip_blocks.
-
-    CopyError when they end inside a block: that block is half somebody else's, so it can be neither skipped
-    nor written.
-    """
-    blocks, rest = divmod(tokens, block_tokens)
-    if tokens < 0 or rest:
-        raise copy_error("tokens to skip", found=tokens, wanted=f"a multiple of {block_tokens}, the tokens of a block")
-    return blocks
-
-
 def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResult]:
     return [
         PartResult(sum_, part.checksum is None or sum_ == part.checksum)
@@ -170,7 +158,7 @@ class _CpuHandle:
         self._work: Callable[[], list[int]] | None = work
         self._ended = threading.Event()
         self._results: list[PartResult] = []
-        # Until the work has succeeded, the answer is an error: nothing can end as an empty success.
+        # Until the work has succeeded, the result is an error: nothing can end as an empty success.
         self._error: Exception | None = RuntimeError("the copy ended without a result")
 
     def done(self) -> bool:
@@ -199,11 +187,11 @@ class _CpuHandle:
 
 def _refuse_stream(after: int | None) -> None:
     if after is not None:
-        raise copy_error("after", found=after, wanted="None: copies with the CPU know no streams")
+        raise copy_error("after", found=after, wanted="None: copies with the CPU have no streams")
 
 
 class CpuCopier:
-    """Copies with the CPU: one background thread submits, the native core splits over `threads` threads."""
+    """Copies with the CPU: one background thread takes copies in turn, each runs on up to `threads` threads."""
 
     def __init__(self, layout: PagedLayout, *, threads: int) -> None:
         if threads < 1:
@@ -217,7 +205,7 @@ class CpuCopier:
         self._thread.start()
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
-        """CopyError for a part with skip_blocks: a gather has nothing to skip; and for a stream."""
+        """CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""
         _refuse_stream(after)
         packed, core = packed_for_gather(self._layout, parts), self._layout.core
         return self._submit(
@@ -225,7 +213,7 @@ class CpuCopier:
         )
 
     def scatter(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
-        """CopyError for a part without its expected checksum; and for a stream."""
+        """CopyError for a part without its expected checksum, and for a stream."""
         _refuse_stream(after)
         packed, core = packed_for_scatter(self._layout, parts), self._layout.core
         return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))

@@ -1,16 +1,18 @@
-"""Copies on a GPU: the copier of copy.py, with the engine's streams ordered around it.
+"""Copies on a GPU: the Copier of copy.py for blocks in a GPU's memory, ordered with the engine's streams.
 
-    copier.scatter(parts, after=stream) ─► handle     only enqueues; `after`'s work so far comes first
-    handle.order(stream)                              `stream`'s later work comes after the copy
+    copier.scatter(parts, after=stream) ─► handle     enqueues; the work so far on `after` comes first
+    handle.order(stream)                              the later work on `stream` comes after the copy
     handle.order(stream, band)                        … or after its first layers: scatter(…, bands=…)
     handle.verified(timeout_s)                        its results before it has ended: scatter(…, verified_after=…)
-    handle.done() | wait() | copier.fileno()          for the host, which need not ask
+    handle.done() | wait() | copier.fileno()          for the CPU
 
-The native core opens the CUDA driver by itself, in the primary context, so tensors of any torch version can be
-described by a PagedLayout. Slots lie in memory that the driver knows: registered segments (registration.py), or
-CudaSlotMemory on the device.
+The native core opens the CUDA driver itself and works in the primary context, so a PagedLayout can describe tensors of
+any torch version. Slots lie in memory that the driver knows: registered segments (registration.py), or CudaSlotMemory
+on the device.
 
-Invariants: those of copy.py; a call never waits for the GPU.
+Invariants: those of copy.py; gather(), scatter() and order() do not wait for the GPU, with two exceptions: when the
+driver refuses a submission, that call waits for what is on the copier's streams already; and order() waits for earlier
+copies when their descriptors fill the ring (csrc/cuda/copier.h). Opening and closing a copier wait for the GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from kvdock import _core
+from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.copy import PartCopy, PartResult, packed_for_gather, packed_for_scatter, results_of
 from kvdock.datapath.errors import CopierClosed, NoCuda
 from kvdock.datapath.layout import PagedLayout
@@ -27,10 +30,10 @@ from kvdock.datapath.layout import PagedLayout
 
 @dataclass(frozen=True)
 class CopyTuning:
-    """How copies go best; tuning.py measures it. These values are good on an H200."""
+    """How copies use the GPU; tuning.py measures what is fastest. The defaults are good on an H200."""
 
     piece_bytes: int = 16 << 20
-    """Of one staging buffer."""
+    """Bytes of one staging buffer."""
     buffers: int = 2
     load_ctas: int = 16
     """CTAs (thread blocks) of a kernel that copies from staging to paged blocks; `store_ctas`: of one that copies back.
@@ -40,7 +43,7 @@ class CopyTuning:
     direct_ctas: int = 8
     """CTAs of a kernel that reads or writes the slots themselves, in page-locked host memory."""
     direct_load_bytes: int = 4 << 20
-    """A call of up to so many bytes goes direct; `direct_store_bytes` likewise."""
+    """Calls that load up to this many bytes go direct; `direct_store_bytes`: calls that store."""
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """CPU threads that verify a load before it has ended. Not measured: the caller knows how many cores it may use."""
@@ -48,22 +51,22 @@ class CopyTuning:
     """CTAs of a connector's stores in the background (for_stores): the fewest that fill PCIe."""
 
     def for_core(self) -> dict[str, int]:
-        """What the core's copier is told."""
+        """The arguments of the native core's copier."""
         values = asdict(self)
         del values["background_store_ctas"]
         return values
 
     def for_stores(self) -> CopyTuning:
-        """For stores while the engine computes: by the kernel alone, whatever their size. A copy engine that a store
-        keeps busy lets no other copy to the host in before the store has ended, and an engine copies its tokens there:
-        with 1 GiB on an H200, they came 15 ms late. More CTAs than fill PCIe would hold up the engine's
+        """For stores while the engine computes: by the kernel alone, whatever their size. While a store keeps the copy
+        engine busy, no other copy to the host begins, and an engine copies its tokens there: with a store of 1 GiB on
+        an H200, they came 15 ms late. More CTAs than fill PCIe would hold up the engine's
         kernels (bench/LOG.md)."""
         least = 1 << 20  # of staging, which is not used
         return replace(self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62)
 
 
 def require_cuda(device: int) -> _core.CudaDevice:
-    """The GPU of that index. NoCuda, in one sentence, when it cannot be used."""
+    """The GPU of that index. NoCuda, with a sentence for people, when it cannot be used."""
     why = _core.cuda_unavailable()
     if why:
         raise NoCuda(why, found=why, wanted="a CUDA GPU")
@@ -85,12 +88,12 @@ class CudaHandle:
         return self._copy.done()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """True once the copy has ended, False on timeout. Sleeps without the GIL."""
+        """True once the copy has ended, False on timeout. Waits without the GIL."""
         return self._copy.wait(timeout_s)
 
     def order(self, stream: int, band: int | None = None) -> None:
-        """What is put on `stream` (a CUstream as an integer) from now on runs after the copy, or after its bands up to
-        `band`. CopyError for a band that it does not have."""
+        """Work put on `stream` (a CUstream as an integer) from now on runs after the copy, or after its bands up to
+        `band`. CopyError for a band that the copy does not have."""
         self._copy.order(stream, band)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
@@ -99,42 +102,48 @@ class CudaHandle:
         return results_of(self._copy.verified_checksums(), self._parts) if self._copy.wait_verified(timeout_s) else None
 
     def result(self) -> list[PartResult]:
-        """Waits, then one result a part in order. CudaError when the copy failed: nothing is known of its bytes."""
+        """Waits for the end; one result for each part, in order. CudaError when the copy failed: no byte is certain."""
         return results_of(self._copy.checksums(), self._parts)
 
 
 class CudaCopier:
-    """A Copier for blocks in the memory of GPU `device`. Those of several layouts share staging, and take turns, when
-    the later ones are opened with beside().
+    """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its
+    staging and take turns with it.
+
+    `part_blocks`: of the longest part that copies will name; None: as many as the layout has.
 
     Raises NoCuda; CopyError for a tuning that cannot be; CudaError when the layout's memory is not that GPU's, or
     when there is no memory for staging (`tuning.buffers * tuning.piece_bytes` bytes of the GPU, and 8 MiB page-locked).
     """
 
-    def __init__(self, layout: PagedLayout, *, device: int, tuning: CopyTuning | None = None) -> None:
+    def __init__(
+        self, layout: PagedLayout, *, device: int, part_blocks: int | None = None, tuning: CopyTuning | None = None
+    ) -> None:
         require_cuda(device)
         self.device = device
         self.tuning = tuning if tuning is not None else CopyTuning()
         self._core = _core.CudaCopier(device=device, **self.tuning.for_core())
-        self._add(layout)
+        self._add(layout, part_blocks)
 
-    def beside(self, layout: PagedLayout) -> CudaCopier:
+    def beside(self, layout: PagedLayout, *, part_blocks: int | None = None) -> CudaCopier:
         """A Copier for another layout on the same GPU. Closing one closes all."""
         other = copy.copy(self)
-        other._add(layout)
+        other._add(layout, part_blocks)
         return other
 
-    def _add(self, layout: PagedLayout) -> None:
-        self._layout, self._number = layout, self._core.add_layout(layout.core)
+    def _add(self, layout: PagedLayout, part_blocks: int | None) -> None:
+        blocks = layout.num_blocks if part_blocks is None else part_blocks
+        ensure_keys(layout.part_bytes(blocks))
+        self._layout, self._number = layout, self._core.add_layout(layout.core, part_blocks=blocks)
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory that copies pass through."""
+        """Bytes of device memory that copies pass through."""
         return self._core.staging_bytes
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CudaHandle:
-        """Paged blocks → slots. `after`: a stream (CUstream as an integer, 0 the legacy default stream) whose work
-        so far comes first. CopyError: ids, skips or slots that cannot be; CopierClosed; CudaError."""
+        """Paged blocks → slots. `after`: a stream (a CUstream as an integer, 0: the legacy default stream) whose work
+        so far comes first. CopyError (block ids, lengths, slots that a copy cannot have), CopierClosed, CudaError."""
         packed = packed_for_gather(self._layout, parts)
         self._require_open()
         copied = self._core.gather(self._number, packed.slots, packed.block_ids, packed.starts, after=after)
@@ -156,7 +165,7 @@ class CudaCopier:
         return CudaHandle(copied, tuple(parts))
 
     def fileno(self) -> int:
-        """An eventfd, readable when copies have ended since it was last read; it counts them."""
+        """An eventfd that counts the copies that have ended since it was last read."""
         return self._core.fileno()
 
     def _require_open(self) -> None:
@@ -164,5 +173,5 @@ class CudaCopier:
             raise CopierClosed("copier", found="closed", wanted="open")
 
     def close(self) -> None:
-        """Waits for what was submitted, here and by the copiers beside; later calls raise CopierClosed."""
+        """Waits for all copies of this copier and those beside it; later calls raise CopierClosed."""
         self._core.close()

@@ -1,4 +1,4 @@
-"""Where an engine's blocks are, and the copiers that go with it: "cpu", "cuda" or "cuda:1"."""
+"""The device that holds an engine's blocks ("cpu", "cuda" or "cuda:1"), and the copiers for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvdock.datapath.tuning import tuned
 
 @dataclass(frozen=True)
 class Device:
-    """`cuda`: the index of a GPU as this process counts them; None: blocks are in host memory."""
+    """`cuda`: the index of a GPU as this process counts them; None: the blocks are in host memory."""
 
     cuda: int | None = None
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """DeviceUnknown for a name that is none; NoCuda for a GPU that this process cannot use."""
+        """DeviceUnknown for a name that is no device's; NoCuda for a GPU that this process cannot use."""
         if name == "cpu":
             return cls()
         match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
@@ -38,21 +38,22 @@ class Device:
         return None if self.cuda is None else CudaRegister(self.cuda)
 
     def tuning(self, layouts: Sequence[PagedLayout], *, chunk_tokens: int) -> CopyTuning | None:
-        """As is best for the first layout with chunks of so many tokens, which is measured once on a machine, in well
-        under a second. None on the CPU."""
+        """The best one for the first layout and chunks of `chunk_tokens`: measured once on a machine, in well under a
+        second. None on the CPU."""
         if self.cuda is None:
             return None
         return tuned(layouts[0], self.cuda, part_blocks=chunk_tokens // layouts[0].block_tokens)
 
     def open_copiers(
-        self, layouts: Sequence[PagedLayout], *, threads: int, tuning: CopyTuning | None = None
+        self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
     ) -> list[Copier]:
-        """One for each layout. `threads`: of each CPU copy. On a GPU they share staging, as `tuning` says; None: as is
-        usual. Raises what CudaCopier raises."""
+        """One for each layout, for parts of chunks of `chunk_tokens`. `threads`: of each CPU copy. On a GPU they share
+        staging, as `tuning` says; None: the usual values. Raises what CudaCopier raises."""
         if self.cuda is None:
             return [CpuCopier(layout, threads=threads) for layout in layouts]
-        first = CudaCopier(layouts[0], device=self.cuda, tuning=tuning)
-        return [first, *(first.beside(layout) for layout in layouts[1:])]
+        first, *others = [(layout, chunk_tokens // layout.block_tokens) for layout in layouts]
+        copier = CudaCopier(first[0], device=self.cuda, part_blocks=first[1], tuning=tuning)
+        return [copier, *(copier.beside(layout, part_blocks=blocks) for layout, blocks in others)]
 
 
 CPU = Device()

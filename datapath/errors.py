@@ -1,13 +1,14 @@
-"""The error tree of the data path. Every error names the value found and the value wanted.
+"""The errors of copies and devices. Every error names the value found and the value wanted. Those of segments, which
+the data path also raises, are in shm/errors.py.
 
     DatapathError
     ├── CopierClosed        a copy was submitted after close()
-    ├── DeviceUnknown       a device name that is none
+    ├── DeviceUnknown       a name that is no device's
     └── NoCuda              a GPU was asked for that this process cannot use
 
     ValueError
     ├── LayoutError         strides that no copy can follow (from the native core)
-    └── CopyError           ids, lengths or skips outside a layout (from the native core)
+    └── CopyError           ids, lengths, skips or addresses that a copy cannot have (from the native core)
 
     RuntimeError
     └── CudaError           the GPU's driver refused (from the native core)
@@ -39,12 +40,6 @@ class DatapathError(Exception):
         self.wanted = wanted
 
 
-
-
-
-
-
-
 class CopierClosed(DatapathError):
     pass
 
@@ -59,12 +54,6 @@ class NoCuda(DatapathError):
     def __init__(self, sentence: str, *, found: object, wanted: object) -> None:
         super().__init__(sentence, found=found, wanted=wanted)
         self.args = (sentence,)
-
-
-
-
-
-
 
 
 def layout_error(message: str, *, found: object, wanted: object) -> LayoutError:

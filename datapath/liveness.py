@@ -1,4 +1,4 @@
-"""A member's proof that it lives: a byte of the pool's lock file, held until its address space ends."""
+"""A member's proof that it is alive: a locked byte of the pool's lock file (shm/locks.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvdock.shm.locks import MEMBER_OFFSETS
 
 
 class MemberLiveness:
-    """A member's proof of life: holds `offset` of the lock file until the address space ends.
+    """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
     OSError when the lock file cannot be opened.
     """
@@ -29,4 +29,4 @@ def _take_free(path: Path, source: random.Random) -> MemberLock:
         try:
             return MemberLock(str(path), source.randrange(*MEMBER_OFFSETS))
         except BlockingIOError:
-            continue  # drawn by someone else: draw again
+            continue  # another member has that byte: draw again

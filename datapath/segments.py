@@ -1,4 +1,4 @@
-"""The segments of a pool, as an engine has them: mapped by name, addressed by (segment, offset, length).
+"""The segments of a pool that an engine process has mapped, and the addresses of slots in them.
 
 Thread safety: all methods may be called from any thread; close() once no copy is in flight.
 """
@@ -13,7 +13,7 @@ from kvdock.shm.segment import SegmentDescription, SegmentInfo, address_of, map_
 
 
 class AttachedSegments:
-    """The engine's half: the segments of one pool, mapped here."""
+    """The segments of one pool that this process has mapped."""
 
     def __init__(self, pool_id: int) -> None:
         self.pool_id = pool_id
@@ -25,18 +25,18 @@ class AttachedSegments:
         return [info for info, _ in list(self._segments.values())]
 
     def attach(self, segment: SegmentDescription, *, populate: bool = False) -> SegmentInfo:
-        """Maps a segment; once more is harmless. populate=True also maps its pages now, not at first use.
+        """Maps a segment; repeating it is harmless. populate=True also maps its pages now, not at first use.
 
         SegmentAbsent, SegmentNotReady (try again), SegmentWrongVersion, SegmentCorrupt; the last also
-        when the object is another than described.
+        when the object differs from its description.
         """
         with self._lock:
             if segment.id not in self._segments:
                 mapping, fields = map_checked(segment.name, self.pool_id, segment.id)
                 found = SegmentInfo(segment.id, segment.name, mapping.bytes, fields["data_offset"])
-                told = SegmentInfo(segment.id, segment.name, segment.bytes, segment.data_offset)
-                if found != told:
-                    raise SegmentCorrupt(f"segment {segment.name}", found=found, wanted=told)
+                wanted = SegmentInfo(segment.id, segment.name, segment.bytes, segment.data_offset)
+                if found != wanted:
+                    raise SegmentCorrupt(f"segment {segment.name}", found=found, wanted=wanted)
                 if populate:
                     mapping.populate(0, mapping.bytes)
                 self._segments[segment.id] = (found, mapping)
@@ -52,7 +52,7 @@ class AttachedSegments:
         return address_of(info, mapping, segment, offset, length)
 
     def detach(self, segment: int) -> None:
-        """Unmaps one segment (it retires). No error when it is not attached."""
+        """Unmaps one segment. No error when it is not attached."""
         with self._lock:
             _, mapping = self._segments.pop(segment, (None, None))
             if mapping is not None:

@@ -1,11 +1,11 @@
-"""How copies go best on one GPU with one layout: measured once in private scratch, kept in a file.
+"""The fastest way to copy on one GPU with one layout: measured once in private scratch, kept in a file.
 
     tuned(layout, device) ─► the file ─► else calibrate() under a lock ─► the file
 
-What is chosen: the size of a staging buffer, how many thread blocks a kernel gets, and up to which size a call
-goes direct. One process calibrates at a time, since two would measure each other.
+It chooses the size of a staging buffer, how many CTAs (thread blocks) a kernel gets, and up to which size a call
+goes direct. One process calibrates at a time, since two would disturb each other.
 
-Nothing here fails an engine: without room for scratch or a place for the file, the usual values serve.
+Nothing here fails an engine: without memory for scratch or a directory for the file, the usual values serve.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ CTAS: Final = (4, 8, 16, 32)
 BACKGROUND_STORE_CTAS: Final = (1, 2, 4, 8)
 DIRECT_SIZES: Final = tuple(1 << shift for shift in range(18, 25))  # 256 KiB .. 16 MiB
 PASSES: Final = 4
-"""Over the scratch in one call when the size of pieces is chosen, so that what starting costs does not hide what
-each byte costs. CTAs of a load are chosen by shorter calls, in which the last piece's kernel counts. Those of a staged
-store are not measured: four fill PCIe."""
+"""How often one call copies the scratch when the size of pieces is chosen, so that the cost of starting does not hide
+the cost of each byte. The CTAs of a load are chosen with shorter calls, in which the last piece's kernel counts. Those
+of a staged store are not measured: four fill PCIe."""
 FILLS: Final = 1.1
-"""A connector's store may take so many times as long as with more thread blocks: nobody waits for it, and few disturb
-the engine least."""
+"""A background store may take this many times as long as with more CTAs: nobody waits for it, and fewer CTAs disturb
+the engine less."""
 MARGIN: Final = 0.01
-"""Another choice than the usual one is taken when it saves more than so much: half of it is noise."""
+"""The usual choice is replaced only by one that saves more than this share; half of it is noise."""
 ROUNDS: Final = 5
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What of a layout decides speed."""
+    """What decides the speed of copies of a layout."""
 
     planes: int
     run_bytes: int
     run_count: int
     part_blocks: int
-    """Blocks of a chunk."""
+    """Blocks of a part."""
 
     @classmethod
     def of(cls, layout: PagedLayout, part_blocks: int) -> Geometry:
@@ -65,8 +65,12 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block over all planes; planes that are not alike count as the first."""
+        """Bytes of one block over all planes, as if all planes were like the first."""
         return self.planes * self.run_bytes * self.run_count
+
+    @property
+    def part_bytes(self) -> int:
+        return self.block_bytes * self.part_blocks
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Calibration:
     tuning: CopyTuning
     took_s: float
     load_share: float
-    """Speed of the chosen load beside one plain copy of the same 64 MiB; `store_share` likewise, of for_stores()."""
+    """Speed of the chosen load relative to plain copies of the same bytes; `store_share`: of a background store."""
     store_share: float
 
     def describe(self) -> str:
@@ -93,7 +97,7 @@ class Calibration:
 
 
 def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path | None = None) -> CopyTuning:
-    """The tuning for this GPU and layout: from the file, else measured now (well under a second) and kept.
+    """The tuning for this GPU and layout: from the file, else measured now (well under a second) and kept in it.
 
     NoCuda when there is no such GPU.
     """
@@ -105,12 +109,12 @@ def tuned(layout: PagedLayout, device: int, *, part_blocks: int, cache_dir: Path
         return known.tuning
     try:
         with _lock(directory):
-            known = _read(path)  # another process may have measured meanwhile
+            known = _read(path)  # another process may have measured it meanwhile
             if known is None:
                 known = calibrate(info, geometry)
                 save_calibration(path, known)
     except OSError as error:
-        log.warning("copies on GPU %d are not calibrated for later: %s", device, error)
+        log.warning("the calibration of copies on GPU %d is not kept: %s", device, error)
         return known.tuning if known is not None else CopyTuning()
     except _core.CudaError as error:
         log.warning("copies on GPU %d are not calibrated: %s", device, error)
@@ -135,7 +139,7 @@ def cache_directory() -> Path:
 
 
 def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
-    """Measures on private scratch: 64 MiB pinned, as much and the staging on the GPU. CudaError."""
+    """Measures in private scratch: 64 MiB page-locked, as much on the GPU, and staging there. CudaError."""
     began = time.perf_counter()
     bench = _Bench(info.index, geometry)
     tuning = CopyTuning()
@@ -157,7 +161,7 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
 
 Name = TypeVar("Name")
 Timer: TypeAlias = AbstractContextManager[Callable[[], float]]
-"""Gives a call that makes one copy and tells the milliseconds it took."""
+"""Gives a function that makes one copy and returns how many milliseconds it took."""
 
 
 def _choose(
@@ -170,7 +174,7 @@ def _choose(
 def _costs(
     tuning: CopyTuning, name: str, choices: Sequence[int], timers: Callable[[CopyTuning], list[Timer]]
 ) -> dict[int, float]:
-    """Milliseconds with each choice, measured in turns, so that all see the same weather."""
+    """Milliseconds with each choice, measured in turns, so that a disturbance meets all of them."""
     with ExitStack() as stack:
         calls = {
             choice: [stack.enter_context(timer) for timer in timers(replace(tuning, **{name: choice}))]
@@ -193,25 +197,24 @@ def fewest(costs_ms: Mapping[int, float]) -> int:
 
 
 def _least_in_turns(calls: Mapping[Name, Callable[[], float]]) -> dict[Name, float]:
-    """What disturbs a copy only ever makes it slower. The first round warms up."""
+    """The least of each call's times, since a disturbance can only make a copy slower. The first round warms up."""
     rounds = [{name: call() for name, call in calls.items()} for _ in range(1 + ROUNDS)][1:]
     return {name: min(found[name] for found in rounds) for name in calls}
 
 
 class _Bench:
-    """Scratch memory with the layout's geometry, and timed copies in it."""
+    """Scratch memory of one geometry, and timed copies in it."""
 
     def __init__(self, device: int, geometry: Geometry) -> None:
         self._device, self._geometry = device, geometry
-        part_bytes = geometry.block_bytes * geometry.part_blocks
-        parts = max(1, SCRATCH_BYTES // part_bytes)
+        parts = max(1, SCRATCH_BYTES // geometry.part_bytes)
         self._blocks = min(parts * geometry.part_blocks, max(1, SCRATCH_BYTES // geometry.block_bytes))
         bytes_ = self._blocks * geometry.block_bytes
-        slot_bytes = -(-geometry.block_bytes * geometry.part_blocks // _core.SLOT_ALIGN) * _core.SLOT_ALIGN
+        slot_bytes = -(-geometry.part_bytes // _core.SLOT_ALIGN) * _core.SLOT_ALIGN
         ensure_keys(slot_bytes)
         self._slot_bytes = slot_bytes
         self._host = _core.CudaBuffer(device=device, bytes=parts * slot_bytes, host=True)
-        # Runs that touched would be one run: they are laid out with a gap.
+        # With a gap between them, since runs that touch would be copied as one.
         run_stride = geometry.run_bytes + (_GAP_BYTES if geometry.run_count > 1 else 0)
         block_stride = run_stride * geometry.run_count
         self._paged = _core.CudaBuffer(
@@ -229,7 +232,7 @@ class _Bench:
         self._bytes = bytes_
 
     def staged(self, tuning: CopyTuning, *, store: bool, passes: int = 1) -> Timer:
-        """Of so many times the scratch."""
+        """Times staged copies of the scratch, `passes` times in one call."""
         tuning = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
         return self._copies(tuning, store, self._bytes, passes=passes)
 
@@ -237,7 +240,7 @@ class _Bench:
         return [self.staged(tuning, store=store, passes=PASSES) for store in (False, True)]
 
     def background_store(self, tuning: CopyTuning, *, passes: int = 1) -> Timer:
-        """Stores as connectors make them, of so many times the scratch."""
+        """Times stores of the scratch as connectors make them, `passes` times in one call."""
         return self._copies(tuning.for_stores(), True, self._bytes, passes=passes)
 
     def direct(self, tuning: CopyTuning, size_bytes: int, *, store: bool) -> Timer:
@@ -248,7 +251,7 @@ class _Bench:
         return [self.direct(tuning, DIRECT_SIZES[3], store=store) for store in (False, True)]
 
     def crossover_bytes(self, tuning: CopyTuning, *, store: bool) -> int:
-        """The largest size for which a direct copy is no slower. Larger ones first: small ones are noise."""
+        """The largest size for which a direct copy is no slower. Larger ones come first: small ones are noisy."""
         staged_tuning = replace(tuning, direct_load_bytes=0, direct_store_bytes=0)
         for size in reversed(DIRECT_SIZES):
             if size > self._bytes:
@@ -260,7 +263,7 @@ class _Bench:
         return 0
 
     def share(self, tuning: CopyTuning, *, store: bool) -> float:
-        """Speed of copies beside as many plain ones of the whole scratch."""
+        """Speed of copies of the whole scratch, relative to as many plain ones."""
 
         def plain() -> float:
             to, from_ = self._paged.address, self._host.address
@@ -279,15 +282,15 @@ class _Bench:
     def _copies(
         self, tuning: CopyTuning, store: bool, size_bytes: int, *, passes: int = 1
     ) -> Iterator[Callable[[], float]]:
-        """Times a call that moves about `size_bytes`, whole blocks at least, so many times over."""
+        """Times a call that copies about `size_bytes`, in whole blocks, `passes` times."""
         copier = _core.CudaCopier(device=self._device, **tuning.for_core())
-        layout = copier.add_layout(self._layout)
+        layout = copier.add_layout(self._layout, part_blocks=self._geometry.part_blocks)
         blocks = min(self._blocks, max(1, size_bytes // self._geometry.block_bytes))
         slots, ids, starts = array("Q"), array("q"), array("q", [0])
         firsts = range(0, blocks, self._geometry.part_blocks)
         for first in list(firsts) * passes:
             slots.append(self._host.address + len(slots) % len(firsts) * self._slot_bytes)
-            # Scattered, as an engine's blocks are: a stride that shares no factor with the number of blocks.
+            # Scattered like an engine's blocks: _STRIDE shares no factor with the number of blocks.
             last = min(first + self._geometry.part_blocks, blocks)
             ids.extend(block * _STRIDE % self._blocks for block in range(first, last))
             starts.append(len(ids))
@@ -316,13 +319,13 @@ _STRIDE: Final = 7919  # prime: no number of scratch blocks is a multiple of it 
 
 
 def _digest(uuid: str, driver: int, geometry: Geometry) -> str:
-    """Names the file: another GPU, driver, kernel or geometry is measured anew."""
+    """Part of the file's name: another GPU, driver, kernel, geometry or FORMAT has another file."""
     identity = [FORMAT, uuid, driver, _core.cuda_kernels(), list(asdict(geometry).values())]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> Calibration | None:
-    """None when there is no such file, or it is not ours to understand."""
+    """None when there is no such file, or it has another format or is damaged."""
     try:
         data = json.loads(path.read_text())
         if data.pop("format") != FORMAT:
@@ -338,7 +341,7 @@ def _read(path: Path) -> Calibration | None:
 
 
 def save_calibration(path: Path, calibration: Calibration) -> None:
-    """Whole or not at all. OSError."""
+    """Writes the whole file or nothing. OSError."""
     data = {"format": FORMAT, **{one.name: getattr(calibration, one.name) for one in fields(calibration)}}
     data["geometry"], data["tuning"] = asdict(calibration.geometry), asdict(calibration.tuning)
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -348,7 +351,7 @@ def save_calibration(path: Path, calibration: Calibration) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """One calibrating process at a time. OSError when the directory cannot be had."""
+    """Held by one calibrating process at a time. OSError when the directory cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory / "calibrating.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,16 +1,17 @@
-"""The error tree of shared memory. Every error names the value found and the value wanted.
+"""The errors of a pool's shared memory: its segments and its lock file. Every error names the value found and the value
+wanted.
 
     ShmError
-    ├── PoolTooSmall        /dev/shm or the control group cannot hold what was asked for
+    ├── PoolTooSmall        the machine has less shared memory than was asked for
     ├── PoolFull            the pool has reached its own byte limit
     ├── PoolInUse           another server holds byte 0 of the pool's lock file
     ├── PoolGone            the pool's lock file is missing, or was replaced meanwhile
-    ├── SlotOutOfBounds     bytes outside the data of a segment (or of one not attached)
-    └── AttachError         a segment cannot be used by this engine
+    ├── SlotOutOfBounds     bytes outside a segment's data, or in a segment that is not mapped here
+    └── AttachError         a segment cannot be used by this process
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
-        ├── SegmentNotRegistered it is mapped, but the GPU's driver does not know it yet: try again
-        ├── SegmentWrongVersion  written by a build with another layout
+        ├── SegmentNotRegistered it is mapped, but not yet registered with the GPU's driver: try again
+        ├── SegmentWrongVersion  it was written by a build with another layout
         └── SegmentCorrupt       the header contradicts itself, the object or the caller
 """
 
@@ -47,7 +48,7 @@ class SlotOutOfBounds(ShmError):
 
 
 class AttachError(ShmError):
-    """A segment cannot be used by this engine."""
+    """A segment cannot be used by this process."""
 
 
 class SegmentAbsent(AttachError):

@@ -1,15 +1,15 @@
-"""The bytes of a pool's lock file: byte 0 is its server's, and each member draws one of its own.
+"""Which bytes of a pool's lock file are locked by whom: byte 0 by its server, and one byte by each member.
 
-The lock file lies beside the segments (`objects.lock_path`): whoever can map the pool can prove that it
-lives, also from another container that shares the directory, and the pool id alone leads to it. It
-appears complete, with byte 0 already taken, and is removed last. So:
+The lock file is beside the segments (`objects.lock_path`), so every process that can map the pool can also prove that
+it is alive, even from another container that shares the directory, and finds the file by the pool id alone. The file
+appears complete, with byte 0 already locked, and is removed last. So:
 
     no lock file                      nobody serves this pool
-    lock file, byte 0 free            its server is dead: adopt it (PoolLock.adopt) or remove it
-    lock file, byte 0 held            live; nothing here touches it
+    lock file, byte 0 free            its server is dead: adopt the pool (api/pool/lock.py) or remove it
+    lock file, byte 0 locked          its server is alive: leave the pool alone
 
-Its first page says, for whoever finds it, at which address the pool was served; its time of last change is
-when its server last said that it lives.
+The file's first page holds the address at which the pool was served; its time of last change is when its server was
+last known to be alive.
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ from typing import Final
 LOCK_FILE_BYTES: Final = 4096
 SERVER_OFFSET: Final = 0
 MEMBER_OFFSETS: Final = (LOCK_FILE_BYTES, 1 << 62)
-"""Members draw from this half-open range: a collision is as likely as a forged lottery ticket."""
+"""Members draw their byte at random from this half-open range, which is so long that two hardly ever draw the same."""

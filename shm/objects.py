@@ -1,4 +1,4 @@
-"""POSIX shared memory by name: how the objects of a pool are called, made, opened and removed.
+"""POSIX shared memory by name: how the objects of a pool are named, made, opened and removed.
 
 A pool with id P (16 hex digits) owns exactly these names in the shared-memory directory:
 
@@ -43,7 +43,7 @@ def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
 
 
 def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
-    """Names in the shared-memory directory by pool id, lock file included, sorted."""
+    """The names in the shared-memory directory by pool id, with the lock files, sorted."""
     found: dict[int, list[str]] = {}
     for entry in sorted(path.name for path in Path(shm_dir).iterdir()):
         match = _NAME.fullmatch(entry)
@@ -53,7 +53,7 @@ def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
 
 
 def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
-    """Whether somebody serves the pool, or may yet adopt it."""
+    """Whether a server serves the pool, or may yet adopt it."""
     return lock_path(pool_id, shm_dir).exists()
 
 
@@ -107,7 +107,7 @@ def open_existing(name: str) -> int:
 
 
 def unlink(name: str) -> None:
-    """Removes the name; what is mapped stays mapped. No error when it is gone already."""
+    """Removes the name; mappings of the object stay. No error when there is no such name."""
     try:
         _posix_ipc.unlink_shared_memory(name)
     except _posix_ipc.ExistentialError:
@@ -115,7 +115,7 @@ def unlink(name: str) -> None:
 
 
 def create_region(name: str, size_bytes: int) -> Mapping:
-    """A new, zeroed, fully allocated object of its own, mapped: for the server's table."""
+    """A new, zeroed, fully allocated object, mapped: for the server's table."""
     fd = create(name, size_bytes)
     try:
         return Mapping(fd, size_bytes)

@@ -1,4 +1,4 @@
-"""One segment of shared memory: what names it, and how it is mapped, judged and addressed.
+"""One segment of shared memory: its description, how it is mapped and checked, and the addresses of its slots.
 
 Offsets count from the start of the object, header included.
 """
@@ -29,7 +29,7 @@ _HEADER_ERRORS: Final[dict[str, type[AttachError]]] = {
 
 
 class SegmentDescription(Protocol):
-    """What an engine must be told of a segment; sizes in bytes."""
+    """What a process must know to map a segment; sizes in bytes."""
 
     @property
     def id(self) -> int: ...
@@ -43,7 +43,7 @@ class SegmentDescription(Protocol):
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One segment: its POSIX name, the size of the whole object and where slots begin."""
+    """A segment's POSIX name, the size of the whole object, and where its slots begin."""
 
     id: int
     name: str
@@ -56,7 +56,7 @@ class SegmentInfo:
 
 
 def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, dict[str, int]]:
-    """Maps an object by name and judges its header; an AttachError names what is wrong."""
+    """Maps an object by name and checks its header; an AttachError says what is wrong. Also returns its fields."""
     try:
         fd = objects.open_existing(name)
     except FileNotFoundError as error:
@@ -81,6 +81,7 @@ def map_checked(name: str, pool_id: int, segment: int) -> tuple[_core.Mapping, d
 def address_of(
     info: SegmentInfo | None, mapping: _core.Mapping | None, segment: int, offset: int, length: int
 ) -> int:
+    """Address of bytes [offset, offset + length) of a segment, or of None when it is not mapped. SlotOutOfBounds."""
     if info is None or mapping is None:
         raise SlotOutOfBounds("segment", found=segment, wanted="one that is attached")
     if not (info.data_offset <= offset and 0 <= length <= info.bytes - offset):

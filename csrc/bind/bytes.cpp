@@ -173,9 +173,10 @@ uint64_t checksum_buffer(const py::buffer& data) {
 
 void set_keys(const py::bytes& nh, const py::bytes& level2) {
   const std::string_view first(nh), second(level2);
-  if (first.size() != 2 * kStripeBytes || second.size() % 32 != 0)
+  if (first.size() != 2 * kChecksumStripeBytes || second.size() % 32 != 0)
     throw py::value_error("checksum keys: found " + std::to_string(first.size()) + " and " +
-                          std::to_string(second.size()) + " bytes, wanted 8192 and a multiple of 32");
+                          std::to_string(second.size()) + " bytes, wanted " + std::to_string(2 * kChecksumStripeBytes) +
+                          " and a multiple of 32");
   const py::gil_scoped_release released;
   set_checksum_keys(first.data(), second.data(), second.size() / 32);
 }

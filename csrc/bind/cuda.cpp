@@ -16,12 +16,12 @@ namespace kvdock {
 namespace {
 
 using cuda::Device;
-using cuda::Place;
+using cuda::MemoryKind;
 
 using Timeout = std::optional<double>;
 double or_for_ever(Timeout timeout_s) { return timeout_s ? std::max(*timeout_s, 0.0) : -1.0; }
 
-Place place_of(bool host) { return host ? Place::host : Place::device; }
+MemoryKind kind_of(bool host) { return host ? MemoryKind::host : MemoryKind::device; }
 
 std::shared_ptr<cuda::Copy> scatter(cuda::Copier& self, size_t layout, const py::buffer& slots,
                                     const py::buffer& block_ids, const py::buffer& starts, const py::buffer& skips,
@@ -50,13 +50,13 @@ void bind_memory(py::module_& m) {
   using Nogil = py::call_guard<py::gil_scoped_release>;
   py::class_<cuda::SlotMemory>(m, "CudaSlotMemory")
       .def(py::init([](int device, uintptr_t address, size_t bytes, bool host) {
-             return std::make_unique<cuda::SlotMemory>(Device::get(device), address, bytes, place_of(host));
+             return std::make_unique<cuda::SlotMemory>(Device::get(device), address, bytes, kind_of(host));
            }),
            py::kw_only(), py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("host"), Nogil())
       .def("close", &cuda::SlotMemory::close, Nogil());
   py::class_<cuda::Buffer>(m, "CudaBuffer")
       .def(py::init([](int device, size_t bytes, bool host) {
-             return std::make_unique<cuda::Buffer>(Device::get(device), bytes, place_of(host), true);
+             return std::make_unique<cuda::Buffer>(Device::get(device), bytes, kind_of(host), cuda::MemoryUse::slots);
            }),
            py::kw_only(), py::arg("device"), py::arg("bytes"), py::arg("host"), Nogil())
       .def_property_readonly("address", &cuda::Buffer::address)
@@ -67,8 +67,12 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("stream", &cuda::Stopwatch::stream)
       .def("start", &cuda::Stopwatch::start, Nogil())
       .def("stop_ms", &cuda::Stopwatch::stop_ms, Nogil())
-      .def("copy", &cuda::Stopwatch::copy, py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(),
-           py::arg("to_device"), Nogil())
+      .def(
+          "copy",
+          [](cuda::Stopwatch& self, uintptr_t to, uintptr_t from, size_t bytes, bool to_device) {
+            self.copy(to, from, bytes, to_device ? Direction::scatter : Direction::gather);
+          },
+          py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(), py::arg("to_device"), Nogil())
       .def("fill", &cuda::Stopwatch::fill, py::arg("address"), py::arg("value"), py::arg("bytes"), Nogil());
 }
 
@@ -96,7 +100,7 @@ void bind_copier(py::module_& m) {
            py::kw_only(), py::arg("device"), py::arg("piece_bytes"), py::arg("buffers"), py::arg("load_ctas"),
            py::arg("store_ctas"), py::arg("direct_ctas"), py::arg("direct_load_bytes"),
            py::arg("direct_store_bytes"), py::arg("hash_threads"), Nogil())
-      .def("add_layout", &cuda::Copier::add_layout, py::arg("layout"), Nogil())
+      .def("add_layout", &cuda::Copier::add_layout, py::arg("layout"), py::kw_only(), py::arg("part_blocks"), Nogil())
       .def("gather", &gather, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
            py::kw_only(), py::arg("after") = py::none())
       .def("scatter", &scatter, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),

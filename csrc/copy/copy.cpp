@@ -1,5 +1,4 @@
 #include "copy/copy.h"
-#include "base/pause.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,18 +6,17 @@
 #include <string>
 #include <thread>
 
-#include "copy/checksum.h"
 #include "base/errors.h"
+#include "base/pause.h"
+#include "copy/checksum.h"
 
 namespace kvdock {
 
 namespace {
 
-constexpr size_t kGrain = 16;                      // every run, stride and address is a multiple of it
-constexpr size_t kUnitStripes = 64;                // work handed to a thread at a time
-constexpr size_t kBytesPerThread = size_t(1) << 20;  // below this a thread costs more than it brings
-
-enum class Direction { gather, scatter };
+constexpr size_t kGrain = 16;                        // every run, stride and address is a multiple of it
+constexpr size_t kUnitStripes = 64;                  // at most that many are handed to a thread at a time
+constexpr size_t kBytesPerThread = size_t(1) << 20;  // with fewer bytes a thread costs more than it saves
 
 [[noreturn]] void refuse(Refusal kind, const std::string& what, long long found, const std::string& wanted) {
   throw Refused(kind, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
@@ -53,7 +51,7 @@ struct Fragment {
   bool skipped = false;
 };
 
-// Yields the paged side of a part's bytes from any position on, run by run.
+// Yields where a part's bytes lie in the engine's blocks, run by run, from any position of the part on.
 class Walk {
  public:
   Walk(const PagedLayout& layout, const Part& part, size_t position) : layout_(layout), part_(part) {
@@ -102,16 +100,16 @@ struct Unit {
 template <Direction kDirection>
 void copy_unit(const PagedLayout& layout, const Part& part, const CpuPath& path, const ChecksumKeys& keys, Unit* unit) {
   const size_t part_bytes = part.block_ids.size() * layout.block_bytes();
-  size_t position = unit->first * kStripeBytes;
-  const size_t end = std::min(unit->last * kStripeBytes, part_bytes);
+  size_t position = unit->first * kChecksumStripeBytes;
+  const size_t end = std::min(unit->last * kChecksumStripeBytes, part_bytes);
   char* slot = reinterpret_cast<char*>(part.slot);
   Walk walk(layout, part, position);
   Fragment here = walk.next(), coming = walk.next();
   PartSum total(keys);
   while (position < end) {
     StripeSums sums{};
-    const size_t stripe = position / kStripeBytes;
-    const size_t stripe_bytes = std::min(kStripeBytes, end - position);
+    const size_t stripe = position / kChecksumStripeBytes;
+    const size_t stripe_bytes = std::min(kChecksumStripeBytes, end - position);
     for (size_t done = 0; done < stripe_bytes;) {
       const size_t bytes = std::min(here.bytes, stripe_bytes - done);
       const uint32_t *first = keys.first + done / 4, *second = keys.second + done / 4;
@@ -132,7 +130,7 @@ void copy_unit(const PagedLayout& layout, const Part& part, const CpuPath& path,
         coming = walk.next();
       }
     }
-    if (stripe_bytes != kStripeBytes) hash_padding(path, keys, stripe_bytes, &sums);
+    if (stripe_bytes != kChecksumStripeBytes) hash_padding(path, keys, stripe_bytes, &sums);
     total.add(stripe, sums);
     position += stripe_bytes;
     KVDOCK_PAUSE(kDirection == Direction::gather ? "copy.gathering" : "copy.scattering");
@@ -155,7 +153,7 @@ void run_parallel(size_t count, size_t threads, const Work& work) {
     try {
       others.emplace_back(loop);
     } catch (const std::system_error&) {
-      break;  // no more threads to be had: fewer do the same work
+      break;  // the system gives no more threads: fewer do the same work
     }
   }
   loop();
@@ -177,7 +175,7 @@ std::vector<uint64_t> copy_parts(const PagedLayout& layout, std::span<const Part
     most_stripes = std::max(most_stripes, stripes);
   }
   const auto keys = checksum_keys(most_stripes);
-  const size_t workers = useful_threads(all_stripes * kStripeBytes, threads);
+  const size_t workers = useful_threads(all_stripes * kChecksumStripeBytes, threads);
   const size_t step = std::clamp<size_t>(all_stripes / (4 * workers), 1, kUnitStripes);
   std::vector<Unit> units;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -238,7 +236,7 @@ std::vector<uint64_t> scatter(const PagedLayout& layout, std::span<const Part> p
 }
 
 void memcpy_pieces(std::span<const uint64_t> to, std::span<const uint64_t> from, size_t bytes, int threads) {
-  const size_t group = std::max<size_t>(1, kUnitStripes * kStripeBytes / std::max<size_t>(bytes, 1));
+  const size_t group = std::max<size_t>(1, kUnitStripes * kChecksumStripeBytes / std::max<size_t>(bytes, 1));
   const size_t groups = (to.size() + group - 1) / group;
   run_parallel(groups, size_t(std::max(threads, 1)), [&](size_t g) {
     for (size_t i = g * group; i < std::min(to.size(), (g + 1) * group); ++i)

@@ -4,8 +4,7 @@
 // part's blocks in order, inside a block its runs. Layouts that order a block's elements alike have
 // equal slot bytes.
 //
-// Ownership: none. Addresses must stay valid, and blocks and slots in the caller's hands, until the call
-//   returns.
+// Ownership: none. Until the call returns, addresses must stay valid and nobody else may write the blocks and slots.
 // Thread safety: calls are independent. One call splits its parts at stripes over `threads` threads.
 // Invariants: nothing is read or written before every argument was checked. A block is stored from the
 //   very registers that were hashed. A skipped block is read from the slot and hashed, never written.
@@ -16,9 +15,11 @@
 #include <span>
 #include <vector>
 
+#include "copy/direction.h"
+
 namespace kvdock {
 
-// One K or V (or both) of one layer: block i begins at base + i * block_stride and consists of
+// K or V (or one latent for both) of one layer: block i begins at base + i * block_stride and consists of
 // run_count runs of run_bytes, run_stride apart. All multiples of 16.
 struct Plane {
   uintptr_t base;
@@ -58,8 +59,8 @@ struct Part {
 // Throws Refused{copy} unless every slot is aligned, every block exists and no more is skipped than there is.
 void check_parts(const PagedLayout& layout, std::span<const Part> parts);
 
-// Both return each part's checksum and throw Refused{copy}. A scatter that names one block twice leaves
-// one of the two contents there.
+// Both return each part's checksum and throw Refused{copy}. A scatter that names one block twice leaves one of the two
+// contents in it.
 std::vector<uint64_t> gather(const PagedLayout& layout, std::span<const Part> parts, int threads);
 std::vector<uint64_t> scatter(const PagedLayout& layout, std::span<const Part> parts, int threads);
 

@@ -1,5 +1,6 @@
 #include "copy/cpu_paths.h"
 
+#include <atomic>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -98,6 +99,7 @@ constexpr CpuPath kAvx2{"avx2", avx2_span<true>, avx2_span<false>};
 
 #endif
 
+// Fastest first; the scalar path is last.
 std::vector<const CpuPath*> detect() {
   std::vector<const CpuPath*> paths;
 #if defined(__x86_64__)
@@ -107,11 +109,38 @@ std::vector<const CpuPath*> detect() {
   return paths;
 }
 
-}  // namespace
-
-const std::vector<const CpuPath*>& available_cpu_paths() {
+const std::vector<const CpuPath*>& available() {
   static const std::vector<const CpuPath*> paths = detect();
   return paths;
+}
+
+std::atomic<const CpuPath*> g_chosen{nullptr};  // null: the fastest. It points to constants: no order is needed
+
+}  // namespace
+
+const CpuPath& cpu_path() {
+  const CpuPath* chosen = g_chosen.load(std::memory_order_relaxed);
+  return chosen != nullptr ? *chosen : *available().front();
+}
+
+std::vector<std::string> cpu_paths() {
+  std::vector<std::string> names;
+  for (const CpuPath* path : available()) names.emplace_back(path->name);
+  return names;
+}
+
+bool use_cpu_path(const std::string& name) {
+  if (name.empty()) {
+    g_chosen.store(nullptr, std::memory_order_relaxed);
+    return true;
+  }
+  for (const CpuPath* path : available()) {
+    if (name == path->name) {
+      g_chosen.store(path, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
 }
 
 void store_fence() {

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
-#include "copy/checksum.h"
+#include "base/errors.h"
 
 namespace kvdock::cuda {
 
-namespace {
-constexpr uint32_t kSmallestPiece = (1u << 20) / kStripeBytes;
+[[noreturn]] void refuse(const std::string& what, long long found, const std::string& wanted) {
+  throw Refused(Refusal::copy, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
 }
 
 uint32_t Copier::Batch::part_of(uint32_t stripe) const {
@@ -35,23 +35,6 @@ bool DescriptorRing::take(size_t bytes, size_t* begin) {
 void DescriptorRing::give_back(size_t end) {
   tail_ = end;
   --taken_;
-}
-
-std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, bool store) {
-  std::vector<uint32_t> sizes;
-  uint32_t left = stripes;
-  while (left > 0) {
-    uint32_t size = piece_stripes;
-    if (left < 2 * piece_stripes) size = std::min(size, std::max((left + 1) / 2, kSmallestPiece));
-    size = std::min(size, left);
-    sizes.push_back(size);
-    left -= size;
-  }
-  if (store) std::reverse(sizes.begin(), sizes.end());
-  std::vector<Piece> pieces;
-  uint32_t at = 0;
-  for (const uint32_t size : sizes) pieces.push_back({at, at + size}), at += size;
-  return pieces;
 }
 
 }  // namespace kvdock::cuda

@@ -1,5 +1,4 @@
-// What a Copier puts on the GPU at a time: descriptors of some parts of one call, and their place in the
-// descriptor ring. Internal to the Copier.
+// A batch: the parts of one call, or some of them, whose descriptors a Copier uploads together. Internal to the Copier.
 #pragma once
 
 #include <memory>
@@ -7,8 +6,22 @@
 #include <vector>
 
 #include "cuda/copier.h"
+#include "cuda/kernel_args.h"
 
 namespace kvdock::cuda {
+
+inline constexpr size_t kRingBytes = size_t(8) << 20;
+inline constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
+
+[[noreturn]] void refuse(const std::string& what, long long found, const std::string& wanted);  // Refused{copy}
+
+// Throws Refused{copy}.
+void check_call(const DeviceLayout& layout, std::span<const Part> parts, const Bands& bands);
+
+// Stripes of a batch that pass through a staging buffer together.
+struct Piece {
+  uint32_t first_stripe, last_stripe;  // the last one excluded
+};
 
 // Shared by a Copier and its Copies: whichever goes last frees it.
 struct Copy::Shared {
@@ -18,8 +31,8 @@ struct Copy::Shared {
   std::condition_variable changed;  // a batch was submitted, a copy ended
 };
 
-// A staging buffer. `full`: the bytes are there; `free`: they have been taken out again. The events outlive
-// every use: a wait means the latest record before it.
+// A staging buffer. Event `full`: the bytes are in it; `free`: they have been copied out. A wait for one of them means
+// its latest record before the wait.
 struct Copier::Staging {
   uintptr_t address;
   OwnedEvent full, free;
@@ -28,15 +41,16 @@ struct Copier::Staging {
 struct Copier::Batch {
   const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
-  size_t first_result = 0;  // parts[i] is the call's part first_result + i, or its share of a band
+  size_t first_result = 0;  // parts[i] is the call's part first_result + i, or that part's share of a band
   size_t band = 0;
   std::vector<PartArgs> parts;
   std::vector<int32_t> ids;
   uint32_t stripes = 0;
   uint64_t bytes() const { return uint64_t(stripes) * kStripeUnits * kUnitBytes; }
-  bool store = false, direct = false, ends_band = false;
+  Direction direction = Direction::gather;
+  bool direct = false, ends_band = false;
   std::vector<Piece> pieces;
-  size_t next_piece = 0;  // what is to be submitted next
+  size_t next_piece = 0;  // the first that is not submitted yet
   bool has_ring = false, uploaded_ids = false;
   size_t ring_begin = 0;
   std::string error;  // submission failed
@@ -53,7 +67,7 @@ struct Copier::Batch {
   uint32_t part_of(uint32_t stripe) const;
 };
 
-// First come, first served memory for descriptors: what was taken first is given back first.
+// Memory for descriptors, given back in the order in which it was taken.
 class DescriptorRing {
  public:
   explicit DescriptorRing(size_t bytes) : bytes_(bytes) {}

@@ -1,19 +1,21 @@
-// Copies between paged KV on a GPU and slots, by block id: the GPU's side of copy.h.
+// Copies by block id between paged KV on a GPU and slots: what copy.h does, on the GPU.
 //
-//   staged   slots <-> staging buffers by the copy engine, staging <-> paged blocks by a kernel on few
-//            multiprocessors, each on a stream of its own; events hand the buffers to and fro
+//   staged   slots <-> staging buffers by the copy engine, staging <-> paged blocks by a kernel on a few
+//            multiprocessors, each on a stream of its own; events say when a buffer is full or free
 //   direct   the same kernel reads or writes the slots themselves: small transfers, and slots on the device
 //
-// A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer.
-// Pieces shrink towards the end of a load (and grow from the start of a store): the last kernel, which
-// nothing hides, is then short. A load may go band by band: neighbouring planes (layers) of all parts, then the
-// next ones, so that a reader of the first layers need not wait for the last. What of it is still to come can be hashed
-// by the CPU where it lies: then all of the load is known to be whole while its last bands are on their way.
+// A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer. Pieces
+// shrink towards the end of a load (and grow from the start of a store), so that the last kernel, which nothing hides,
+// is short. A load may be cut into bands: neighbouring planes (layers) of all parts, then the next ones, so that a
+// reader of the first layers need not wait for the last. The CPU can hash in the slots what is still to be copied:
+// then the whole load is verified while its last bands are being copied.
 //
-// Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the
-//   submitter thread submits the rest, the finisher thread waits for the GPU, reads the sums and wakes
-//   waiters; hashers hash in slots, from the first such load on. No call ever waits for the GPU, but for close() and
-//   Copy::wait().
+// Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the submitter
+//   thread submits the rest; the finisher thread waits for the GPU, reads the sums and wakes waiters; hashers, which
+//   the first load that needs them starts, hash in slots.
+// Waiting: gather(), scatter() and order() only enqueue. There are two exceptions: when the driver refuses a
+//   submission, the call that made it waits for what is on the streams already; and order() waits for earlier copies to
+//   end when their descriptors fill the ring. add_layout(), close(), Copy's waits and its checksums wait for the GPU.
 // Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and
 //   slots belong to the copy until it is done.
 // Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order
@@ -32,44 +34,39 @@
 
 #include "copy/copy.h"
 #include "cuda/device.h"
-#include "cuda/kernel_args.h"
+#include "cuda/device_layout.h"
 #include "cuda/memory.h"
 
 namespace kvdock::cuda {
 
-// datapath/cuda.py has usual values.
+// CopyTuning in datapath/cuda.py has the usual values.
 struct Tuning {
   size_t piece_bytes;
   int buffers;                                   // staging buffers of piece_bytes each
   int load_ctas, store_ctas, direct_ctas;  // CTAs (thread blocks) of a kernel
-  size_t direct_load_bytes, direct_store_bytes;  // a call of up to so many bytes goes direct
-  int hash_threads;                              // of the CPU
+  size_t direct_load_bytes, direct_store_bytes;  // calls of up to that many bytes go direct
+  int hash_threads;                              // CPU threads that verify loads before they have ended
 };
 
-// How a load goes. `ends`: of each band, as a number of planes, rising; empty: all planes at once. It is verified once
-// its first `verified_after` bands were moved, and the CPU has hashed the rest in the slots; 0: when it has ended.
+// How a load is cut. `ends`: ascending plane indices at which each band ends; the last equals the number of planes;
+// empty: one band. The load is verified once its first `verified_after` bands have been copied and the CPU has hashed
+// the others in the slots; 0: when it has ended.
 struct Bands {
   std::span<const size_t> ends;
   size_t verified_after = 0;
 };
 
-class DescriptorRing;
-
-// Pieces [first, last) of a row of stripes, in order of submission.
-struct Piece {
-  uint32_t first_stripe, last_stripe;
-};
-std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, bool store);
-
 class Copier;
+class DescriptorRing;
+struct Piece;
 
-// What a call's caller holds. `shared` state outlives the Copier.
+// A copy under way, shared by its caller and the Copier, which it may outlive.
 class Copy {
  public:
   bool done() const;
   bool wait(double timeout_s) const;  // negative: for ever. False on timeout
-  // Work put on `stream` from now on runs after the copy, or after its bands up to `band`. Submits what is not yet,
-  // never waits for the GPU.
+  // Work put on `stream` from now on runs after the copy, or after its bands up to `band`. Submits the pieces up to
+  // there that are not submitted yet.
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
@@ -85,24 +82,14 @@ class Copy {
   template <typename Condition>
   bool wait_until(double timeout_s, Condition holds) const;
   std::shared_ptr<Shared> shared_;
-  Copier* copier_ = nullptr;  // there as long as something is to be submitted
+  Copier* copier_ = nullptr;  // valid until all of the copy is submitted
   std::vector<uint64_t> sums_;
   size_t batches_left_ = 0, bands_submitted_ = 0;
   std::vector<uint64_t> verified_sums_;
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first_batches: those of the first bands
-  Event after_ = nullptr;     // the copier's, as those of bands_; null when not needed any more
-  std::vector<Event> bands_;  // the end of each
+  Event after_ = nullptr;     // the copier's, like those of bands_; null when not needed any more
+  std::vector<Event> bands_;  // the end of each band
   std::string error_;
-};
-
-// Blocks on the device, and what the kernels are told of them.
-struct DeviceLayout {
-  // Throws Refused{cuda} when a plane is not in the device's memory.
-  DeviceLayout(Device& device, const PagedLayout& layout, const OwnedStream& uploads);
-
-  PagedLayout layout;
-  bool alike, wide;  // all planes have the same runs; no run cuts a granule of 128 bytes
-  Buffer planes;
 };
 
 class Copier {
@@ -111,10 +98,11 @@ class Copier {
   Copier(int device, const Tuning& tuning);
   ~Copier();
 
-  // Blocks to copy; they share staging and order with the others. The number that copies name them by.
-  size_t add_layout(const PagedLayout& layout);
+  // More blocks to copy, which share staging and order with the others; returns the number by which copies name them.
+  // `part_blocks`: of the longest part, for which it uploads checksum keys, so that no call has to. Waits for the GPU.
+  size_t add_layout(const PagedLayout& layout, size_t part_blocks);
 
-  // `after`: a stream whose work so far comes first; null: nothing to wait for (0 is the legacy stream).
+  // `after`: a stream whose work so far comes first (0 is the legacy stream); null: nothing comes first.
   std::shared_ptr<Copy> gather(size_t layout, std::span<const Part> parts, const uintptr_t* after);
   std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after, const Bands& bands);
 
@@ -127,28 +115,27 @@ class Copier {
   friend class Copy;
   struct Batch;
   struct Staging;
-  struct Hash {  // what of a part is to be hashed
+  struct Hash {  // a share of a part that is to be hashed in its slot
     std::shared_ptr<Copy> copy;
     size_t part, bytes, first_stripe;
     uintptr_t slot;
   };
 
-  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, bool store, const uintptr_t* after,
-                                const Bands& bands);
+  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, Direction direction,
+                                const uintptr_t* after, const Bands& bands);
   const DeviceLayout& layout_at(size_t number);
-  std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts, bool store,
-                                                   std::span<const size_t> bands) const;
+  std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts,
+                                                   Direction direction, std::span<const size_t> bands) const;
 
-  // On the GPU's streams; by the one thread that set `submitting_`.
+  // These put work on the GPU's streams; only the thread that set `submitting_` calls them.
   void submit(Batch& batch, size_t most_pieces);
   void upload(Batch& batch);
-  void load_piece(const Batch& batch, const Piece& piece, const Staging& staging);
-  void store_piece(const Batch& batch, const Piece& piece, const Staging& staging);
+  void move_piece(const Batch& batch, const Piece& piece, const Staging& staging);
   void move_slots(const Batch& batch, const Piece& piece, uintptr_t staging);
   void launch(const Batch& batch, const Piece& piece, uintptr_t staging);
   void wait_for_streams();
 
-  // With the mutex held; advance() lets go of it while it submits.
+  // These run with the mutex held; advance() releases it while it submits.
   bool can_advance();
   void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
   void finish(Batch& batch);
@@ -177,7 +164,7 @@ class Copier {
   std::deque<std::unique_ptr<Batch>> backlog_, in_flight_;
   std::vector<OwnedEvent> all_events_;
   std::vector<Event> idle_events_;  // of those, the ones not in use
-  bool submitting_ = false;         // some thread puts the front of the backlog on the streams: nobody else may
+  bool submitting_ = false;         // a thread submits the front of the backlog: no other may
   bool closed_ = false, drained_ = false;
   std::deque<Hash> hashes_;
   std::condition_variable to_submit_, to_finish_, to_hash_;

@@ -53,7 +53,9 @@ int device_count() {
   return count;
 }
 
-size_t place(const Variant& v) { return size_t(v.gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2; }
+size_t kernel_index(const Variant& v) {
+  return size_t(v.direction == Direction::gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2;
+}
 
 }  // namespace
 
@@ -76,7 +78,7 @@ std::vector<std::string> kernel_targets() {
 
 Device& Device::get(int index) {
   static std::mutex mutex;
-  static std::map<int, Device*> open;  // never closed: the context is torch's, and lives as long as the process
+  static std::map<int, Device*> open;  // never closed: the context is torch's too, and lives as long as the process
   const std::lock_guard<std::mutex> guard(mutex);
   Device*& device = open[index];
   if (device == nullptr) device = new Device(index);
@@ -96,7 +98,7 @@ Device::Device(int index) {
   try {
     const ContextGuard current(context_);
     check(cu.cuModuleLoadData(&module_, kKernelImage), "loading the copy kernels");
-    static constexpr const char* kNames[8] = {
+    static constexpr const char* kNames[8] = {  // by kernel_index
         "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
         "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
     for (size_t i = 0; i < 8; ++i) check(cu.cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
@@ -106,33 +108,37 @@ Device::Device(int index) {
   }
 }
 
-Function Device::kernel(const Variant& variant) const { return kernels_[place(variant)]; }
+Function Device::kernel(const Variant& variant) const { return kernels_[kernel_index(variant)]; }
 
-Device::Keys Device::keys(size_t stripes) {
+Device::Keys Device::keys() const {
   const std::lock_guard<std::mutex> guard(mutex_);
-  if (stripes <= key_stripes_) return keys_;
+  return keys_;
+}
+
+void Device::grow_keys(size_t stripes) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  if (stripes <= key_stripes_) return;
   const Driver& cu = driver();
   const auto host = checksum_keys(stripes);
   const ContextGuard current(*this);
   const size_t level2_bytes = host->level2.size() * sizeof(uint64_t);
-  // One allocation: the NH keys, then level two. A shorter table is left to the copies that use it; tables
-  // double, so all of them together are no larger than the last.
+  // One allocation: the NH keys, then level two. Copies may use a shorter table, so it is not freed; each table is at
+  // least twice as long as the one before, so all earlier ones together are no larger than the last.
   DevicePtr memory = 0;
-  check(cu.cuMemAlloc_v2(&memory, 2 * kStripeBytes + level2_bytes), "memory for checksum keys");
+  check(cu.cuMemAlloc_v2(&memory, 2 * kChecksumStripeBytes + level2_bytes), "memory for checksum keys");
   const OwnedStream stream = make_stream(*this);
   Result result = kSuccess;
   const auto upload = [&](DevicePtr to, const void* from, size_t bytes) {
     if (result == kSuccess) result = cu.cuMemcpyHtoDAsync_v2(to, from, bytes, stream.get());
   };
-  upload(memory, host->first, kStripeBytes);
-  upload(memory + kStripeBytes, host->second, kStripeBytes);
-  upload(memory + 2 * kStripeBytes, host->level2.data(), level2_bytes);
+  upload(memory, host->first, kChecksumStripeBytes);
+  upload(memory + kChecksumStripeBytes, host->second, kChecksumStripeBytes);
+  upload(memory + 2 * kChecksumStripeBytes, host->level2.data(), level2_bytes);
   if (result == kSuccess) result = cu.cuStreamSynchronize(stream.get());
   if (result != kSuccess) cu.cuMemFree_v2(memory);
   check(result, "upload of checksum keys");
-  keys_ = {memory, memory + 2 * kStripeBytes};
+  keys_ = {memory, memory + 2 * kChecksumStripeBytes};
   key_stripes_ = host->stripes();
-  return keys_;
 }
 
 void StreamDeleter::operator()(Stream stream) const {

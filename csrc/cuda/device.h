@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "copy/direction.h"
 #include "cuda/driver.h"
 
 namespace kvdock::cuda {
@@ -30,7 +31,8 @@ std::vector<std::string> kernel_targets();
 
 // Which of the kernels: see kernels.cu.
 struct Variant {
-  bool gather, alike, wide;
+  Direction direction;
+  bool alike, wide;
 };
 
 class Device {
@@ -45,8 +47,10 @@ class Device {
   struct Keys {
     DevicePtr nh, level2;
   };
-  // Checksum keys for parts of up to `stripes` stripes. Earlier tables stay valid: copies may be using them.
-  Keys keys(size_t stripes);
+  // Uploads checksum keys for parts of up to `stripes` stripes, unless they are there, and waits for that. Earlier
+  // tables stay valid: copies may be using them. Throws Refused{cuda}, or Refused{copy} when the CPU has no such keys.
+  void grow_keys(size_t stripes);
+  Keys keys() const;  // of the longest table
 
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -58,7 +62,7 @@ class Device {
   Context context_ = nullptr;
   Module module_ = nullptr;
   Function kernels_[8] = {};
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   Keys keys_{};
   size_t key_stripes_ = 0;
 };

@@ -65,7 +65,7 @@ std::string resolve_all(void* library, Driver* t) {
   return missing;
 }
 
-std::string words(const Driver& table, Result result) {
+std::string describe(const Driver& table, Result result) {
   const char* text = nullptr;
   if (table.cuGetErrorString(result, &text) != kSuccess || text == nullptr) text = "unknown error";
   return std::string(text) + " (" + std::to_string(result) + ")";
@@ -86,7 +86,7 @@ Opened open_driver() {
   const Driver& table = opened.table;
   int count = 0;
   if (const Result result = table.cuInit(0); result != kSuccess) {
-    opened.why = "CUDA: the driver does not start, found " + words(table, result) + ", wanted a working GPU";
+    opened.why = "CUDA: the driver does not start, found " + describe(table, result) + ", wanted a working GPU";
   } else if (table.cuDeviceGetCount(&count) != kSuccess || count == 0) {
     opened.why = "CUDA: found no GPU that this process may use, wanted at least one";
   }
@@ -110,7 +110,7 @@ const Driver& driver() {
 
 void check(Result result, const char* what) {
   if (result == kSuccess) return;
-  const std::string found = words(opened_driver().table, result);
+  const std::string found = describe(opened_driver().table, result);
   throw Refused(Refusal::cuda, std::string(what) + ": found " + found + ", wanted success", found,
                 std::string("success"));
 }

@@ -95,7 +95,7 @@ const std::string& why_unavailable();
 // Throws Refused{cuda} with that sentence.
 const Driver& driver();
 
-// Throws Refused{cuda}: `what` failed, with the driver's own words.
+// Throws Refused{cuda} with the driver's own text when `what` failed.
 void check(Result result, const char* what);
 
 }  // namespace kvdock::cuda

@@ -1,4 +1,4 @@
-// What the caller of a Copier holds.
+// Copy: what the caller of a Copier holds.
 #include <chrono>
 
 #include "base/errors.h"
@@ -53,7 +53,7 @@ void Copy::order(uintptr_t stream, std::optional<size_t> which) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
   }
-  if (bands_[band] == nullptr) return;  // over
+  if (bands_[band] == nullptr) return;  // it has ended
   const ContextGuard current(shared_->device);
   check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
 }

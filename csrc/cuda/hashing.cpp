@@ -8,11 +8,11 @@
 
 namespace kvdock::cuda {
 
-// With the mutex held, as what follows but run_hasher().
+// These run with the mutex held, except run_hasher().
 void Copier::start_hashers() try {
   while (hashers_.size() < size_t(tuning_.hash_threads)) hashers_.emplace_back([this] { run_hasher(); });
 } catch (const std::system_error& error) {
-  throw Refused(Refusal::cuda, std::string("threads that hash: ") + error.what(), (long long)(hashers_.size()),
+  throw Refused(Refusal::cuda, std::string("hash threads: ") + error.what(), (long long)(hashers_.size()),
                 (long long)(tuning_.hash_threads));
 }
 
@@ -30,7 +30,8 @@ void Copier::hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout&
   to_hash_.notify_all();
 }
 
-// A copy that has been moved is known without what was not hashed yet. Waits for what is being hashed.
+// A copy whose bytes have all been copied has all its sums: hashes that have not begun are dropped, those under way are
+// waited for.
 void Copier::let_go_of_slots(std::unique_lock<std::mutex>& lock, Copy& copy) {
   if (copy.hashes_left_ == 0) return;
   copy.verified_after_ = 0;

@@ -1,17 +1,20 @@
-// What the host tells the copy kernels: plain data, the same bytes for both compilers.
+// The arguments of the copy kernels: plain data, laid out alike by the host's compiler and by nvcc.
 //
-// A call's parts, or shares of them, lie one behind the other in an imagined row of stripes (4096 bytes, the
-// last of a part padded). A launch moves stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in
-// units of 16 bytes, the width of one load.
+// A call's parts, or shares of them, form one row of stripes (the last stripe of a part is padded). A launch copies
+// stripes [first_stripe, last_stripe) of that row. Sizes inside a part are in units of 16 bytes, the width of one load.
 #pragma once
 
 #include <cstdint>
 
+#include "../base/limits.h"  // relative, since nvcc is given no include folder
+
 namespace kvdock::cuda {
 
 inline constexpr uint32_t kUnitBytes = 16;
-inline constexpr uint32_t kStripeUnits = 256;
+inline constexpr uint32_t kStripeUnits = kChecksumStripeBytes / kUnitBytes;
 inline constexpr uint32_t kBlockThreads = 512;
+
+inline constexpr size_t kMostPartBytes = (size_t(1) << 31) * kUnitBytes;  // a Divisor divides units below 2^31
 
 // n / divisor for n < 2^31 by one multiplication: rounded-up reciprocal with 31 + ceil(log2 divisor) bits
 // (Granlund and Montgomery, 1994). multiplier 0 means divisor 1.
@@ -57,10 +60,10 @@ struct CopyArgs {
   const PartArgs* parts;
   const int32_t* ids;
   unsigned long long* sums;       // two a part: of the low 32 bits and of the high 29 bits of stripe sums
-  const uint32_t* nh_keys;        // k, then k': 1024 words each
+  const uint32_t* nh_keys;        // k, then k': a stripe's bytes each
   const uint64_t* level2;         // four a stripe
-  unsigned int* finished_blocks;  // zero at first; counts thread blocks of the launch that reports
-  unsigned long long* report;     // host memory the device can write: the sums go there; null: not yet
+  unsigned int* finished_blocks;  // zero at first; counts the thread blocks of the reporting launch that have ended
+  unsigned long long* report;     // host memory for the sums, written by the last launch; null in the others
   uint64_t stage;                 // where first_stripe lies; 0: in the slots themselves
   uint32_t num_planes;
   uint32_t first_stripe, last_stripe;

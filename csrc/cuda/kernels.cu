@@ -1,21 +1,19 @@
-// The block-id copy kernels: paged KV <-> slots or staging, with the part checksum as the bytes pass
-// (lifetime protocol, section 7).
+// The kernels that copy by block id between paged KV and slots or staging, and compute part checksums on the way
+// (docs/lifetime_protocol.md#checksum).
 //
-// A warp moves a stripe at a time, 16 bytes a lane and load, eight loads in flight. Paged addresses are
-// worked out once a granule (kGranule units that never leave a run), each lane one granule, and handed
-// round by shuffles. Each warp takes neighbouring stripes, so it adds to a part's sums once or twice.
-// Layout is data: strides, run lengths and block ids come in; the only variants are how wide a granule
-// is and whether all planes are alike.
+// A warp copies one stripe at a time: each lane loads 16 bytes, eight loads in flight. The address of a granule
+// (kGranule units that lie in one run) is computed by one lane and shared by shuffles. Each warp takes neighbouring
+// stripes, so it adds to a part's sums once or twice. The layout is data (strides, run lengths, block ids); the only
+// variants are the direction, the width of a granule, and whether all planes are alike.
 //
-// Invariant: what is stored is stored from the registers that were hashed; a skipped block is read and
-// hashed, never written.
+// Invariant: bytes are stored from the registers that were hashed; a skipped block is read and hashed, never written.
+#include "../copy/direction.h"
 #include "kernel_args.h"
 
 namespace kvdock::cuda {
 
 namespace {
 
-constexpr uint64_t kPrime = (uint64_t(1) << 61) - 1;
 constexpr int kRows = 8;  // of 32 units: a stripe
 constexpr unsigned kAll = 0xffffffffu;
 
@@ -23,12 +21,12 @@ __device__ __forceinline__ uint32_t divide(uint32_t n, Divisor by) {
   return by.multiplier == 0 ? n : __umulhi(n, by.multiplier) >> by.shift;
 }
 
-// (high:low) mod p, lazily: below 2^61 + 2^32.
+// (high:low) mod p, not fully reduced: below 2^61 + 2^32.
 __device__ __forceinline__ uint64_t fold(uint64_t low, uint64_t high) {
-  return (low & kPrime) + ((low >> 61) | (high << 3));
+  return (low & kChecksumPrime) + ((low >> 61) | (high << 3));
 }
 
-__device__ __forceinline__ uint64_t fold_once(uint64_t x) { return (x & kPrime) + (x >> 61); }
+__device__ __forceinline__ uint64_t fold_once(uint64_t x) { return (x & kChecksumPrime) + (x >> 61); }
 
 __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
 #pragma unroll
@@ -36,8 +34,8 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t x) {
   return x;
 }
 
-// Address of a unit of a part in the engine's memory; 0 for a block that must not be touched.
-template <bool kAlike, bool kGather>
+// Address of a unit of a part in the engine's memory; 0 in a block that must not be written.
+template <bool kAlike, Direction kDirection>
 __device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs& part, uint32_t unit) {
   uint32_t plane_index, inside;
   if (kAlike) {
@@ -55,7 +53,7 @@ __device__ __forceinline__ uint64_t locate(const CopyArgs& args, const PartArgs&
   }
   const PlaneArgs& plane = args.planes[plane_index];
   const uint32_t block = divide(inside, plane.by_block);
-  if (!kGather && block < part.skip_blocks) return 0;
+  if (kDirection == Direction::scatter && block < part.skip_blocks) return 0;
   const uint32_t in_block = inside - block * plane.block_units;
   const uint32_t run = divide(in_block, plane.by_run);
   const uint32_t in_run = in_block - run * plane.run_units;
@@ -90,7 +88,7 @@ __device__ __forceinline__ uint64_t stripe_sum(uint64_t a, uint64_t b, const uin
   return sum + __shfl_down_sync(kAll, sum, 1);
 }
 
-// Adds what a warp collected of one part; lane 0 holds it.
+// Adds a warp's sum of stripes of one part, which lane 0 holds, to the part's sums.
 __device__ __forceinline__ void deliver(const CopyArgs& args, uint32_t part, uint64_t sum, int lane) {
   if (lane != 0) return;
   sum = fold_once(fold_once(sum));
@@ -98,7 +96,7 @@ __device__ __forceinline__ void deliver(const CopyArgs& args, uint32_t part, uin
   atomicAdd(args.sums + 2 * part + 1, sum >> 32);
 }
 
-// The last thread block of the last launch hands the sums to the host: no copy has to wait for an engine.
+// The last thread block of a batch's last launch writes the sums to host memory, without using a copy engine.
 __device__ __forceinline__ void report(const CopyArgs& args) {
   __shared__ bool is_last;
   __threadfence();
@@ -110,17 +108,17 @@ __device__ __forceinline__ void report(const CopyArgs& args) {
   for (uint32_t i = threadIdx.x; i < 2 * args.num_parts; i += kBlockThreads) args.report[i] = __ldcg(args.sums + i);
 }
 
-// Where this lane's units of a stripe lie in the engine's memory; null: past the part's end, or skipped.
-template <bool kAlike, int kGranule, bool kGather>
+// Addresses of this lane's units of a stripe in the engine's memory; null: past the part's end, or skipped.
+template <bool kAlike, int kGranule, Direction kDirection>
 __device__ __forceinline__ void locate_rows(const CopyArgs& args, const PartArgs& part, uint32_t first_unit, int lane,
                                             uint4* (&paged)[kRows]) {
-  constexpr int kHeld = kRows / kGranule;  // granules a lane works out: g of the stripe is lane g % 32's
+  constexpr int kHeld = kRows / kGranule;  // granules whose address a lane computes: lane g % 32 has granule g
   constexpr int kHolders = 32 / kGranule;  // granules in a row
   uint64_t held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const uint32_t unit = first_unit + (i * 32 + lane) * kGranule;
-    held[i] = unit < part.units ? locate<kAlike, kGather>(args, part, unit) : 0;
+    held[i] = unit < part.units ? locate<kAlike, kDirection>(args, part, unit) : 0;
   }
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
@@ -130,21 +128,21 @@ __device__ __forceinline__ void locate_rows(const CopyArgs& args, const PartArgs
   }
 }
 
-// Engine -> flat or flat -> engine, one stripe. Loads come before stores: the compiler cannot know that
-// they do not overlap.
-template <bool kGather>
+// One stripe from paged blocks to flat memory, or back. Loads come before stores: the compiler cannot know that they do
+// not overlap.
+template <Direction kDirection>
 __device__ __forceinline__ void move_rows(uint4* flat, uint4* const (&paged)[kRows], uint4 (&value)[kRows]) {
-  if (kGather) {
+  if (kDirection == Direction::gather) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       value[row] = paged[row] != nullptr ? __ldcs(paged[row]) : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
   for (int row = 0; row < kRows; ++row)
-    if (paged[row] != nullptr) __stcs(kGather ? flat + row * 32 : paged[row], value[row]);
+    if (paged[row] != nullptr) __stcs(kDirection == Direction::gather ? flat + row * 32 : paged[row], value[row]);
 }
 
-template <bool kAlike, int kGranule, bool kGather>
+template <bool kAlike, int kGranule, Direction kDirection>
 __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
   __shared__ uint4 keys[2 * kStripeUnits];
   for (uint32_t i = threadIdx.x; i < 2 * kStripeUnits; i += kBlockThreads)
@@ -174,14 +172,14 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
     const uint32_t from_base = args.stage != 0 ? stripe - args.first_stripe : own;
     uint4* flat = reinterpret_cast<uint4*>(base + uint64_t(from_base) * (kStripeUnits * kUnitBytes)) + lane;
     uint4 value[kRows];
-    if (!kGather) {  // before the addresses are worked out: they do not depend on them
+    if (kDirection == Direction::scatter) {  // before the addresses are computed, which these loads do not need
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
         value[row] = first_unit + row * 32 + lane < part.units ? __ldcs(flat + row * 32) : make_uint4(0, 0, 0, 0);
     }
     uint4* paged[kRows];
-    locate_rows<kAlike, kGranule, kGather>(args, part, first_unit, lane, paged);
-    move_rows<kGather>(flat, paged, value);
+    locate_rows<kAlike, kGranule, kDirection>(args, part, first_unit, lane, paged);
+    move_rows<kDirection>(flat, paged, value);
     uint64_t a = 0, b = 0;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -196,19 +194,19 @@ __device__ __forceinline__ void copy_stripes(const CopyArgs& args) {
 
 }  // namespace
 
-#define KVDOCK_KERNEL(name, alike, granule, gather)                                                            \
+#define KVDOCK_KERNEL(name, alike, granule, direction)                                                         \
   extern "C" __global__ void __launch_bounds__(kBlockThreads, 1) name(const __grid_constant__ CopyArgs args) { \
-    copy_stripes<alike, granule, gather>(args);                                                                \
+    copy_stripes<alike, granule, direction>(args);                                                             \
     if (args.report != nullptr) report(args);                                                                  \
   }
 
-KVDOCK_KERNEL(kvdock_scatter, true, 8, false)
-KVDOCK_KERNEL(kvdock_gather, true, 8, true)
-KVDOCK_KERNEL(kvdock_scatter_narrow, true, 1, false)
-KVDOCK_KERNEL(kvdock_gather_narrow, true, 1, true)
-KVDOCK_KERNEL(kvdock_scatter_mixed, false, 8, false)
-KVDOCK_KERNEL(kvdock_gather_mixed, false, 8, true)
-KVDOCK_KERNEL(kvdock_scatter_mixed_narrow, false, 1, false)
-KVDOCK_KERNEL(kvdock_gather_mixed_narrow, false, 1, true)
+KVDOCK_KERNEL(kvdock_scatter, true, 8, Direction::scatter)
+KVDOCK_KERNEL(kvdock_gather, true, 8, Direction::gather)
+KVDOCK_KERNEL(kvdock_scatter_narrow, true, 1, Direction::scatter)
+KVDOCK_KERNEL(kvdock_gather_narrow, true, 1, Direction::gather)
+KVDOCK_KERNEL(kvdock_scatter_mixed, false, 8, Direction::scatter)
+KVDOCK_KERNEL(kvdock_gather_mixed, false, 8, Direction::gather)
+KVDOCK_KERNEL(kvdock_scatter_mixed_narrow, false, 1, Direction::scatter)
+KVDOCK_KERNEL(kvdock_gather_mixed_narrow, false, 1, Direction::gather)
 
 }  // namespace kvdock::cuda

@@ -62,15 +62,15 @@ std::optional<Range> find_range(uintptr_t address, size_t bytes) {
   return range;
 }
 
-SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, Place place)
-    : device_(device), address_(address), place_(place) {
+SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, MemoryKind kind)
+    : device_(device), address_(address), kind_(kind) {
   if (address == 0 || bytes == 0)
     throw Refused(Refusal::cuda, "memory for slots: found " + range_text(address, bytes) + ", wanted a range",
                   range_text(address, bytes), std::string("a range"));
   const ContextGuard current(device);
-  add_range({address, address + bytes, place});
+  add_range({address, address + bytes, kind});
   try {
-    if (place == Place::host)
+    if (kind == MemoryKind::host)
       check(driver().cuMemHostRegister_v2(reinterpret_cast<void*>(address), bytes, kHostPortable | kHostDeviceMap),
             "registering host memory");
     else require_on_device(device, address, bytes);
@@ -85,7 +85,7 @@ void SlotMemory::close() {
   if (!open_) return;
   open_ = false;
   drop_range(address_);
-  if (place_ == Place::device) return;
+  if (kind_ == MemoryKind::device) return;
   try {
     const ContextGuard current(device_);
     driver().cuMemHostUnregister(reinterpret_cast<void*>(address_));
@@ -93,26 +93,26 @@ void SlotMemory::close() {
   }
 }
 
-Buffer::Buffer(Device& device, size_t bytes, Place place, bool for_slots)
-    : device_(device), bytes_(bytes), place_(place), for_slots_(for_slots) {
+Buffer::Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use)
+    : device_(device), bytes_(bytes), kind_(kind), use_(use) {
   const ContextGuard current(device);
-  if (place == Place::device) {
+  if (kind == MemoryKind::device) {
     DevicePtr memory = 0;
     check(driver().cuMemAlloc_v2(&memory, bytes), "device memory");
     address_ = memory;
   } else {
     void* memory = nullptr;
-    check(driver().cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "pinned host memory");
+    check(driver().cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "page-locked host memory");
     address_ = reinterpret_cast<uintptr_t>(memory);
   }
-  if (for_slots) add_range({address_, address_ + bytes, place});  // fresh memory: nothing can overlap it
+  if (use == MemoryUse::slots) add_range({address_, address_ + bytes, kind});  // fresh memory: nothing can overlap it
 }
 
 Buffer::~Buffer() {
-  if (for_slots_) drop_range(address_);
+  if (use_ == MemoryUse::slots) drop_range(address_);
   try {
     const ContextGuard current(device_);
-    if (place_ == Place::device) driver().cuMemFree_v2(address_);
+    if (kind_ == MemoryKind::device) driver().cuMemFree_v2(address_);
     else driver().cuMemFreeHost(reinterpret_cast<void*>(address_));
   } catch (const Refused&) {  // the driver is gone, and the memory with it
   }
@@ -147,9 +147,10 @@ double Stopwatch::stop_ms() {
   return ms;
 }
 
-void Stopwatch::copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device) {
+void Stopwatch::copy(uintptr_t to, uintptr_t from, size_t bytes, Direction direction) {
   const ContextGuard current(device_);
-  if (to_device) check(driver().cuMemcpyHtoDAsync_v2(to, reinterpret_cast<void*>(from), bytes, stream_.get()), "copy");
+  if (direction == Direction::scatter)
+    check(driver().cuMemcpyHtoDAsync_v2(to, reinterpret_cast<void*>(from), bytes, stream_.get()), "copy");
   else check(driver().cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, stream_.get()), "copy");
 }
 

@@ -1,25 +1,27 @@
-// Memory that copies may use: host memory registered for DMA, and memory on the device.
+// Memory that copies may use: page-locked host memory, registered with the driver, and memory on the device.
 //
 // Thread safety: all. Invariant: a slot that is not wholly inside one known range is refused, since the
-// driver would copy it synchronously, or fail across two registrations.
+// driver would copy it synchronously, or fail where one registration ends and another begins.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 
+#include "copy/direction.h"
 #include "cuda/device.h"
 
 namespace kvdock::cuda {
 
-enum class Place { host, device };
+enum class MemoryKind { host, device };
+enum class MemoryUse { own, slots };  // `slots`: slots may lie in it
 
 struct Range {
   uintptr_t begin, end;
-  Place place;
+  MemoryKind kind;
 };
 
-// Throws Refused{cuda} unless first and last byte are memory of `device`.
+// Throws Refused{cuda} unless the first and the last byte are memory of `device`.
 void require_on_device(const Device& device, uintptr_t address, size_t bytes);
 
 // The range that holds all of [address, address + bytes).
@@ -30,7 +32,7 @@ std::optional<Range> find_range(uintptr_t address, size_t bytes);
 class SlotMemory {
  public:
   // Throws Refused{cuda}.
-  SlotMemory(Device& device, uintptr_t address, size_t bytes, Place place);
+  SlotMemory(Device& device, uintptr_t address, size_t bytes, MemoryKind kind);
   ~SlotMemory() { close(); }
   void close();
   SlotMemory(const SlotMemory&) = delete;
@@ -39,14 +41,14 @@ class SlotMemory {
  private:
   Device& device_;
   uintptr_t address_;
-  Place place_;
+  MemoryKind kind_;
   bool open_ = false;
 };
 
-// Memory of our own: staging, rings, scratch. `for_slots`: slots may lie in it.
+// Memory that this process allocates: staging, rings, scratch.
 class Buffer {
  public:
-  Buffer(Device& device, size_t bytes, Place place, bool for_slots = false);
+  Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use = MemoryUse::own);
   ~Buffer();
   uintptr_t address() const { return address_; }
   char* host() const { return reinterpret_cast<char*>(address_); }
@@ -58,19 +60,20 @@ class Buffer {
   Device& device_;
   uintptr_t address_ = 0;
   size_t bytes_;
-  Place place_;
-  bool for_slots_;
+  MemoryKind kind_;
+  MemoryUse use_;
 };
 
-// A stream of its own and two events on it: times what is ordered between start and stop.
+// Times, by two events, what is ordered between start and stop on a stream of its own.
 class Stopwatch {
  public:
   explicit Stopwatch(Device& device);
   ~Stopwatch();
   uintptr_t stream() const { return reinterpret_cast<uintptr_t>(stream_.get()); }
   void start();
-  double stop_ms();                                                       // waits for the stream
-  void copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device);  // one plain asynchronous copy
+  double stop_ms();  // waits for the stream
+  // One plain asynchronous copy: to the device (scatter) or to the host (gather).
+  void copy(uintptr_t to, uintptr_t from, size_t bytes, Direction direction);
   void fill(uintptr_t device_address, unsigned char value, size_t bytes);
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;

@@ -1,7 +1,8 @@
-// What a batch is on the GPU: one upload, then pieces, each a transfer and a kernel, and one event at the end.
+// Submission. A batch becomes one upload, then for each piece a transfer and a kernel, and one event at the end.
 #include <algorithm>
 #include <cstring>
 
+#include "base/errors.h"
 #include "copy/checksum.h"
 #include "cuda/batch.h"
 
@@ -17,7 +18,7 @@ void record(Event event, const OwnedStream& stream) {
   check(driver().cuEventRecord(event, stream.get()), "cuEventRecord");
 }
 
-void transfer(std::vector<DevicePtr>& to, std::vector<DevicePtr>& from, std::vector<size_t>& sizes, bool to_host,
+void transfer(std::vector<DevicePtr>& to, std::vector<DevicePtr>& from, std::vector<size_t>& sizes, Direction direction,
               const OwnedStream& stream) {
   const Driver& cu = driver();
   if (sizes.size() > 1 && cu.cuMemcpyBatchAsync != nullptr) {
@@ -29,7 +30,7 @@ void transfer(std::vector<DevicePtr>& to, std::vector<DevicePtr>& from, std::vec
     return;
   }
   for (size_t i = 0; i < sizes.size(); ++i) {
-    if (to_host)
+    if (direction == Direction::gather)
       check(cu.cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to[i]), from[i], sizes[i], stream.get()), "transfer");
     else
       check(cu.cuMemcpyHtoDAsync_v2(to[i], reinterpret_cast<const void*>(from[i]), sizes[i], stream.get()), "transfer");
@@ -37,6 +38,56 @@ void transfer(std::vector<DevicePtr>& to, std::vector<DevicePtr>& from, std::vec
 }
 
 }  // namespace
+
+bool Copier::can_advance() {
+  if (submitting_ || backlog_.empty()) return false;
+  Batch& front = *backlog_.front();
+  if (!front.has_ring) front.has_ring = ring_->take(front.ring_bytes(), &front.ring_begin);
+  return front.has_ring;
+}
+
+void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
+  submitting_ = true;
+  Batch& front = *backlog_.front();
+  try {
+    if (front.done == nullptr) {
+      front.uploaded = take_event();
+      front.done = take_event();
+    }
+    lock.unlock();
+    const ContextGuard current(device_);
+    submit(front, most_pieces);
+  } catch (const Refused& refused) {
+    front.error = refused.what();
+    wait_for_streams();  // what was enqueued must not outlive the copy's end
+  }
+  if (!lock.owns_lock()) lock.lock();
+  submitting_ = false;
+  if (!front.error.empty() || front.next_piece == front.pieces.size()) {
+    Copy& copy = *front.copy;
+    if (front.ends_band) {
+      copy.bands_[front.band] = front.done;
+      ++copy.bands_submitted_;
+    }
+    in_flight_.push_back(std::move(backlog_.front()));
+    backlog_.pop_front();
+    to_finish_.notify_one();
+    shared_->changed.notify_all();
+  }
+  if (!backlog_.empty()) to_submit_.notify_one();
+}
+
+void Copier::run_submitter() {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  while (true) {
+    to_submit_.wait(lock, [&] { return can_advance() || (closed_ && backlog_.empty()); });
+    if (backlog_.empty()) break;
+    advance(lock, SIZE_MAX);
+  }
+  drained_ = true;
+  to_finish_.notify_one();
+  to_hash_.notify_all();
+}
 
 void Copier::submit(Batch& batch, size_t most_pieces) {
   if (!batch.uploaded_ids) {
@@ -53,11 +104,11 @@ void Copier::submit(Batch& batch, size_t most_pieces) {
     }
     const Staging& staging = buffers_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % buffers_.size();
-    if (batch.store) store_piece(batch, piece, staging);
-    else load_piece(batch, piece, staging);
+    move_piece(batch, piece, staging);
   }
   if (batch.next_piece < batch.pieces.size()) return;
-  record(batch.done, batch.store && !batch.direct && batch.stripes != 0 ? transfers_ : kernels_);
+  const bool ends_with_transfer = batch.direction == Direction::gather && !batch.direct && batch.stripes != 0;
+  record(batch.done, ends_with_transfer ? transfers_ : kernels_);
 }
 
 void Copier::upload(Batch& batch) {
@@ -65,7 +116,7 @@ void Copier::upload(Batch& batch) {
   std::memset(ring, 0, batch.sums_bytes());
   std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
-  // Only kernels touch the engine's blocks, and they come behind the upload. Transfers of a load go ahead.
+  // Only kernels touch the engine's blocks, and they come after the upload. Transfers of a load need not wait.
   if (batch.copy->after_ != nullptr) wait_for(uploads_, batch.copy->after_);
   cuda::check(driver().cuMemcpyHtoDAsync_v2(ring_device_.address() + batch.ring_begin, ring, batch.ring_bytes(),
                                             uploads_.get()),
@@ -73,25 +124,22 @@ void Copier::upload(Batch& batch) {
   record(batch.uploaded, uploads_);
 }
 
-void Copier::load_piece(const Batch& batch, const Piece& piece, const Staging& staging) {
-  wait_for(transfers_, staging.free.get());
-  move_slots(batch, piece, staging.address);
-  record(staging.full.get(), transfers_);
-  wait_for(kernels_, staging.full.get());
-  launch(batch, piece, staging.address);
-  record(staging.free.get(), kernels_);
+// A piece passes through a staging buffer: by the kernel, then the transfer (gather), or the other way round (scatter).
+void Copier::move_piece(const Batch& batch, const Piece& piece, const Staging& staging) {
+  const bool gathers = batch.direction == Direction::gather;
+  const OwnedStream& in = gathers ? kernels_ : transfers_;
+  const OwnedStream& out = gathers ? transfers_ : kernels_;
+  wait_for(in, staging.free.get());
+  if (gathers) launch(batch, piece, staging.address);
+  else move_slots(batch, piece, staging.address);
+  record(staging.full.get(), in);
+  wait_for(out, staging.full.get());
+  if (gathers) move_slots(batch, piece, staging.address);
+  else launch(batch, piece, staging.address);
+  record(staging.free.get(), out);
 }
 
-void Copier::store_piece(const Batch& batch, const Piece& piece, const Staging& staging) {
-  wait_for(kernels_, staging.free.get());
-  launch(batch, piece, staging.address);
-  record(staging.full.get(), kernels_);
-  wait_for(transfers_, staging.full.get());
-  move_slots(batch, piece, staging.address);
-  record(staging.free.get(), transfers_);
-}
-
-// Slots -> staging (load), or staging -> slots (store): one transfer a part, slots that touch in one.
+// Slots -> staging (scatter), or staging -> slots (gather): one transfer for each part, or for slots that touch.
 void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t staging) {
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
@@ -100,10 +148,11 @@ void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t stagin
     const uint32_t first = std::max(piece.first_stripe, part.first_stripe);
     const uint32_t end = std::min(piece.last_stripe, part.first_stripe + part.stripes);
     if (first >= end) continue;
-    const size_t from = size_t(first - part.first_stripe + part.begin) * kStripeBytes;
-    const size_t own_end = size_t(end - part.first_stripe + part.begin) * kStripeBytes;
+    const size_t from = size_t(first - part.first_stripe + part.begin) * kChecksumStripeBytes;
+    const size_t own_end = size_t(end - part.first_stripe + part.begin) * kChecksumStripeBytes;
     const size_t to = std::min(own_end, size_t(part.units) * kUnitBytes);
-    const uintptr_t slot = part.slot + from, stage = staging + size_t(first - piece.first_stripe) * kStripeBytes;
+    const uintptr_t slot = part.slot + from;
+    const uintptr_t stage = staging + size_t(first - piece.first_stripe) * kChecksumStripeBytes;
     const bool touches = !sizes.empty() && slots.back() + sizes.back() == slot && stages.back() + sizes.back() == stage;
     if (touches && find_range(slots.back(), sizes.back() + to - from)) {  // not across two registrations
       sizes.back() += to - from;
@@ -113,12 +162,13 @@ void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t stagin
       sizes.push_back(to - from);
     }
   }
-  transfer(batch.store ? slots : stages, batch.store ? stages : slots, sizes, batch.store, transfers_);
+  const bool gathers = batch.direction == Direction::gather;
+  transfer(gathers ? slots : stages, gathers ? stages : slots, sizes, batch.direction, transfers_);
 }
 
 void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
-  const Device::Keys keys = device_.keys(1);
+  const Device::Keys keys = device_.keys();
   CopyArgs args{};
   args.planes = reinterpret_cast<const PlaneArgs*>(batch.layout->planes.address());
   args.sums = reinterpret_cast<unsigned long long*>(ring);
@@ -136,13 +186,14 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   args.last_stripe = piece.last_stripe;
   args.first_part = batch.part_of(piece.first_stripe);
   args.last_part = batch.part_of(piece.last_stripe - 1);
-  const int most = batch.direct ? tuning_.direct_ctas : batch.store ? tuning_.store_ctas : tuning_.load_ctas;
+  const int staged = batch.direction == Direction::gather ? tuning_.store_ctas : tuning_.load_ctas;
+  const int most = batch.direct ? tuning_.direct_ctas : staged;
   constexpr uint32_t kWarps = kBlockThreads / 32;
   const uint32_t wanted = (piece.last_stripe - piece.first_stripe + kWarps - 1) / kWarps;
-  const unsigned blocks = std::min(unsigned(most), wanted);
+  const unsigned ctas = std::min(unsigned(most), wanted);
   void* parameters[] = {&args};
-  const Variant kind{batch.store, batch.layout->alike, batch.layout->wide};
-  cuda::check(driver().cuLaunchKernel(device_.kernel(kind), blocks, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
+  const Variant kind{batch.direction, batch.layout->alike, batch.layout->wide};
+  cuda::check(driver().cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
                                       parameters, nullptr),
               "copy kernel");
 }

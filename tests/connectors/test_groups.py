@@ -227,10 +227,11 @@ def test_stores_are_told_to_leave_the_engine_alone_and_loads_are_not(rig: Rig, g
             return measured
 
         def open_copiers(
-            self, layouts: Sequence[PagedLayout], *, threads: int, tuning: CopyTuning | None = None
+            self, layouts: Sequence[PagedLayout], *, chunk_tokens: int, threads: int, tuning: CopyTuning | None = None
         ) -> list[Copier]:
+            assert chunk_tokens == CHUNK
             told.append(tuning)
-            return super().open_copiers(layouts, threads=threads, tuning=tuning)
+            return super().open_copiers(layouts, chunk_tokens=chunk_tokens, threads=threads, tuning=tuning)
 
     layout = paged_layout(rig.kv.format, rig.kv.tensors, block_tokens=rig.kv.block_tokens)
     WorkerConnector(rig.connector.session, [layout] * 3, device=Watched(), tuning=given).close()

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
-from kvdock.datapath.checksum import PRIME, checksum, chunk_checksum, ensure_keys
+from kvdock.datapath.checksum import checksum, ensure_keys
 from kvdock.datapath.errors import CopyError
 
+PRIME = 2**61 - 1
 VECTORS = [(bytes(4096), 0x043ED4A6D9C7888F), (bytes(7 * i % 251 for i in range(10000)), 0x0C7DE3B4AC216971)]
 
 
@@ -27,7 +28,7 @@ def _keys(stripes: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def reference(data: bytes) -> int:
-    """Section 7 of the protocol, word by word."""
+    """docs/lifetime_protocol.md#checksum, word by word."""
     stripes = -(-len(data) // 4096)
     first, second, level2 = _keys(16)
     padded = data + bytes(4096 * stripes - len(data))
@@ -113,15 +114,6 @@ def test_a_part_longer_than_the_keys_is_refused_by_the_core() -> None:
     with pytest.raises(CopyError, match="checksum keys") as caught:
         _core.checksum(bytes(512 << 20))
     assert caught.value.wanted == 131072
-
-
-def test_chunk_sum_weighs_parts_by_position() -> None:
-    stream = shake_128(b"kvdock checksum 1 parts").digest(24)
-    weights = [word & PRIME for word in struct.unpack("<3Q", stream)]
-    parts = [PRIME - 1, 0, 12345]
-    assert chunk_checksum(parts) == sum(w * p for w, p in zip(weights, parts, strict=True)) % PRIME
-    assert chunk_checksum([1, 2]) != chunk_checksum([2, 1])
-    assert chunk_checksum([]) == 0
 
 
 def test_an_unknown_path_is_refused() -> None:

@@ -14,7 +14,7 @@ from bytes_helpers import DTYPES, FORMATS, GUARD, Paged, Shape, Slots, kv_of
 
 from kvdock import _core
 from kvdock.datapath.checksum import checksum, ensure_keys
-from kvdock.datapath.copy import CpuCopier, PartCopy
+from kvdock.datapath.copy import CpuCopier, PartCopy, PartResult, results_of
 from kvdock.datapath.errors import CopierClosed, CopyError, LayoutError
 from kvdock.datapath.layout import FORMATS as NAMED_FORMATS, PagedLayout, paged_layout
 
@@ -297,6 +297,14 @@ def test_a_scatter_without_its_checksum_and_a_gather_with_a_skip_are_refused() -
     with pytest.raises(CopyError, match="skip_blocks of a gather: found 1"):
         copier.gather([PartCopy(4096, [1], 1)])
     copier.close()
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 60])
+def test_checksums_are_compared_in_all_their_bits(bit: int) -> None:
+    expected = 0x0123456789ABCDEF
+    part = PartCopy(4096, [1], checksum=expected)
+    assert results_of([expected], [part]) == [PartResult(expected, True)]
+    assert results_of([expected ^ 1 << bit], [part]) == [PartResult(expected ^ 1 << bit, False)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paths import ROOT
 from kvdock import _core
 from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.datapath import tuning as tunings
-from kvdock.datapath.copy import CpuCopier, PartCopy, skip_blocks
+from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.cuda import CopyTuning, CudaCopier, require_cuda
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, DeviceUnknown, NoCuda
@@ -33,7 +33,7 @@ def layout_of(shape: Shape = SHAPE) -> Paged:
 
 def test_the_cpu_needs_no_registration_and_copies_with_the_cpu() -> None:
     assert Device.named("cpu") == CPU and CPU.register is None
-    for copier in CPU.open_copiers([layout_of().layout] * 2, threads=1):
+    for copier in CPU.open_copiers([layout_of().layout] * 2, chunk_tokens=16, threads=1):
         assert isinstance(copier, CpuCopier)
         copier.close()
 
@@ -71,18 +71,6 @@ def test_the_core_takes_exactly_the_values_of_a_tuning() -> None:
     names = [line.split(":")[0].strip() for line in taken.splitlines()[1:] if ":" in line]
     assert names == list(CopyTuning().for_core())
     assert all(name in (_core.CudaCopier.__init__.__doc__ or "") for name in names)
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (16, 1), (160, 10)])
-def test_whole_blocks_are_skipped(tokens: int, blocks: int) -> None:
-    assert skip_blocks(tokens, 16) == blocks
-
-
-@pytest.mark.parametrize("tokens", [1, 15, 17, -16])
-def test_a_skip_that_ends_inside_a_block_is_refused_with_its_values(tokens: int) -> None:
-    with pytest.raises(CopyError, match="tokens to skip") as caught:
-        skip_blocks(tokens, 16)
-    assert caught.value.found == tokens and "16" in str(caught.value.wanted)
 
 
 def test_copies_with_the_cpu_refuse_a_stream() -> None:

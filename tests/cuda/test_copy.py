@@ -176,6 +176,19 @@ def test_one_bad_argument_stops_the_whole_call_before_any_byte_moves() -> None:
         assert copier.scatter([PartCopy(slots.address(0), good_ids, 0, sums)]).result()[0].ok, "and it goes on"
 
 
+def test_a_part_longer_than_its_layout_was_added_for_is_refused() -> None:
+    paged = Paged("NL_X_NB_BS_HS", torch.int8, SHAPE, device="cuda")
+    paged.fill_random(fresh_seed())
+    with slots_in("host", 1, paged.layout.part_bytes(3)) as slots:
+        copier = CudaCopier(paged.layout, device=0, part_blocks=2, tuning=STAGED)
+        assert copier.gather([PartCopy(slots.address(0), [1, 2])]).result()[0].checksum == checksum(slots.read(0)[
+            : paged.layout.part_bytes(2)
+        ])
+        with pytest.raises(CopyError, match="part 0: blocks: found 3, wanted at most the layout's 2"):
+            copier.gather([PartCopy(slots.address(0), [1, 2, 3])])
+        copier.close()
+
+
 def test_blocks_that_are_not_on_the_device_are_refused_when_the_copier_is_made() -> None:
     for tensors in ([torch.empty(8, 4, 64)], [torch.empty(8, 4, 64, device="cuda"), torch.empty(8, 4, 64)]):
         with pytest.raises(CudaError, match="wanted memory of device 0"):

@@ -48,7 +48,7 @@ def copy_all_ways(layout: _core.PagedLayout, slots_at: int, tuning: CopyTuning, 
         use.extend(ids[len(use) : len(use) + count])
         starts.append(len(use))
     copier = _core.CudaCopier(device=0, **tuning.for_core())
-    blocks = copier.add_layout(layout)
+    blocks = copier.add_layout(layout, part_blocks=BLOCKS)
     loaded = copier.scatter(blocks, slots, use, starts, array("q", [0] * len(COUNTS))).checksums()
     stored = copier.gather(blocks, slots, use, starts).checksums()
     skipped = copier.scatter(blocks, slots, use, starts, SKIPS).checksums()

@@ -1,0 +1,21 @@
+// The blocks of a PagedLayout that are in a GPU's memory, as the kernels need them described.
+#pragma once
+
+#include "copy/copy.h"
+#include "cuda/device.h"
+#include "cuda/memory.h"
+
+namespace kvdock::cuda {
+
+struct DeviceLayout {
+  // Waits for the GPU. Throws Refused{cuda} when a plane is not in the device's memory, Refused{copy} when a block is
+  // too long or the CPU has no checksum keys for parts of `most_blocks` blocks.
+  DeviceLayout(Device& device, const PagedLayout& layout, size_t most_blocks);
+
+  PagedLayout layout;
+  size_t part_blocks;  // of the longest part that copies may name
+  bool alike, wide;    // all planes have the same runs; no run cuts a granule of 128 bytes
+  Buffer planes;       // a PlaneArgs for each plane
+};
+
+}  // namespace kvdock::cuda

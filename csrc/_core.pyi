@@ -137,7 +137,7 @@ class Table:
     def incarnation(self) -> int: ...
     @property
     def first_incarnation(self) -> int:
-        """Of the pool's first server: the same for all that adopted it."""
+        """That of the pool's first server: all that adopted it have the same."""
     @staticmethod
     def region_bytes(max_records: int, max_grants: int) -> int:
         """Bytes a region for that many records (of up to 4 parts) and live grants needs."""
@@ -299,7 +299,7 @@ def set_checksum_keys(nh: bytes, level2: bytes) -> None:
     """nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones."""
 
 def checksum(data: Buffer) -> int:
-    """Of contiguous bytes of any length. CopyError when the keys are too short for it."""
+    """The checksum of contiguous bytes of any length. CopyError when the keys are too short for it."""
 
 def cpu_paths() -> list[str]:
     """Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere."""
@@ -321,16 +321,14 @@ class PagedLayout:
     @property
     def block_tokens(self) -> int: ...
 
-def gather(
-    layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, *, threads: int
-) -> list[int]:
+def gather(layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, *, threads: int) -> list[int]:
     """Paged → slots. slots: uint64 addresses [n]; block_ids: int64, flat; starts: int64 [n+1].
     Returns each part's checksum. Refuses ids outside 0..num_blocks-1 before any byte moves."""
 
 def scatter(
     layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, threads: int
 ) -> list[int]:
-    """Slots → paged, the first skips[i] blocks of part i read and hashed but never written."""
+    """Slots → paged; the first skips[i] blocks of part i are hashed but never written."""
 
 def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> None:
     """The benchmark's yardstick: libc memcpy of equal pieces. to, from_: uint64 addresses [n], unchecked."""
@@ -346,12 +344,9 @@ class CudaError(RuntimeError):
 class CudaDevice:
     index: int
     name: str
-    uuid: str
-    """32 hex digits."""
-    compute: int
-    """90 for sm_90."""
-    driver: int
-    """CUDA version the driver speaks: 13000 for 13.0."""
+    uuid: str  # 32 hex digits
+    compute: int  # 90 for sm_90
+    driver: int  # the CUDA version that the driver supports: 13000 for 13.0
     multiprocessors: int
     memory_bytes: int
 
@@ -365,8 +360,8 @@ def cuda_kernels() -> list[str]:
     """What the copy kernels were compiled for; empty when nvcc was missing at build time."""
 
 class CudaSlotMemory:
-    """Lets slots lie in [address, address + bytes): registers host memory with the driver (its pages must be
-    there: touch them first), or checks that the memory is the device's. Ranges never overlap.
+    """Lets slots lie in [address, address + bytes): registers host memory with the driver (touch its pages
+    first), or checks that the memory is the device's. Ranges never overlap.
 
     Raises CudaError. Closing it while a copy uses the memory is undefined.
     """
@@ -375,8 +370,7 @@ class CudaSlotMemory:
     def close(self) -> None: ...
 
 class CudaBuffer:
-    """Memory that this process allocates, page-locked on the host or on the device, freed with the object. Slots may
-    lie in it."""
+    """Memory for slots, page-locked on the host or on the device, freed with the object."""
 
     address: int
     bytes: int
@@ -400,10 +394,10 @@ class CudaCopy:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def order(self, stream: int, band: int | None = None) -> None:
-        """Work put on `stream` from now on runs after the copy, or its bands up to `band`; the CPU does not wait."""
+        """Work put on `stream` from now on runs after the copy, or after its bands up to `band`."""
 
     def checksums(self) -> list[int]:
-        """Waits; one a part. Raises CudaError when the copy failed."""
+        """Waits; one for each part. Raises CudaError when the copy failed."""
 
     def wait_verified(self, timeout_s: float | None = None) -> bool: ...
     def verified_checksums(self) -> list[int]:
@@ -448,7 +442,7 @@ class CudaCopier:
         the slots; 0: when it has ended."""
 
     def fileno(self) -> int:
-        """An eventfd that counts copies that ended."""
+        """An eventfd that counts the copies that have ended."""
 
     def close(self) -> None:
         """Waits for what was submitted; later calls raise CopyError."""

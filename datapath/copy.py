@@ -53,7 +53,7 @@ class PartCopy:
 @dataclass(frozen=True)
 class PartResult:
     checksum: int
-    """Of the bytes that were copied."""
+    """That of the bytes that were copied."""
     ok: bool
 
 

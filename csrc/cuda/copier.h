@@ -1,4 +1,4 @@
-// Copies by block id between paged KV on a GPU and slots: what copy.h does, on the GPU.
+// Copies by block id between paged KV on a GPU and slots: what copy/copy.h does, on the GPU.
 //
 //   staged   slots <-> staging buffers by the copy engine, staging <-> paged blocks by a kernel on a few
 //            multiprocessors, each on a stream of its own; events say when a buffer is full or free

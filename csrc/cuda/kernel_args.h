@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "../base/limits.h"  // relative, since nvcc is given no include folder
+#include "base/limits.h"
 
 namespace kvdock::cuda {
 

@@ -7,8 +7,8 @@
 // variants are the direction, the width of a granule, and whether all planes are alike.
 //
 // Invariant: bytes are stored from the registers that were hashed; a skipped block is read and hashed, never written.
-#include "../copy/direction.h"
-#include "kernel_args.h"
+#include "copy/direction.h"
+#include "cuda/kernel_args.h"
 
 namespace kvdock::cuda {
 

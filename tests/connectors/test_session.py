@@ -33,7 +33,7 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.protocol.wire_types import MAX_KEYS
 from kvdock.shm.errors import SegmentNotRegistered
-from kvdock.shm.objects import SHM_DIR, unlink
+from kvdock.shm.objects import SHM_DIR
 
 
 @contextmanager
@@ -459,22 +459,3 @@ def test_a_member_that_comes_back_reports_what_is_still_registered() -> None:
         session.lost(before, ServerUnavailable("the line was cut"))
         eventually(lambda: session.attachment is before)
         assert reported(client) == [1] and before.registrar is not None and before.registrar.is_registered(0)
-
-
-# --------------------------------------------------------------------------- segments that cannot be mapped
-
-
-def test_a_segment_that_cannot_be_mapped_fails_its_copies_and_nothing_else() -> None:
-    with ServerProcess() as server, Rig(server.unix) as rig:
-        tokens = tokens_of(7, 4)
-        rig.store("w", tokens, range(16))
-        hit = rig.lookup("r", tokens)
-        assert hit == 4 * CHUNK
-        for known in rig.attachment.segments.segments:
-            rig.attachment.segments.detach(known.id)
-            unlink(known.name)
-        assert rig.load("r", range(64, 80), 0, hit).valid_tokens == 0
-        other = tokens_of(8, 4)
-        rig.store("w", other, range(16, 32))
-        assert rig.lookup("s", other) == 0, "the store was aborted"
-        assert rig.attachment is not None, "the session goes on"

@@ -1,8 +1,8 @@
-"""The server clock: milliseconds that a stopped or suspended server does not age.
+"""The server clock: milliseconds, not counting time in which the server was stopped or suspended.
 
 Invariant: `now_ms` never falls, and never rises by more than one second between two calls, however
-long the process slept in between. Deadlines and heartbeat ages are counted on it, so that a server
-that comes back from SIGSTOP does not find everybody late.
+long the process slept in between. Deadlines and heartbeat ages use it, so a server that continues after
+SIGSTOP does not consider every member late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_STEP_NS = 1_000_000_000
 
 
 def boottime_ns() -> int:
-    """CLOCK_BOOTTIME: it goes on through suspend and is never set by anyone."""
+    """CLOCK_BOOTTIME: it also counts suspended time, and nobody can set it."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -23,7 +23,7 @@ class ServerClock:
     """Sum of the source's steps, each cut to one second. Thread-safe."""
 
     def __init__(self, source_ns: Callable[[], int] = boottime_ns, *, start_ms: int = 0) -> None:
-        """`start_ms`: where the clock of the server whose pool was adopted had got to."""
+        """`start_ms`: the last time on the clock of the server whose pool was adopted."""
         self._source_ns = source_ns
         self._lock = threading.Lock()
         self._last_ns = source_ns()  # guarded by _lock, as is _sum_ns

@@ -1,4 +1,4 @@
-"""Between wire strings and the table's bytes and numbers. Each refuses what cannot be meant."""
+"""Conversions between wire strings and the table's bytes and numbers. Invalid strings raise ApiError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def grant_id(text: str) -> int:
-    """A grant's number from its 16 hex digits; one that cannot be one names no grant."""
+    """The grant's number, from 16 hex digits. Any other text is refused as an unknown grant."""
     if len(text) != 16 or not _HEX.issuperset(text):
         raise ApiError("unknown_grant", "grant ids are 16 lower-case hex digits", found=text)
     return int(text, 16)
@@ -26,11 +26,11 @@ def grant_text(grant: int) -> str:
 
 
 def key_bytes(keys: list[str] | bytes) -> bytes:
-    """Keys, concatenated. Hex ones are already known to be 64 characters each."""
+    """The keys, concatenated. Hex keys are already known to have 64 characters each."""
     if isinstance(keys, bytes):
         if len(keys) % KEY_BYTES:
             wanted = f"a multiple of {KEY_BYTES} bytes"
-            raise ApiError("invalid_body", "keys are 32 bytes each", found=len(keys), wanted=wanted)
+            raise ApiError("invalid_body", f"keys are {KEY_BYTES} bytes each", found=len(keys), wanted=wanted)
         return keys
     joined = "".join(keys)
     try:
@@ -43,7 +43,7 @@ def key_bytes(keys: list[str] | bytes) -> bytes:
 
 
 def committed_parts(parts: list[PartDone]) -> list[tuple[int, int, int]]:
-    """(index, group, checksum) of each part, as the table wants them."""
+    """(index, group, checksum) of each part, for the table."""
     texts = [part.checksum for part in parts if isinstance(part.checksum, str)]
     if not _HEX.issuperset("".join(texts)):
         bad = next(text for text in texts if not _HEX.issuperset(text))
@@ -52,7 +52,7 @@ def committed_parts(parts: list[PartDone]) -> list[tuple[int, int, int]]:
 
 
 def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
-    """The groups a store declares: all when it says nothing, else the ones named, each once."""
+    """The groups that a store has bytes of: all by default, otherwise those named, each once."""
     count = len(manifest.groups)
     if groups is None:
         return list(range(count))
@@ -62,7 +62,7 @@ def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
 
 
 def lookup_limit(text: str) -> Literal["held_bytes", "pinning"] | None:
-    """The table's word for what cut a hit short."""
+    """Why the table shortened a hit; None if it did not."""
     match text:
         case "":
             return None
@@ -72,7 +72,7 @@ def lookup_limit(text: str) -> Literal["held_bytes", "pinning"] | None:
 
 
 def store_limit(text: str) -> Literal["held_bytes", "no_space", "pinning"] | None:
-    """The table's word for what cut a reservation short."""
+    """Why the table shortened a reservation; None if it did not."""
     match text:
         case "":
             return None
@@ -83,7 +83,7 @@ def store_limit(text: str) -> Literal["held_bytes", "no_space", "pinning"] | Non
 
 @contextmanager
 def ignore_unknown_grant() -> Iterator[None]:
-    """For words about a grant that has already ended: there is nothing left to say."""
+    """For heartbeats that name a grant which has already ended: there is nothing left to do."""
     try:
         yield
     except TableError as error:

@@ -1,8 +1,8 @@
 """The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
 
-The story: open the pool, bind both sockets, run, drain, and whatever way it ends remove the sockets, segments,
-table and lock file, unless SIGTERM is told to keep the last three (drain.py). Start-up problems are StartupError,
-before anything is served. Imports neither torch nor numpy: the server has no GPU context and starts in under a second.
+It binds both sockets, opens the pool, serves and drains. However it ends, it removes the sockets, segments, table and
+lock file; a drain may keep the last three (api/pool/drain.py). Start-up problems are StartupError, raised before
+anything is served. Imports neither torch nor numpy: the server has no GPU context and starts in under a second.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kvdock.api.settings import Settings
 log = logging.getLogger("kvdock.api")
 
 KEEP_ALIVE_S = 75
-"""Longer than a client leaves a connection idle between steps."""
+"""Longer than clients leave a connection idle between steps."""
 GRACE_S = 1
-"""How long calls in flight may take to end at shutdown, whatever else is cut short."""
+"""How long calls in flight may take to end at shutdown, in every case."""
 
 
 class Addresses(NamedTuple):
@@ -58,7 +58,7 @@ def log_ready(addresses: Addresses) -> None:
 
 
 def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
-    """Serves until SIGINT, which ends it at once, or SIGTERM or SIGHUP, which drain it. Raises StartupError.
+    """Serves until SIGINT, which ends it at once, or until SIGTERM or SIGHUP, which drain it. Raises StartupError.
 
     `on_ready` is called once, when both addresses answer and there is memory to give out.
     """
@@ -66,7 +66,7 @@ def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
 
 
 class Server:
-    """`run` in the main thread or another; `stop` from any, which is as good as SIGINT."""
+    """Call `run` in any thread, and `stop` from any thread: it acts like SIGINT."""
 
     def __init__(self, settings: Settings, on_ready: OnReady = log_ready) -> None:
         self._settings = settings
@@ -107,7 +107,7 @@ class Server:
 
             async def announce() -> None:
                 await keeper.ready.wait()
-                gc.freeze()  # what start-up made stays to the end: no collection need walk it and stall calls
+                gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
                 self._on_ready(addresses)
 
             app = create_app(settings, parts, lifespan)
@@ -127,14 +127,14 @@ class Server:
         log.warning("pool %016x stays in shared memory for the next server at this socket", pool.pool_id)
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its keeper a server would never notice a death: it stops instead."""
+        """A server without its keeper would never notice a death, so it stops."""
         if not task.cancelled():
             self._failure = task.exception()
             self.stop()
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that announces itself, drains, and that a signal ends with exit status 0."""
+    """uvicorn that announces itself, drains, and exits with status 0 after a signal."""
 
     def __init__(
         self, config: uvicorn.Config, announce: Callable[[], Coroutine[None, None, None]], drain: Drain
@@ -148,8 +148,8 @@ class _Uvicorn(uvicorn.Server):
         self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM or SIGHUP drains, HAND_OVER leaves the pool to the next server; one more SIGTERM, or
-        SIGINT at any time, waits no longer."""
+        """The first SIGTERM or SIGHUP drains; HAND_OVER drains and leaves the pool to the next server. A second SIGTERM
+        or SIGHUP, or SIGINT at any time, ends the server at once."""
         if sig == HAND_OVER:
             self._drain.hand_over(self.server_state.tasks)
             return
@@ -161,12 +161,12 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s: True when it is time to go."""
+        """Called every 0.1 s: True when the server shall end."""
         return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again afterwards, which would look like a crash."""
+        """uvicorn's own version raises the signal again afterwards, which would look like a crash."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -179,7 +179,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Those that end a server. The terminal's end is one, unless it was to be outlived (nohup)."""
+    """The signals that end a server. SIGHUP is one, unless the process was started to survive it (nohup)."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

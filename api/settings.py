@@ -1,7 +1,8 @@
 """All settings of the server, typed and checked once; a name that is not here is refused.
 
-They come from four places, the first that names a setting wins: flag, environment, file, default. Sizes accept
-`268435456` and `256MiB` in each of them. A refusal names the setting, its value, what was wanted and where it stands.
+They come from four sources, and the first that names a setting wins: flag, environment, file, default. Sizes are
+written as `268435456` or `256MiB` in all of them. A refusal names the setting, its value, what was wanted and the
+source.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_SEGMENT_BYTES = GIB
 """A slot never crosses a 1 GiB pin piece, so a segment is never larger than one."""
 ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
-"""Names the file; it is no setting itself."""
+"""Names the settings file; it is not a setting itself."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
@@ -40,7 +41,7 @@ def parse_bytes(text: str) -> int:
 
 
 def default_socket_path(environ: Mapping[str, str]) -> str:
-    """Where server and engines of one user meet when nobody says otherwise."""
+    """The default socket of one user's server and engines."""
     run_dir = environ.get("XDG_RUNTIME_DIR", "")
     if run_dir and Path(run_dir).is_dir():
         return str(Path(run_dir) / "kvdock.sock")
@@ -152,7 +153,7 @@ class Origin(NamedTuple):
 class Effective(NamedTuple):
     settings: Settings
     origins: dict[str, Origin]
-    """Of each setting, in the order of the settings."""
+    """The origin of each setting, in the order of the settings."""
 
 
 def effective(
@@ -200,13 +201,13 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:
 
 
 def _line_of(name: str, text: str) -> int:
-    """The line on which a top-level name is set; 1 when it is written in a way this does not see."""
+    """The line on which a top-level name is set; 1 if it is written in a form that is not recognised."""
     at = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[]=.]""")
     return next((number for number, line in enumerate(text.splitlines(), 1) if at.match(line)), 1)
 
 
 def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
-    """`where`: where each value stands, for refusals."""
+    """`where`: the source of each value, for refusals."""
     _refuse_unknown(values, where)
     plain = {name: _plain(name, value, where) for name, value in values.items()}
     try:
@@ -217,7 +218,7 @@ def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
 
 
 def _plain(name: str, value: object, where: Mapping[str, str]) -> object:
-    """A size as bytes; everything else as it is. No setting is a yes or no, which would pass for 1 or 0."""
+    """A size as bytes; everything else unchanged. Booleans are refused: they would pass for 1 or 0."""
     if isinstance(value, bool):
         raise SettingsError(f"{_named(name, value, where)}: wanted a number or text")
     if not (name.endswith("_bytes") and isinstance(value, str)):
@@ -236,13 +237,13 @@ def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> N
     hints = []
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
-        place = f" ({where[name]})" if name in where else ""
-        hints.append(f"{name} (meant {near[0]}?){place}" if near else f"{name}{place}")
+        source = f" ({where[name]})" if name in where else ""
+        hints.append(f"{name} (meant {near[0]}?){source}" if near else f"{name}{source}")
     raise SettingsError(f"unknown settings: {', '.join(hints)}; known are {', '.join(known)}")
 
 
 def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:
-    """msgspec's message, which points at the setting (`… - at `$.port``), with its value and place."""
+    """msgspec's message, which points at the setting (`… - at `$.port``), with its value and source."""
     match = re.search(r"\$\.(\w+)", message)
     if match is None or match[1] not in values:
         return f"{message}; found other values"
@@ -261,7 +262,7 @@ def _named(name: str, value: object, where: Mapping[str, str]) -> str:
 
 
 def _checked(settings: Settings, given: set[str]) -> Settings:
-    """Rules over several fields. A segment size nobody chose shrinks to the pool's."""
+    """Rules for several fields together. The default segment size shrinks to the size of a smaller pool."""
     if settings.segment_bytes > settings.pool_bytes:
         if "segment_bytes" in given:
             raise SettingsError(

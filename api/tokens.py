@@ -1,9 +1,9 @@
 """The keys that a call asks for, given as keys or as tokens. Long token lists are decoded and hashed in slices, so
 that no call keeps the event loop for more than a few ms.
 
-A JSON body of a million tokens takes a decoder some 50 ms in one go, and a thread would not help: it
-would hold the interpreter just as long. So the array is cut out of the body by searching for its ends,
-which is fast, and decoded piece by piece, with other calls answered in between.
+Decoding a JSON body of a million tokens at once takes about 50 ms, and a thread would not help, because it would hold
+the interpreter for as long. So the array is cut out of the body by searching for its ends, which is fast, and decoded
+piece by piece, with other calls answered in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvdock.protocol.keys import HASH_FUNCTION, KeyChain
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_TOKENS, Token
 
 LONG_BODY_BYTES = 64 << 10
-"""Shorter bodies are decoded in one go."""
+"""Shorter bodies are decoded at once."""
 SLICE_BYTES = 32 << 10
 SLICE_TOKENS = 8192
 
@@ -32,7 +32,7 @@ _PIECE: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[Token])
 
 
 async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, list[int] | None]:
-    """A long JSON body with its `tokens` emptied, and the tokens; any other body as it is, and None.
+    """(the body with an empty `tokens`, the tokens) of a long JSON body; (the body, None) of any other.
 
     Raises ApiError(invalid_body) for an array that does not hold token ids only, or too many.
     """
@@ -42,7 +42,7 @@ async def cut_tokens(raw: bytes | bytearray) -> tuple[bytes | bytearray, list[in
     field = _TOKENS.search(raw)
     end = -1 if field is None else raw.find(b"]", field.end())
     if field is None or end < 0 or _TOKENS.search(raw, end):
-        return raw, None  # the decoder says what is wrong with it, if anything is
+        return raw, None  # if anything is wrong with it, the decoder reports it
     await asyncio.sleep(0)
     tokens: list[int] = []
     start = field.end()
@@ -63,7 +63,7 @@ def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[
             "invalid_body", f"{error}, in the piece of the array that begins with token {before}",
             found="$.tokens", wanted="token ids, 0..2**32-1",
         ) from error
-    if not tokens and (before or more):  # nothing between two commas, or behind the last
+    if not tokens and (before or more):  # nothing between two commas, or after the last
         raise ApiError("invalid_body", "a token is missing", found="$.tokens", wanted="token ids, 0..2**32-1")
     if before + len(tokens) > MAX_TOKENS:
         raise ApiError("invalid_body", "too many tokens", found="$.tokens", wanted=f"at most {MAX_TOKENS}")
@@ -71,9 +71,9 @@ def _decode_piece(piece: bytes | bytearray, before: int, *, more: bool) -> list[
 
 
 def check_packed_tokens(raw: bytes | bytearray) -> None:
-    """Refuses a MessagePack body with a token list too long to be decoded in one go: ApiError(invalid_body).
+    """Refuses a MessagePack body whose token list is too long to be decoded at once: ApiError(invalid_body).
 
-    Its elements differ in length, so it cannot be cut like JSON; JSON, or keys, are the way for long ones.
+    Its elements differ in length, so it cannot be cut like JSON. Long lists are sent as JSON, or as keys.
     """
     at = raw.find(_PACKED_TOKENS)
     count = int.from_bytes(raw[at + len(_PACKED_TOKENS) :][:4], "big")
@@ -103,7 +103,7 @@ async def keys_of(namespace: NamespaceRecord, keys: list[str] | bytes | None, to
 
 
 async def hash_tokens(namespace: bytes, tokens: list[int], chunk_tokens: int) -> bytes:
-    """Keys of the whole chunks, concatenated. It empties a long list: freeing a million ints takes its time too."""
+    """Keys of the whole chunks, concatenated. Empties a long list, in slices: freeing a million ints takes time too."""
     chain = KeyChain(namespace, chunk_tokens)
     if len(tokens) <= SLICE_TOKENS:
         return b"".join(chain.extend(tokens))

@@ -1,4 +1,4 @@
-"""One method for each call of the API, whatever carries its bytes: client.py and http_client.py send them."""
+"""One method for each call of the API. client/client.py and client/http_client.py differ in how they send it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ A = TypeVar("A")
 
 
 class SyncCalls(ABC):
-    """One method per call. Each takes `timeout_s`; None means the client's own.
+    """One method per call. Each takes `timeout_s`; None means the client's default.
 
-    Raises ServerUnavailable when there is no answer and ApiError when the answer is a refusal; nothing else.
+    Raises ServerUnavailable if there is no answer and ApiError if the answer is a refusal; nothing else.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class SyncCalls(ABC):
         return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
 
     def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
-        """The member's word on everything it holds, and so on what it has queued."""
+        """Releases everything that the member holds, so releases that it has queued need not be sent."""
         return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
     def sessions(
@@ -77,8 +77,8 @@ class SyncCalls(ABC):
     def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
         """Queued: the next lookup, reserve, commit or heartbeat of the session carries it. Raises ValueError.
 
-        The ranks' word is given now, so their copies have ended. A session that beats is never late by more than
-        a heartbeat; one that does not is flushed by `flush` and `close`.
+        The copies of these ranks have ended. A session that sends heartbeats releases at the latest with the next one;
+        for others `flush` and `close` send what is queued.
         """
         self._releases.add(session, lease, ranks)
 
@@ -91,7 +91,7 @@ class SyncCalls(ABC):
         return refused
 
     def cancel(self, lease: str, body: s.CancelLease, *, timeout_s: float | None = None) -> None:
-        """By the member that asked, when no rank was or will be handed the plan."""
+        """For the member that asked, if no rank was or will be handed the plan."""
         return self._do(c.CANCEL, body, timeout_s, lease)
 
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:

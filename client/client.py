@@ -1,11 +1,11 @@
-"""The control plane as an engine sees it: one method per call, the wire structs in and out.
+"""The engine's client of the server: one method per call, with the wire structs as arguments and answers.
 
     client = Client("unix:/run/user/1000/kvdock.sock")
     attached = client.attach(AttachSession(instance=…, manifest=…, member=…))
     found = client.lookup(Lookup(session=attached.session, member=…, request="r1", keys=b"…"))
 
-Thread-safe, synchronous and lean: MessagePack over a persistent connection, and nothing but msgspec beside the
-standard library. Its methods are those of calls.SyncCalls; http_client.py has the same for everyone else.
+Thread-safe, synchronous and lean: MessagePack over a persistent connection; it needs only msgspec and the standard
+library. Its methods are those of client/calls.py; client/http_client.py offers the same calls through httpx.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvdock.protocol.wire_types import KEY_BYTES, Body
 A = TypeVar("A")
 
 FLUSH_S = 1.0
-"""What close() gives queued releases; later they are the server's to ask about."""
+"""How long close() may take to send queued releases. The server asks about those that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
 _PROBLEM = msgspec.json.Decoder(Problem)
 
 
 class Client(SyncCalls):
-    """Calls to one server. Each takes `timeout_s`; None means the client's own."""
+    """Calls to one server. Each takes `timeout_s`; None means the client's default."""
 
     def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True) -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
-        `packed`: MessagePack bodies; else JSON, for a look at the wire.
+        `packed`: MessagePack bodies; otherwise JSON, which people can read.
         """
         super().__init__()
         self._transport = Transport(Address.parse(address), f"{VERSION_HEADER}: {API_VERSION}\r\n".encode())
@@ -54,7 +54,7 @@ class Client(SyncCalls):
         return self._transport.address.text
 
     def close(self) -> None:
-        """Sends what release_later queued, if the server is there to hear it."""
+        """Sends what release_later queued, if the server answers."""
         for session in self._releases.sessions():
             with suppress(ApiError, ServerUnavailable):
                 self.flush(session, timeout_s=FLUSH_S)
@@ -97,7 +97,7 @@ class Client(SyncCalls):
 
 
 def _with_key_bytes(body: Body) -> Body:
-    """Hex keys as one bin. What is no key is left to the server to refuse."""
+    """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
     if not isinstance(body, s.Lookup | s.Reserve) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:

@@ -1,11 +1,11 @@
-"""The control plane for everyone else: httpx clients, synchronous and asynchronous, JSON on the wire.
+"""Clients for programs that are no engines: through httpx, synchronous and asynchronous, with JSON bodies.
 
     with HttpClient("http://127.0.0.1:7410") as client: print(client.status())
     async with AsyncHttpClient("unix:/run/user/1000/kvdock.sock") as client: print(await client.status())
 
-The same methods, bodies, answers and errors as client.Client, which is what engines use: it costs a fraction of a
-call through httpx. Needs the extra `client` (httpx). An httpx client made elsewhere (proxies, authentication, event
-hooks) may be passed in; it is closed with this one.
+The same methods, bodies, answers and errors as client.Client, whose calls cost a fraction of a call through httpx.
+Needs the extra `client` (httpx). A ready httpx client (proxies, authentication, event hooks) may be passed in; it is
+closed with this one.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _awaited(
     """The same call, awaited. `method` ends in one `_do` or `_carrying`, so with AsyncHttpClient's it returns a
     coroutine of its answer."""
 
-    async def call(self: AsyncHttpClient, *args: P.args, **kwargs: P.kwargs) -> A:
+    async def call(self: AsyncHttpClient, /, *args: P.args, **kwargs: P.kwargs) -> A:
         asked: Any = method(cast(SyncCalls, self), *args, **kwargs)
         return cast(A, await asked)
 

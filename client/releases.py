@@ -1,4 +1,4 @@
-"""Releases that wait for the next call of their session, which carries them to the server."""
+"""Releases that wait until the next call of their session carries them to the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.wire_types import MAX_RELEASES, Carrier, Released
+from kvdock.protocol.wire_types import MAX_RANKS, MAX_RELEASES, Carrier, Released
 
 C = TypeVar("C", bound=Carrier)
 _LEASE = re.compile(r"[0-9a-f]{16}")
@@ -28,11 +28,11 @@ class ReleaseQueue:
         self._waiting: dict[str, dict[str, set[int]]] = {}
 
     def add(self, session: str, lease: str, ranks: Collection[int]) -> None:
-        """ValueError for what no server would take: it would fail the call that carries it."""
+        """ValueError for values that every server refuses: they would make the call that carries them fail."""
         if not _LEASE.fullmatch(lease):
             raise ValueError(f"lease found {lease!r}, wanted 16 lower-case hex digits")
-        if not all(0 <= rank < 128 for rank in ranks):
-            raise ValueError(f"ranks found {sorted(ranks)}, wanted 0..127")
+        if not all(0 <= rank < MAX_RANKS for rank in ranks):
+            raise ValueError(f"ranks found {sorted(ranks)}, wanted 0..{MAX_RANKS - 1}")
         with self._lock:
             self._waiting.setdefault(session, {}).setdefault(lease, set()).update(ranks)
 

@@ -1,11 +1,11 @@
 """The client's connections: persistent HTTP/1.1 over a Unix socket or TCP, for any number of threads.
 
-A hand-made exchange of exactly what a kvdock server sends: one request, one answer with a Content-Length. It costs a
-third of http.client's, whose parser builds a mail message of every header (bench/LOG.md).
+It speaks exactly the HTTP that a kvdock server sends: one request, one answer with a Content-Length. A call costs a
+third of one through http.client, whose parser builds a mail message from every header (bench/LOG.md).
 
-Invariants: a connection is used by one thread at a time; one that timed out, broke or answered anything odd is
-closed, never reused; a process that inherited the pool by fork gets no connection at all, because what the parent
-was granted is not the child's to use.
+Invariants: a connection is used by one thread at a time; one that timed out, broke or sent a malformed answer is
+closed, never reused; a process that inherited the connections by fork cannot use them, because the parent's grants
+are not the child's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _END = b"\r\n\r\n"
 
 
 class BadAnswer(Exception):
-    """What came back is not one whole HTTP answer."""
+    """The bytes that came back are not one complete HTTP answer."""
 
 
 class Address(NamedTuple):
@@ -59,7 +59,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """Of the Host header."""
+        """The value of the Host header."""
         if self.socket_path:
             return "localhost"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -81,7 +81,7 @@ class Address(NamedTuple):
 
 
 class Connection:
-    """One connection. Timeouts are the kernel's, set when they change: a call is one send and one receive."""
+    """One connection. Timeouts are socket options, set only when they change, so a call is one send and one receive."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         """Connects. Raises OSError, TimeoutError."""
@@ -112,7 +112,7 @@ class Connection:
                 raise BadAnswer(f"{-missing} bytes after the answer")
             if missing:
                 data += self._rest(missing, deadline_s)
-        except BlockingIOError as error:  # what a timeout of the kernel's looks like
+        except BlockingIOError as error:  # how the kernel reports that its timeout has passed
             raise TimeoutError from error
         return status, data[end + 4 :], reusable
 
@@ -182,9 +182,9 @@ class Transport:
     ) -> tuple[int, bytes]:
         """(status, body). `timeout_s` bounds the whole call, retry included.
 
-        Every call of the API may be repeated, so one that meets a lost connection (the server closed
-        an idle one, or restarted) is sent once more on a fresh one. Silence is not repeated: the caller
-        set the bound. Raises ServerUnavailable.
+        Every call of the API may be repeated, so if the connection was lost (the server closed an idle one, or
+        restarted) the call is sent once more on a new one. It is not repeated after a timeout, which is the caller's
+        bound. Raises ServerUnavailable.
         """
         if os.getpid() != self._pid:
             raise ServerUnavailable(f"{self.address.text}: this process was forked from the client's own")
@@ -229,7 +229,7 @@ class Transport:
         try:
             status, content, reusable = connection.exchange(request, timeout_s)
         except BaseException:
-            # Whatever happened, an answer may still be on its way: the next call must not read it.
+            # An answer may still arrive on this connection: the next call must not read it.
             connection.close()
             raise
         with self._lock:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvdock.connectors.errors import SettingError
-from kvdock.protocol.keys import KEY_BYTES, chunk_keys
+from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.wire_types import KEY_BYTES
 
 log = logging.getLogger("kvdock.connector")
 

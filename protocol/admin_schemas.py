@@ -1,4 +1,4 @@
-"""Bodies and answers of the calls an operator makes, and of the lists only people read whole."""
+"""Bodies and answers of the calls that operators make, and of lists that only people read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Limits(Answer, kw_only=True):
 
     pool_bytes: int
     session_cap: float
-    """Share of the pool one session may hold pinned."""
+    """Share of the pool that one session may hold."""
     total_cap: float
-    """Share of the pool all sessions together may hold pinned."""
+    """Share of the pool that all sessions together may hold."""
     low_water: float
     high_water: float
     session_grants: int
-    """Leases and reservations one session may have open."""
+    """Leases and reservations that one session may have open."""
 
 
 class ClearCache(Body, kw_only=True):
-    """Takes every chunk that is READY now out of use; what engines still read waits for their word."""
+    """Takes every chunk that is READY now out of use. Memory that engines still read is freed when they are done."""
 
     namespace: Key | None = None
     """None: all namespaces."""
@@ -53,24 +53,24 @@ class Deleted(Answer, kw_only=True):
 
 
 class PinChunks(Body, kw_only=True):
-    """Keeps chunks from being evicted for a while; it holds nothing against clear, delete or a mismatch."""
+    """Keeps chunks from being evicted for a while. Clear, delete and mismatches still take them out of use."""
 
     namespace: Key
     keys: _Keys
     duration_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_PIN_S)]
-    """From now on; it replaces the duration of an earlier call. 0 unpins."""
+    """Counted from now; it replaces the duration of an earlier call. 0 unpins."""
 
 
 class Pinned(Answer, kw_only=True):
     chunks: int
-    """READY chunks of these keys."""
+    """How many of these keys are READY chunks."""
 
 
 class PatchConfig(Body, kw_only=True):
-    """Absolute values; what is absent stays as it is. All of it takes effect, or none."""
+    """Absolute values; fields that are absent stay as they are. All changes take effect, or none."""
 
     pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, lt=1 << 60)] | None = None
-    """Lower than what is allocated: whole segments are drained and given back, as engines let go of them."""
+    """Below what is allocated, whole segments are drained and given back as engines release them."""
     session_cap: _Share | None = None
     total_cap: _Share | None = None
     low_water: _Mark | None = None
@@ -80,7 +80,7 @@ class PatchConfig(Body, kw_only=True):
 
 class Config(Answer, kw_only=True):
     limits: Limits
-    """In effect now, and open to PATCH."""
+    """In effect now; PATCH changes them."""
     settings: dict[str, Any]
     """All settings by name, as the server was started."""
     retiring: list[int]
@@ -91,9 +91,9 @@ class NamespaceView(Answer, kw_only=True):
     namespace: Key
     manifest: Manifest
     chunk_bytes: int
-    """All parts of a chunk that holds every group."""
+    """Size of a chunk with the parts of all groups and writers."""
     sessions: int
-    """Attached now."""
+    """How many are attached now."""
 
 
 class Namespaces(Answer, kw_only=True):
@@ -103,11 +103,11 @@ class Namespaces(Answer, kw_only=True):
 
 class MemberDetail(MemberView, kw_only=True):
     grants: list[Hex64]
-    """Those of `grants` that wait for one of this member's ranks."""
+    """Those of `grants` that one of this member's ranks still holds."""
 
 
 class SessionDetail(SessionView, kw_only=True):
-    """One session, with what it holds."""
+    """One session, with its members and grants."""
 
     members: list[MemberDetail]  # type: ignore[assignment]  # narrower, and an answer is only read
     grants: list[LeaseView]

@@ -17,7 +17,7 @@ _HOLE = re.compile(r"\{\w+\}")
 
 
 class Call(Generic[A]):
-    """One route. `answer`: NoneType when there is none. `packed`: whether it takes MessagePack beside JSON."""
+    """One route. `answer`: NoneType when there is no body. `packed`: it accepts MessagePack as well as JSON."""
 
     def __init__(self, method: str, path: str, answer: type[A], *, packed: bool = True) -> None:
         self.method, self.path, self.answer, self.packed = method, path, answer, packed

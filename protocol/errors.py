@@ -1,15 +1,14 @@
 """Every error of the control plane, its HTTP status, and the one shape in which it travels.
 
     KvdockError
-    ├── SettingsError            a setting is unknown or out of range; nothing was started
-    ├── StartupError             the server cannot start: address in use, pool too large for the machine
+    ├── SettingsError, StartupError, AdoptionError    the server's own: api/errors.py
     ├── ServerUnavailable        client: refused, lost, or silent for longer than the call's timeout
     ├── ManifestError            a manifest or token list without one canonical form
     └── ApiError                 the server's answer was a problem: `code`, `status`, `found`, `wanted`
 
-ApiError is one class on both sides: the server raises it, the client raises it again from the
-RFC 9457 body. `CODES` is the only place that knows a code's status and title. This module stays
-light: engines import it.
+ApiError is the same class in the server and the client: the server raises it, the client raises it again from the
+RFC 9457 body. `CODES` is the only place that knows a code's status and title. This module stays light, because
+engines import it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Code(NamedTuple):
 
 CODES: dict[str, Code] = {
     # sessions and members
-    "unknown_session": Code(404, "No such session in this server's life"),
+    "unknown_session": Code(404, "This server has no such session"),
     "unknown_member": Code(404, "No such member in the session"),
     "unknown_namespace": Code(404, "No engine has attached with this namespace"),
     "member_suspect": Code(409, "The member missed its heartbeats"),
@@ -34,7 +33,7 @@ CODES: dict[str, Code] = {
     "rank_taken": Code(409, "Another member of the session has this rank"),
     "lock_not_visible": Code(409, "Nobody holds the member's byte of the lock file"),
     "layout_mismatch": Code(409, "The instance is attached with another manifest"),
-    "ambiguous_member": Code(422, "The session has several members: say which one leaves"),
+    "ambiguous_member": Code(422, "The session has several members: name the one that leaves"),
     "pool_too_small": Code(422, "Not one chunk of this manifest fits in the pool"),
     # grants
     "unknown_grant": Code(404, "No such lease or reservation"),
@@ -51,7 +50,7 @@ CODES: dict[str, Code] = {
     "skip_misaligned": Code(422, "The skip is not a whole number of blocks"),
     "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
     "table_full": Code(507, "The chunk table has no room"),
-    "too_many_grants": Code(429, "The session has as many leases and reservations open as it may"),
+    "too_many_grants": Code(429, "The session has too many leases and reservations open"),
     "corrupt": Code(500, "The chunk table failed its integrity check"),
     # requests
     "bad_argument": Code(422, "An argument is out of range"),
@@ -61,19 +60,19 @@ CODES: dict[str, Code] = {
     "unsupported_media_type": Code(415, "Bodies are application/json or application/msgpack"),
     "too_large": Code(413, "The body is too large"),
     "not_found": Code(404, "No such page"),
-    "method_not_allowed": Code(405, "The page does not answer this method"),
-    "wrong_host": Code(421, "This server does not answer for that host name"),
+    "method_not_allowed": Code(405, "The page does not accept this method"),
+    "wrong_host": Code(421, "This server does not serve that host name"),
     "unknown_parameter": Code(422, "The call has no such query parameter"),
     "unsupported_version": Code(400, "The server does not speak that version of the API"),
     # the server
     "not_ready": Code(503, "The server is not ready"),
     "no_memory": Code(422, "The machine has less memory than that"),
-    "internal": Code(500, "The server failed; its log says where"),
+    "internal": Code(500, "The server failed; see its log"),
 }
 
 
 class KvdockError(Exception):
-    """Root of the errors that this package raises on purpose."""
+    """Root of the errors that kvdock raises on purpose."""
 
 
 class ServerUnavailable(KvdockError):
@@ -108,14 +107,14 @@ class ApiError(KvdockError):
 
     @classmethod
     def from_problem(cls, problem: Problem) -> ApiError:
-        """The client's half: a newer server's unknown codes keep the status they came with."""
+        """For the client. A code that this version does not know keeps the status it came with."""
         return cls(
             problem.code, problem.detail, found=problem.found, wanted=problem.wanted, status=problem.status
         )
 
 
 def problem_of(code: str, detail: str, *, found: object = None, wanted: object = None, path: str = "") -> Problem:
-    """The server's half: problem details for one of CODES. `type` is the code's entry on the /docs page."""
+    """For the server: problem details for one of CODES. `type` is the code's entry on the /docs page."""
     status, title = CODES[code]
     return Problem(
         type=f"/docs#{code}",
@@ -130,7 +129,7 @@ def problem_of(code: str, detail: str, *, found: object = None, wanted: object =
 
 
 def _plain(value: object) -> Any:
-    """Values as JSON has them; digests and keys as hex."""
+    """The value as JSON can hold it; digests and keys as hex."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

@@ -1,7 +1,7 @@
 """The two forms of every engine body: JSON for people and scripts, MessagePack for engines.
 
-One struct describes a body in both (schemas.py). Where one has thousands of parts, the table hands them over
-already encoded, and they are embedded as they are: no Python object is made for each.
+One struct describes a body in both (protocol/schemas.py). Answers with thousands of parts get these already encoded
+from the table and embed them: no Python object is made for a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Form(NamedTuple):
     media_type: str
     encode: Callable[[object], bytes]
     malformed: str
-    """Error code of bytes that are not of this form."""
+    """Error code for bytes that are not in this form."""
     packed: bool
 
 
@@ -32,19 +32,19 @@ _BY_MEDIA_TYPE = {form.media_type: form for form in (JSON, PACKED)}
 
 
 class LookupReply(LookupHead, kw_only=True):
-    """LookupAnswer on the wire."""
+    """LookupAnswer as the server sends it, its chunks already encoded."""
 
     chunks: msgspec.Raw
 
 
 class ReserveReply(ReserveHead, kw_only=True):
-    """ReserveAnswer on the wire."""
+    """ReserveAnswer as the server sends it, its chunks already encoded."""
 
     chunks: msgspec.Raw
 
 
 class Codec(Generic[B]):
-    """Decoders of one body, compiled when the module is loaded."""
+    """The decoders of one kind of body."""
 
     def __init__(self, body: type[B]) -> None:
         self._json = msgspec.json.Decoder(body).decode

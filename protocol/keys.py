@@ -3,10 +3,10 @@
     namespace  = blake2b-256("kvdock manifest"; canonical JSON of the manifest)
     root       = blake2b-256("kvdock root";     namespace)
     key[i]     = blake2b-256("kvdock chunk";    key[i-1] ‖ tokens of chunk i as little-endian u32), key[-1] = root
-    or, of an engine that hashes its sequences itself, by a function and seed that the manifest names:
+    or, for an engine that hashes its sequences itself, with a function and seed that the manifest names:
     key[i]     = blake2b-256("kvdock hashed";   namespace ‖ the engine's hash of all tokens up to chunk i's end)
 
-The word in quotes is blake2b's personalisation: no input of one kind can collide with one of another.
+The text in quotes is blake2b's personalisation: inputs of different kinds cannot collide.
 Invariant: a key names its chunk, everything before it, and the manifest. A partial chunk has no key.
 """
 
@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
+from kvdock._core import KEY_BYTES
 from kvdock.protocol.errors import ManifestError
 
-KEY_BYTES: Final = 32
 HASH_FUNCTION: Final = "blake2b-256"
-"""What a manifest says when keys are made from tokens."""
+"""The manifest's `hash_function` when keys are made from tokens."""
 
 
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
@@ -65,7 +65,7 @@ class KeyChain:
         return len(self.keys) * self.chunk_tokens + len(self._tail) // 4
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Appends what of the whole sequence, `tokens`, was not given before."""
+        """Appends the tokens of the whole sequence that were not given before."""
         if len(tokens) > self.tokens:
             self.extend(tokens[self.tokens :])
 
@@ -86,8 +86,8 @@ class KeyChain:
 
 
 class HashedChain:
-    """The keys of a sequence that its engine hashes as it grows: `hashes`, each of `hash_tokens` tokens and all before
-    them. They may lag behind the tokens. ManifestError unless whole hashes make a chunk."""
+    """The keys of a sequence that its engine hashes as it grows. Each item of `hashes` covers `hash_tokens` more tokens
+    and all tokens before them; they may lag behind the tokens. ManifestError unless whole hashes make a chunk."""
 
     def __init__(self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int) -> None:
         if chunk_tokens % hash_tokens:
@@ -97,7 +97,7 @@ class HashedChain:
         self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Takes the hashes that came since; the engine made them of `tokens`."""
+        """Makes keys of the hashes added since the last call. The engine computed them from `tokens`."""
         for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
             self.keys.append(_digest(b"kvdock hashed", self._namespace + self._hashes[end - 1]))
 
@@ -119,7 +119,7 @@ def _digest(kind: bytes, data: bytes) -> bytes:
 
 
 def _plain(value: object, where: str) -> object:
-    """`value` as dicts and lists; refuses what JSON would spell in two ways or silently change."""
+    """`value` as dicts and lists. ManifestError for what JSON could write in two ways or would change."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):

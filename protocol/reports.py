@@ -36,7 +36,7 @@ class Leases(Answer, kw_only=True):
 
 
 class RequestView(Answer, kw_only=True):
-    """One recent call, for people: what was asked, what was found."""
+    """One recent call: what it asked for and what it got."""
 
     at: float
     """Unix seconds, for display only."""
@@ -108,7 +108,7 @@ class Status(Answer, kw_only=True):
     leases: int
     reservations: int
     counters: dict[str, int]
-    """Totals since start; their names and meanings are those of history.Counters."""
+    """Totals since start; api/views/history.py explains each."""
 
 
 class Problem(Answer, kw_only=True):

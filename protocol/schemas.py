@@ -13,10 +13,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvdock._core import MAX_SEGMENTS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.wire_types import (
     MAX_GROUPS,
     MAX_KEYS,
+    MAX_RANKS,
     Answer,
     Body,
     Carried,
@@ -42,7 +44,7 @@ BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 class Group(Identity, frozen=True, kw_only=True):
-    """One KV group of the model: what a hit must hold of it, and how large one writer's part is."""
+    """One KV group of the model: which of its chunks a hit needs, and how large one writer's part is."""
 
     kind: Literal["full", "window"] = "full"
     window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
@@ -52,7 +54,7 @@ class Group(Identity, frozen=True, kw_only=True):
 
 
 class Manifest(Identity, frozen=True, kw_only=True):
-    """Everything that changes the stored bytes. Equal manifests share a namespace; others never meet."""
+    """Everything that changes the stored bytes. Engines share chunks exactly if their manifests are equal."""
 
     model: Name
     revision: str = ""
@@ -66,19 +68,19 @@ class Manifest(Identity, frozen=True, kw_only=True):
     """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     block_tokens: BlockTokens
-    """Skips are multiples of it, chunk_tokens too: the least common multiple of the groups' block sizes."""
+    """The least common multiple of the groups' block sizes. Skips and chunk_tokens are multiples of it."""
     tensor_parallel: Readers = 1
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     hash_function: str = HASH_FUNCTION
-    """Another one: the engine hashes its sequences itself, and keys are made from its hashes, never from `tokens`."""
+    """Any other value: the engine hashes its sequences itself, and keys are made from its hashes, not from `tokens`."""
     hash_seed: str = ""
     cache_salt: str = ""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a block, per group."""
+        """Tokens per block of each group."""
         return tuple(
             self.block_tokens if group.block_tokens is msgspec.UNSET else group.block_tokens for group in self.groups
         )
@@ -87,28 +89,29 @@ class Manifest(Identity, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- sessions
 
 
-PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENTS)]
 
 
 class Member(Body, kw_only=True):
     """One process of an engine instance, and the byte of the pool's lock file that proves it lives."""
 
     id: Name
-    """Chosen by the client, random: presenting it again re-attaches the same member."""
-    ranks: Annotated[list[Rank], msgspec.Meta(max_length=128)] = msgspec.field(default_factory=list)
+    """Chosen by the client at random: sending it again re-attaches the same member."""
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)] = msgspec.field(default_factory=list)
     scheduler: bool = False
     lock_offset: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
     pinned_through: PinnedThrough | None = None
-    """Every segment with an id below it is pinned here: no grant names another. None: this member needs no pinning."""
+    """Every segment with an id below it is registered with this member's GPU, and grants name only those. None: no
+    registration is needed."""
 
 
 class AttachSession(Body, kw_only=True):
     instance: Name
-    """Client-chosen nonce of the engine instance: its members present the same one."""
+    """Id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
     member: Member
     label: str = ""
-    """Free text for people: shown by the status page and the CLI."""
+    """Free text, shown by the status page and the command line."""
 
 
 class Segment(Answer, kw_only=True):
@@ -120,7 +123,7 @@ class Segment(Answer, kw_only=True):
     prefaulted_bytes: int
     used_bytes: int
     retiring: bool = False
-    """Nothing new goes in; it is removed as soon as nobody holds any of it."""
+    """Nothing new is stored in it; it is removed as soon as nobody holds any of it."""
 
 
 class Segments(Answer, kw_only=True):
@@ -142,42 +145,42 @@ class SessionAttached(Answer, kw_only=True):
     chunk_tokens: int
     heartbeat_s: float
     changes_next: int = 0
-    """For the first heartbeat's `changes_since`, of who wants to hear."""
+    """The `changes_since` of the first heartbeat, for members that follow changes."""
 
 
 class GrantRanks(Body, kw_only=True):
     grant: Hex64
     ranks: list[Rank] = msgspec.field(default_factory=list)
-    """Empty: the asker's own word on a grant it asked for."""
+    """Empty: the question or answer is for the member that asked for the grant."""
 
 
 class Heartbeat(Carrier, kw_only=True, omit_defaults=True):
     member: Name
     done: list[GrantRanks] = msgspec.field(default_factory=list)
-    """Answers to questions: "done" is a promise to refuse any later work that names the grant."""
+    """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
     keep: list[Hex64] = msgspec.field(default_factory=list)
     pinned_through: PinnedThrough | None = None
-    """As the member's, by now; None: as last said."""
+    """The member's value now; None: unchanged."""
     changes_since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
-    """Asks what has changed since the answer whose `changes.next` this is, or since attaching (`changes_next`). None:
-    do not tell."""
+    """Asks for the changes since the answer whose `changes.next` this is, or since attaching (`changes_next`). None:
+    does not ask."""
 
 
 class Change(Answer, array_like=True, gc=False):
-    """`[key, is_there]`: lookups find the chunk from now on, or do not any more."""
+    """`[key, is_there]`: lookups began to find the chunk, or ceased to."""
 
     key: Key
     is_there: bool
 
 
 class Changes(Answer, kw_only=True):
-    """Of the session's namespace, by any session, oldest first, MAX_KEYS of them at most."""
+    """Changes in the session's namespace, made by any session, oldest first, at most MAX_KEYS."""
 
     changes: list[Change]
     next: int
     """The next heartbeat's `changes_since`."""
     complete: bool
-    """False: some came and went before `changes_since` or are forgotten. Whoever followed starts again with nothing."""
+    """False: earlier changes are missing. Forget all chunks and start again with this answer."""
 
 
 class HeartbeatAnswer(Carried, kw_only=True):
@@ -186,9 +189,9 @@ class HeartbeatAnswer(Carried, kw_only=True):
     segments: int
     """How many segments the pool has: a member that knows fewer asks GET /v1/segments."""
     retired: list[int] = msgspec.field(default_factory=list)
-    """Segments removed since the member attached: nobody holds any of them, so unmap them. Ids are not reused."""
+    """Segments that were removed since the member attached: unmap them. Ids are not reused."""
     changes: Changes | None = None
-    """None unless asked for."""
+    """None unless `changes_since` was sent."""
 
 
 MemberState = Literal["live", "suspect", "dead", "gone"]
@@ -226,7 +229,7 @@ class Sessions(Answer, kw_only=True):
 
 
 class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and no cycle can form
-    """Where one writer's part of one group lies, and what it must hash to: `[group, writer, …]`."""
+    """Where one writer's part of one group is stored, and its checksum: `[group, writer, …]`."""
 
     group: int
     writer: int
@@ -241,7 +244,7 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
 
 
 class Lookup(Carrier, kw_only=True):
-    """Give `keys`, or `tokens` to be hashed by the server. Without a session the answer is a length only."""
+    """Give `keys`, or `tokens` for the server to hash. Without a session the answer is only a length."""
 
     session: str | None = None
     member: str = ""
@@ -259,10 +262,10 @@ class LookupHead(Carried, kw_only=True):
     """A lookup's answer without `chunks`, which the table encodes itself (protocol/forms.py)."""
 
     hit_tokens: int
-    """Length of the longest prefix that can be served, from token 0, skipped tokens included."""
+    """Length of the longest stored prefix, counted from token 0, skipped tokens included."""
     lease: Hex64 | None
     first_chunk: int
-    """Index of the first chunk in `chunks`: those wholly before the skip are neither locked nor returned."""
+    """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
     limited_by: Literal["held_bytes", "pinning"] | None = None
 
 
@@ -273,11 +276,11 @@ class LookupAnswer(LookupHead, kw_only=True):
 class ReleaseLease(Body, kw_only=True):
     session: str
     ranks: list[Rank]
-    """The reader ranks that say done. Repeating it is harmless."""
+    """The reader ranks that are done. Repeating it is harmless."""
 
 
 class CancelLease(Body, kw_only=True):
-    """By the member that asked, when no rank was or will be handed the plan."""
+    """Sent by the member that asked for the lease, if no rank was or will be handed the plan."""
 
     session: str
     member: Name
@@ -288,7 +291,7 @@ class ReleaseAnswer(Answer, kw_only=True):
 
 
 class ReleaseMany(Carrier, kw_only=True):
-    """Releases with no call to carry them."""
+    """Releases on their own, without another call that carries them."""
 
     session: str
 
@@ -306,13 +309,13 @@ class Reserve(Carrier, kw_only=True):
     store: Name
     """Client-chosen id: repeating the call with the same body gives the same answer."""
     parent: Key | None = None
-    """Key before keys[0]; None when keys[0] starts the sequence."""
+    """The key before keys[0]; None if keys[0] starts the sequence."""
     keys: Keys | None = None
     tokens: Tokens | None = None
     groups: list[int] | None = None
-    """Indices of the groups whose bytes this store has, for every chunk; None: all."""
+    """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
-    """Vanishes with its last reader unless a second request hits it."""
+    """The chunks vanish with their last reader unless a second request hits them."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 
@@ -334,11 +337,11 @@ class ReserveHead(Carried, kw_only=True):
     """A reservation's answer without `chunks`, as LookupHead."""
 
     reservation: Hex64 | None
-    """None when nothing was granted."""
+    """None if nothing was granted."""
     deadline_s: float
     present: list[int]
     busy: list[int]
-    """Being written by someone else now."""
+    """Chunks that another reservation is writing now."""
     limited_by: Literal["held_bytes", "no_space", "pinning"] | None = None
 
 
@@ -366,19 +369,19 @@ class Commit(Carrier, kw_only=True):
 
 class CommitAnswer(Carried, kw_only=True):
     ready: int
-    """Chunks of this reservation that are published by now."""
+    """How many chunks of this reservation are published by now."""
     remaining: list[int]
 
 
 class Abort(Body, kw_only=True):
     session: str
     ranks: list[Rank] | None = None
-    """The ranks that say done; None: all, by the member that asked (nothing was handed out)."""
+    """The ranks that are done; None: all of them, sent by the member that asked (no rank was handed the plan)."""
     member: str = ""
 
 
 class ReportMismatch(Body, kw_only=True):
-    """A loaded part did not hash to what the lease promised: the chunk is taken out of use."""
+    """A loaded part does not have the checksum that the lease names: the chunk is taken out of use."""
 
     session: str
     lease: Hex64

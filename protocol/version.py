@@ -1,4 +1,4 @@
-"""The version of the HTTP API, and how the two sides agree on it.
+"""The version of the HTTP API, and how client and server agree on it.
 
 The server names its version on every answer. A request may name the version it was written for; one the
 server does not speak is refused before anything is done. A request that names none gets the server's own.

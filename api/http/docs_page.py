@@ -1,7 +1,7 @@
-"""/docs: the OpenAPI document as one plain HTML page. No script, nothing fetched from elsewhere.
+"""/docs: the OpenAPI document as one plain HTML page, without scripts or outside resources.
 
-Every call with its parameters, body and answers; every struct with its fields; every error code with an
-anchor of its own name, which is what a problem's `type` points at.
+It shows every call with its parameters, body and answers, every struct with its fields, and every error code. The
+anchor of an error is its code, and a problem's `type` points to it.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def _content(body: dict[str, Any]) -> str:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type as readers write it, with links to structs. Returns HTML."""
+    """The HTML for a type, with links to structs."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#struct-{name}"><code>{name}</code></a>'
-    for joint in ("anyOf", "oneOf"):
-        if joint in schema:
-            return " or ".join(_kind(item) for item in schema[joint])
+    for choice in ("anyOf", "oneOf"):
+        if choice in schema:
+            return " or ".join(_kind(item) for item in schema[choice])
     if "enum" in schema:
         return " or ".join(f"<code>{escape(repr(item))}</code>" for item in schema["enum"])
     if schema.get("type") == "array":

@@ -1,7 +1,7 @@
-"""One example of every body and answer, as the OpenAPI document shows them, and curl lines made of them.
+"""One example of every body and answer for the OpenAPI document, and curl lines made from them.
 
-The ids below stand for those of a reader's own server: a curl line has shell variables in their place, and
-works once they are set. Bodies leave out what has a default; answers are whole.
+A curl line has shell variables in place of the ids below, and works once they are set. Bodies leave out fields with a
+default; answers have all fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VARIABLES = {
     SESSION: "SESSION", MEMBER: "MEMBER", INSTANCE: "INSTANCE", LEASE: "LEASE", RESERVATION: "RESERVATION",
     str(LOCK_OFFSET): "LOCK_OFFSET", NAMESPACE: "NAMESPACE",
 }
-"""What stands in an example → the shell variable in its place."""
+"""Text of an example → the shell variable that replaces it in curl lines."""
 
 _MANIFEST: dict[str, Any] = {
     "model": "example-model", "kv_dtype": "bfloat16", "layers": 2, "kv_heads": 2, "head_size": 64,
@@ -156,7 +156,7 @@ def by_name() -> dict[str, Any]:
 
 
 def curl(method: str, path: str, body: Any) -> str:
-    """One line for a shell in which VARIABLES are set. `body`: a JSON value, or None."""
+    """One line for a shell in which the VARIABLES are set. `body`: a JSON value, or None."""
     url = BASE_URL + path
     for name in ("session", "lease", "reservation"):
         url = url.replace(f"{{{name}}}", f"${name.upper()}")

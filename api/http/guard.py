@@ -1,8 +1,8 @@
-"""The outermost layer: which host names, versions and query parameters are answered, and what every answer carries.
+"""The outermost layer: checks host name, version and query parameters, and adds headers to every answer.
 
-The pool has no passwords; what protects it from a web page in somebody's browser is that the page
-cannot send JSON across origins (wire.py wants the content type) and cannot make its own host
-name point here (this module wants a known Host). Unix sockets are out of a browser's reach.
+The server has no passwords. It is protected from web pages in a browser because a page cannot send JSON across
+origins (api/http/wire.py requires the content type) and cannot use its own host name for this address (this module
+requires a known Host). Browsers cannot reach Unix sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION_HEADER = VERSION_HEADER.lower().encode()
 
 
 class Guard:
-    """ASGI middleware; counts refusals on the way out and times each call. `routes`: those of the API."""
+    """ASGI middleware; counts refusals and times each call. `routes`: the routes of the API."""
 
     def __init__(self, app: ASGIApp, settings: Settings, meter: Meter, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -84,10 +84,10 @@ class Guard:
             self._check_parameters(scope)
 
     def _check_parameters(self, scope: Scope) -> None:
-        """A parameter that no code reads would be a silent no."""
+        """A parameter that no code reads is refused, not ignored."""
         route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
         if route is None:
-            return  # no call of the API: the page, its files, or nothing at all
+            return  # not a call of the API: the page, its files, or an unknown path
         wanted = sorted(parameter.alias for parameter in route.dependant.query_params)
         for name, _ in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
             if name not in wanted:
@@ -95,7 +95,7 @@ class Guard:
 
 
 def allowed_hosts(settings: Settings) -> frozenset[str] | None:
-    """Names to answer for; None: all."""
+    """Host names to serve; None: all."""
     if settings.allowed_hosts:
         names = frozenset(name.strip().lower() for name in settings.allowed_hosts.split(",") if name.strip())
         return None if "*" in names else names

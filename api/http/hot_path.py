@@ -1,8 +1,8 @@
-"""The short way of engine calls: Unix socket to endpoint, past the router and its middlewares.
+"""The short way of engine calls: from the Unix socket to the endpoint, without the router and its middlewares.
 
-Only calls that engines make often, only by POST, only over the Unix socket, which no browser reaches: the guard's
-checks have nothing to guard there. Everything else, and the same calls over TCP, goes through the app. Both ways
-call the same endpoints and refuse with the same problems.
+It takes only the calls that engines make often, only by POST, and only over the Unix socket, which browsers cannot
+reach, so the guard's checks are not needed. Everything else, and the same calls over TCP, go through the app. Both
+ways use the same endpoints and answer with the same problems.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIXED_HEADERS = [(b"cache-control", b"no-store"), (_VERSION_NAME, _VERSION)]
 
 
 class HotPath:
-    """ASGI: answers hot calls itself, passes the rest on."""
+    """ASGI: answers hot calls itself and passes all others to `app`."""
 
     def __init__(self, app: ASGIApp, service: CacheService, meter: Meter, body_limit_bytes: int) -> None:
         self._app, self._service, self._meter, self._body_limit_bytes = app, service, meter, body_limit_bytes

@@ -1,4 +1,4 @@
-"""Binding the two listening sockets: a live server's address is refused, a dead one's is taken over."""
+"""Binds the two listening sockets. A live server's address is refused; a dead server's is taken over."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def bind_unix(path: str) -> Iterator[socket.socket]:
-    """Bound with mode 0600; the file goes away at the end if it is still this one.
+    """Bound with mode 0600; the file is removed at the end if it is still the same one.
 
-    StartupError: socket_in_use when a live server answers there, bad_address when something else is.
+    StartupError: socket_in_use if a live server answers there, bad_address if the file is something else.
     """
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         umask = os.umask(0o177)  # nobody else may connect, not even between bind and a chmod
         try:
             sock.bind(path)
-            sock.listen()  # at once: an address that refuses would look stale to another server
+            sock.listen()  # at once: a socket that refuses connections would look stale to another server
         except OSError as error:
             raise StartupError("bad_address", f"cannot make the socket {path}: {error.strerror}") from error
         finally:

@@ -1,7 +1,7 @@
-"""OpenAPI from the message structs: what a route takes, answers and refuses, stated beside the route.
+"""The OpenAPI document, made from the message structs and from what each route states about itself.
 
 `doc` returns the keyword arguments for a FastAPI route decorator; `openapi_schema` adds the components
-that those arguments refer to. Nothing describes a body twice.
+that those arguments refer to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BODY_ERRORS = ("malformed_json", "too_large", "unsupported_media_type", "invali
 _ANY_ERRORS = ("unsupported_version", "unknown_parameter", "wrong_host")
 _VERSION_PARAMETER = {
     "name": VERSION_HEADER, "in": "header", "required": False,
-    "description": "The version of the API that the request was written for; every answer carries the server's.",
+    "description": "The version of the API that the request was written for; every answer names the server's version.",
     "schema": {"type": "string", "enum": [str(version) for version in SUPPORTED_VERSIONS]},
 }
 
@@ -91,7 +91,7 @@ def wire_structs() -> list[type[msgspec.Struct]]:
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """The app's OpenAPI document, made once and kept on the app."""
+    """The app's OpenAPI document, made once."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, components = msgspec.json.schema_components(wire_structs(), ref_template=_REF)
@@ -105,7 +105,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _annotate(call: dict[str, Any], method: str, path: str, shown: dict[str, Any]) -> None:
-    """Adds to one call its note, the version header, examples and a line for curl."""
+    """Adds the note, the version header, examples and a line for curl to one call."""
     note = NOTES[method, path]
     call["description"] = f"{note.text}\n\nRetry: {note.retry}".lstrip()
     call.setdefault("parameters", []).append(_VERSION_PARAMETER)
@@ -124,5 +124,5 @@ def _annotate(call: dict[str, Any], method: str, path: str, shown: dict[str, Any
 
 
 def _struct_name(content: dict[str, Any]) -> str:
-    """Of a media type; '' for text."""
+    """The struct that a media type refers to; '' for text."""
     return str(content["schema"].get("$ref", "")).rpartition("/")[2]

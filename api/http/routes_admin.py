@@ -1,4 +1,4 @@
-"""What operators call: clear, delete, pin, limits. Each may be repeated at will."""
+"""The routes that operators call: clear, delete, pin, limits. Each may be repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1", tags=["administration"])
 
 
 @router.post("/cache/clear", **doc(
-    "Take all stored chunks out of use, of one namespace or of all", body=a.ClearCache, answer=a.Cleared,
+    "Take all stored chunks of one or all namespaces out of use", body=a.ClearCache, answer=a.Cleared,
     errors=("unknown_namespace",),
 ))
 async def clear(request: Request) -> Response:
@@ -52,7 +52,7 @@ async def configure(request: Request) -> Response:
     return answer(await handlers_of(request).admin.configure(await read_body(request, _PATCH)))
 
 
-@router.get("/namespaces", **doc("Identities that engines have attached with", answer=a.Namespaces,
+@router.get("/namespaces", **doc("Manifests that engines have attached with", answer=a.Namespaces,
                                  errors=("bad_argument",)))
 async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.namespaces(limit, cursor))

@@ -1,4 +1,4 @@
-"""What engines call: sessions, lookups, leases, reservations. Every body may be JSON or MessagePack."""
+"""The routes that engines call: sessions, lookups, leases, reservations. Bodies are JSON or MessagePack."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _GRANT = ("unknown_session", "unknown_grant", "grant_closed", "foreign_grant")
 
 router = APIRouter(prefix="/v1")
 both = partial(doc, packed=True)
-"""For routes whose bodies may be MessagePack."""
+"""For routes whose bodies may also be MessagePack."""
 
 
 async def respond(request: Request, endpoint: Endpoint[Any], id_in_path: str = "") -> Response:
-    """The endpoint's answer, in the form the caller sent or, if it says so, accepts."""
+    """The endpoint's answer, in the form that the caller sent or, if it says so, accepts."""
     handlers, header = handlers_of(request), request.headers.get
     incoming = Incoming(
         header("content-type", ""), header("accept", ""), header("content-length", ""), request.receive
@@ -52,7 +52,7 @@ async def attach(request: Request) -> Response:
 
 
 @router.delete("/sessions/{session}", tags=["sessions"], **doc(
-    "Leave: the member's word on everything it holds",
+    "Detach a member; everything it holds is released",
     errors=("unknown_session", "unknown_member", "ambiguous_member"),
 ))
 async def leave(request: Request, session: str, member: str | None = None) -> Response:
@@ -61,7 +61,7 @@ async def leave(request: Request, session: str, member: str | None = None) -> Re
 
 
 @router.post("/sessions/{session}/heartbeat", tags=["sessions"], **both(
-    "Say that a member lives; hear and answer questions about old grants", body=s.Heartbeat,
+    "Show that a member lives; get and answer questions about old grants", body=s.Heartbeat,
     answer=s.HeartbeatAnswer,
     errors=("unknown_session", "unknown_member", "member_dead", "foreign_grant", "not_the_asker", "not_a_holder"),
 ))
@@ -82,7 +82,7 @@ async def lookup(request: Request) -> Response:
 
 
 @router.post("/leases/{lease}/release", tags=["reading"], **both(
-    "Reader ranks say done", body=s.ReleaseLease, answer=s.ReleaseAnswer, errors=(*_GRANT, "not_a_holder")
+    "Reader ranks are done with a lease", body=s.ReleaseLease, answer=s.ReleaseAnswer, errors=(*_GRANT, "not_a_holder")
 ))
 async def release(request: Request, lease: str) -> Response:
     return await respond(request, endpoints.RELEASE, lease)
@@ -97,11 +97,11 @@ async def release_many(request: Request) -> Response:
 
 
 @router.delete("/leases/{lease}", tags=["reading"], **both(
-    "Cancel a lease whose plan was handed to nobody", body=s.CancelLease,
+    "Cancel a lease whose plan was not handed to any rank", body=s.CancelLease,
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
 ))
 async def cancel(request: Request, lease: str, session: str = "", member: str = "") -> Response:
-    """The asker, in the body or, as some clients send no body with DELETE, in the query."""
+    """The session and member are in the body or, because some clients cannot send one with DELETE, in the query."""
     if session or member:
         body = _from_query(s.CancelLease, {"session": session, "member": member})
     else:
@@ -112,7 +112,7 @@ async def cancel(request: Request, lease: str, session: str = "", member: str = 
 
 
 @router.post("/mismatches", tags=["reading"], **both(
-    "Report chunks that did not hash to what the lease promised", body=s.ReportMismatch, answer=s.MismatchAnswer,
+    "Report chunks whose checksum is not the one in the lease", body=s.ReportMismatch, answer=s.MismatchAnswer,
     errors=(*_GRANT, "bad_argument"),
 ))
 async def mismatch(request: Request) -> Response:
@@ -123,7 +123,7 @@ async def mismatch(request: Request) -> Response:
 
 
 @router.post("/reservations", tags=["writing"], **both(
-    "Slots for the chunks that are missing", body=s.Reserve, answer=s.ReserveAnswer,
+    "Get slots for the chunks that are missing", body=s.Reserve, answer=s.ReserveAnswer,
     errors=(*_ASKER, "id_reused", "grant_closed", "chain_mismatch", "bad_argument", "table_full", "too_many_grants"),
 ))
 async def reserve(request: Request) -> Response:
@@ -131,7 +131,7 @@ async def reserve(request: Request) -> Response:
 
 
 @router.post("/reservations/{reservation}/commit", tags=["writing"], **both(
-    "A rank's parts are complete", body=s.Commit, answer=s.CommitAnswer,
+    "Publish the parts that a rank has written", body=s.Commit, answer=s.CommitAnswer,
     errors=(*_GRANT, "not_a_holder", "not_reserved", "already_committed"),
 ))
 async def commit(request: Request, reservation: str) -> Response:
@@ -139,7 +139,7 @@ async def commit(request: Request, reservation: str) -> Response:
 
 
 @router.post("/reservations/{reservation}/abort", tags=["writing"], **both(
-    "Ranks say done without committing; the reservation closes", body=s.Abort, answer=s.ReleaseAnswer,
+    "Ranks end without committing; the reservation closes", body=s.Abort, answer=s.ReleaseAnswer,
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out", "not_a_holder"),
 ))
 async def abort(request: Request, reservation: str) -> Response:

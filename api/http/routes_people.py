@@ -1,4 +1,4 @@
-"""What people, probes and scrapers read: health, lists, status, history, metrics, the status page and /docs."""
+"""The routes for people, probes and scrapers: health, lists, status, history, metrics, the status page and /docs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_page(app: FastAPI) -> None:
 
 
 class PageFiles(StaticFiles):
-    """Files of the page, by what they are: the folder is a Python package too."""
+    """Files of the page, chosen by suffix: the folder is also a Python package."""
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
         if PurePosixPath(path).suffix not in PAGE_SUFFIXES:
@@ -99,7 +99,7 @@ async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cu
 
 
 @router.get("/v1/leases/{lease}", tags=["reading"], **doc(
-    "One lease or reservation: what it holds, and whom it waits for", answer=LeaseView, errors=("unknown_grant",)
+    "One lease or reservation: what it holds, and for which ranks it waits", answer=LeaseView, errors=("unknown_grant",)
 ))
 async def show_lease(request: Request, lease: str) -> Response:
     return answer(handlers_of(request).reports.lease(lease))
@@ -117,7 +117,7 @@ async def status(request: Request) -> Response:
     return answer(handlers_of(request).reports.status())
 
 
-@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as series", answer=Stats))
+@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as time series", answer=Stats))
 async def stats(request: Request) -> Response:
     return answer(handlers_of(request).reports.stats())
 
@@ -137,7 +137,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def _document(request: Request) -> dict[str, Any]:
-    """Made once, in a thread: it takes some 50 ms."""
+    """Made once, in a thread: it takes about 50 ms."""
     app = request.app
     assert isinstance(app, FastAPI)
     return await asyncio.to_thread(openapi_schema, app)

@@ -1,7 +1,7 @@
-"""Between HTTP and structs: bodies in, answers and problems out. Decides nothing.
+"""Between HTTP and structs: reads bodies, makes answers and problems. Decides nothing.
 
 Invariants: no more than `body_limit_bytes` of a body is ever held; every error leaves as problem
-details; a body is JSON or MessagePack by its content type (a web page's cross-site form can never be one).
+details; a body is JSON or MessagePack by its content type (which a web page's cross-site form cannot send).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SECURITY_HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-"""On every answer. Pages of this server load nothing from elsewhere and are framed by nobody."""
+"""On every answer. Pages of this server load nothing from elsewhere, and no page may embed them in a frame."""
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
@@ -72,7 +72,7 @@ async def read_limited(request: Request) -> bytes | bytearray:
 async def read_all(receive: Receive, declared: str, limit: int) -> bytes | bytearray:
     """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError(too_large).
 
-    Pieces are put together as they arrive: joining megabytes at the end would keep the loop.
+    Pieces are joined as they arrive: joining megabytes at the end would block the loop.
     """
     if declared.isdecimal() and int(declared) > limit:
         raise ApiError("too_large", "the body is longer than body_limit_bytes", found=int(declared), wanted=limit)
@@ -115,7 +115,7 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 
 def refusal(error: ApiError | TableError, path: str) -> Problem:
-    """What a call that was refused answers."""
+    """The answer of a call that was refused."""
     if isinstance(error, ApiError):
         return problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=path)
     code = error.code if error.code in CODES else "internal"
@@ -130,7 +130,7 @@ async def on_refusal(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Refusals of the router itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_argument")
     wanted = (error.headers or {}).get("Allow")
@@ -139,7 +139,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_bad_parameters(request: Request, error: Exception) -> Response:
-    """Path and query parameters, which FastAPI checks."""
+    """Refusals of FastAPI, which checks path and query parameters."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"])
@@ -148,6 +148,6 @@ async def on_bad_parameters(request: Request, error: Exception) -> Response:
 
 
 async def on_failure(request: Request, error: Exception) -> Response:
-    """The server's own fault. The traceback goes to the log (uvicorn writes it), never to the client."""
+    """Failures of the server itself. uvicorn writes the traceback to the log; the client never gets it."""
     problem = problem_of("internal", "unexpected failure; see the server's log", path=request.url.path)
-    return problem_response(problem, SECURITY_HEADERS)  # made outside of Guard, which adds them elsewhere
+    return problem_response(problem, SECURITY_HEADERS)  # made outside of Guard, which adds them to all other answers

@@ -1,9 +1,9 @@
-"""Taking over the pool that a dead server left: which one, whether it is whole, and as what.
+"""Taking over the pool that a dead server left.
 
-A pool belongs to the address it was served at. The next server there adopts it, as a whole or not at all; a server
+A pool belongs to the address where it was served. The next server there adopts it, completely or not at all; a server
 at another address leaves it alone for ORPHAN_S after its server's death, and removes it then.
-Invariants: nothing of a pool is changed before all of it has been judged; the pool's lock is held from before the
-first look. Only here are words of the table that an earlier server wrote believed, and only after its checks.
+Invariants: nothing of a pool is changed before all of it has been checked; the pool's lock is held before anything is
+read. Only here is table data of an earlier server used, and only after it has passed its checks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Adopted(NamedTuple):
     segments: SegmentPool
     table: Table
     found: dict[str, int]
-    """What the table counted: see Table.adopt."""
+    """What the table found in it: see Table.adopt."""
     retiring: list[int]
     """Ids of the segments that were being drained."""
     retired: list[int]
-    """Ids of those that are gone: members that were away may still map them."""
+    """Ids of removed segments: members that have not come back yet may still map them."""
     undo: ExitStack
 
 
@@ -44,18 +44,18 @@ def address_of(settings: Settings) -> str:
 
 
 def left_at(address: str) -> list[int]:
-    """Pools that may be adopted by the server at `address`: the last to die first."""
+    """Pools that the server at `address` may adopt; the one whose server died last comes first."""
     return [left.pool_id for left in left_pools() if left.address == address]
 
 
 def is_strangers(left: LeftPool, address: str) -> bool:
-    """Whether the server at `address` must leave this pool to another's successor."""
+    """Whether the pool still waits for the next server at another address than `address`."""
     waits = left.address and left.idle_s < ORPHAN_S and Path(left.address).parent.is_dir()
     return bool(waits) and left.address != address
 
 
 def adopt_pool(settings: Settings, pool_id: int) -> Adopted:
-    """Raises AdoptionError; then the pool is as it was, and nobody's."""
+    """Raises AdoptionError; then the pool is unchanged, and no server holds it."""
     with ExitStack() as undo:
         try:
             lock = PoolLock.adopt(pool_id)

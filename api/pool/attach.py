@@ -1,4 +1,4 @@
-"""Attaching a member: manifest → namespace → session → member, checked whole before anything is made."""
+"""Attaching a member: manifest → namespace → session → member. Everything is checked before anything is made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
 
 
 def _canonical(manifest: Manifest) -> Manifest:
-    """One spelling, so one namespace: a group that says the manifest's block size says nothing."""
+    """One form of each manifest, and so one namespace: a group with the manifest's block size leaves it out."""
     groups = tuple(
         msgspec.structs.replace(group, block_tokens=msgspec.UNSET)
         if group.block_tokens == manifest.block_tokens else group

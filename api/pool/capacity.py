@@ -1,7 +1,7 @@
-"""How much shared memory this process may still allocate, by every limit that would end badly.
+"""How much shared memory this process may still allocate.
 
-A shared-memory object larger than the file system under it fails in the middle of a store; one larger
-than the control group allows gets a process killed. Both are found out before anything is made.
+A shared-memory object larger than its file system would fail in the middle of a store; one larger than the control
+group allows would get a process killed. Both are checked before anything is made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Capacity:
             raise PoolTooSmall(f"free memory in {where} (bytes)", found=available, wanted=size_bytes)
 
     def _memory_groups(self) -> Iterator[tuple[Path, str, str]]:
-        """This process's control group and all above it: a limit anywhere on the path counts."""
+        """This process's control group and its ancestors: each of them may have a limit."""
         try:
             lines = self.proc_cgroup.read_text().splitlines()
         except OSError:
@@ -58,8 +58,8 @@ class Capacity:
 
 
 def _walk(root: Path, path: str, limit_name: str, usage_name: str) -> Iterator[tuple[Path, str, str]]:
-    # A container may see its own group mounted at the root while `path` names it as the host does:
-    # folders that are not there are passed over.
+    # A container may see its own group mounted at the root while `path` is the host's name for it: skip folders
+    # that do not exist.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
         folder = root.joinpath(*parts[:depth])

@@ -1,7 +1,8 @@
-"""Asking the server at a socket to make room: `kvdock serve --takeover`, a rolling upgrade that keeps the pool.
+"""Asking the server at a socket to end and leave its pool: `kvdock serve --takeover`, a rolling upgrade.
 
-The kernel says who listens at the socket; that process gets HAND_OVER, ends what it must and leaves its pool. One
-that does not know the signal dies of it, which leaves the pool too. Either way the asker adopts it (adopt.py).
+The kernel names the process that listens at the socket. It gets the signal HAND_OVER, finishes its reservations and
+leaves its pool. A server that does not know the signal dies of it, which leaves the pool too. The new server then
+adopts the pool (api/pool/adopt.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CONNECT_S: Final = 1.0
 def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
     """Returns once the server that listened there has ended: its process id; 0 when none listened.
 
-    StartupError(socket_in_use): it is of another user or another pid namespace, or did not end within `patience_s`.
+    StartupError(socket_in_use): it belongs to another user or pid namespace, or did not end within `patience_s`.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(CONNECT_S)
@@ -51,7 +52,7 @@ def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
 def _end(process: int, pid: int, connection: socket.socket, patience_s: float) -> None:
     connection.setblocking(False)
     try:
-        # While our connection is open its server lives, so the descriptor is that server's and no later process's.
+        # While our connection is open its server lives, so the descriptor names that server and no later process.
         if connection.recv(1) == b"":
             return
     except BlockingIOError:

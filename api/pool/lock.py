@@ -1,4 +1,4 @@
-"""The server's hold on its pool, and the pools that dead servers left. shm/locks.py says what the lock file means."""
+"""The server's lock on its pool, and the pools that dead servers left. shm/locks.py explains the lock file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvdock.shm.locks import LOCK_FILE_BYTES, SERVER_OFFSET
 
 
 class PoolLock:
-    """The server's hold on its pool. `fd` is its own descriptor of the lock file, `inode` its identity.
+    """The server's lock on its pool. `fd` is its own descriptor of the lock file, `inode` identifies the file.
 
-    The hold ends with close(), or with the address space.
+    The lock ends with close(), or with the process.
     """
 
     def __init__(self, path: Path, fd: int, lock: MemberLock) -> None:
@@ -52,7 +52,7 @@ class PoolLock:
 
     @classmethod
     def adopt(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
-        """Takes over a dead server's pool. PoolInUse while it lives, PoolGone when there is nothing left."""
+        """Takes over a dead server's pool. PoolInUse while that server lives, PoolGone when nothing is left."""
         path = shm.lock_path(pool_id, shm_dir)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ class PoolLock:
         return lock_holder_alive(self.fd, offset)
 
     def touch(self) -> None:
-        """Says that the server lives, to those who will one day ask since when it does not."""
+        """Records now as the time when the server was last alive."""
         os.utime(self.fd)
 
     def close(self, *, unlink: bool) -> None:
@@ -106,11 +106,11 @@ class LeftPool(NamedTuple):
     pool_id: int
     address: str
     idle_s: float
-    """How long ago, by the wall clock, its server last said that it lives."""
+    """Time since its server last called `touch`, by the wall clock."""
 
 
 def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
-    """The dead servers' pools that have a lock file and that this process may open; the last to die first."""
+    """Dead servers' pools with a lock file that this process may open; the one whose server died last comes first."""
     found = []
     for pool_id in shm.pool_objects(shm_dir):
         try:
@@ -123,7 +123,7 @@ def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
 
 
 def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
-    """Whether its server lives, and what its lock file says."""
+    """Whether its server is alive, and what the lock file says about the pool."""
     fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
     try:
         address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
@@ -136,12 +136,11 @@ def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
 def remove_stale(
     shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False
 ) -> list[str]:
-    """Unlinks what dead servers left; returns the names. Live pools stay whole, and those that `spare` chooses.
+    """Removes what dead servers left and returns the names. Live pools stay, and so do those that `spare` chooses.
 
-    A server may die at any moment, so each pool is judged by itself, and once more when its lock is held; the lock
-    of a pool that stays is not touched, for its next server may be looking at it. Engines that still map an
-    unlinked object keep their memory until they unmap it. Pools of other users, which this process may not open,
-    stay too.
+    A server may die at any moment, so each pool is checked by itself, and once more when its lock is held. The lock of
+    a pool that stays is not taken, because its next server may be trying to take it. Engines that still map a removed
+    object keep their memory until they unmap it. Pools of other users, which this process may not open, stay too.
     """
     removed: list[str] = []
     for pool_id, names in shm.pool_objects(shm_dir).items():
@@ -150,12 +149,12 @@ def remove_stale(
             alive, left = _look(pool_id, shm_dir)
             if alive or spare(left):
                 continue
-            lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing: nobody can adopt meanwhile
+            lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing, so that nobody adopts it
             if spare(_look(pool_id, shm_dir)[1]):
                 lock.close()
                 continue
         except FileNotFoundError:
-            lock = None  # a removal that was cut short, or one that has just ended
+            lock = None  # a removal was cut short, or has just ended
         except (BlockingIOError, PermissionError):
             continue
         for name in sorted(names, key=lambda name: name == path.name):  # the lock file last

@@ -1,10 +1,10 @@
-"""The pool as one thing: lock file, table region, segments and the table over them.
+"""The pool: lock file, table region, segments, and the table over them.
 
-Ownership: made by `open_pool` in that order, undone by `close` in the reverse one; when opening fails
+Ownership: `open_pool` makes them in that order and `close` removes them in reverse; if opening fails
 half-way nothing is left behind. The table and all methods are used from the event loop; only the
-making and removing of a segment (a fraction of a second per GiB) runs in a thread.
-Invariants: the table knows a segment only once all of its memory is allocated, and a segment's memory
-goes only after the table has forgotten it; growth and resizing never overlap.
+creation and removal of a segment (a fraction of a second per GiB) run in a thread.
+Invariants: the table knows a segment only once all of its memory is allocated, and a segment is removed
+only after the table has forgotten it; growth and changes of the limits never overlap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvdock._core import SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
+from kvdock._core import KEY_BYTES, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
 from kvdock.api.errors import AdoptionError, StartupError
 from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.limits import changed_limits, limits_of
@@ -28,16 +28,15 @@ from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull, PoolTooSmall
 from kvdock.shm.segment import SegmentInfo
 
-KEY_BYTES = 32
 FIRST_SEGMENT_BYTES = 256 << 20
-"""Allocating a whole GiB takes 0.25 s, and nobody is served before the first segment is there."""
+"""Allocating a whole GiB takes 0.25 s, and engines can attach only once the first segment is allocated."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
 
 
 class Pool:
-    """`table` may be called directly; what concerns memory goes through here."""
+    """`table` may be called directly, but segments are added and removed only here."""
 
     def __init__(
         self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, undo: ExitStack,
@@ -47,13 +46,13 @@ class Pool:
         self.pool_id = segments.pool_id
         self.incarnation = table.incarnation
         self.clock_ms = adopted.found["clock_ms"] if adopted else 0
-        """Where the server clock goes on from."""
+        """Where the server clock continues."""
         self.limits = limits_of(settings)
         """In effect now; `change_limits` replaces them."""
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
-        """Why the last attempt to grow failed; '' while it may grow, and after the next that succeeds."""
+        """Why the last attempt to grow failed; '' if it succeeded."""
         self.retired: list[int] = []
         """Ids of removed segments, in that order."""
         self.unheard: dict[int, int] = {
@@ -93,11 +92,11 @@ class Pool:
         return self._lock.member_alive(offset)
 
     def say_alive(self) -> None:
-        """For those who will one day find the pool without a server."""
+        """Records the time in the lock file, so that later servers know when this one died."""
         self._lock.touch()
 
     def missing(self) -> list[str]:
-        """Names of its objects that somebody removed: engines that start now cannot attach."""
+        """Names of objects of the pool that somebody removed: engines that start now cannot attach."""
         names = [*(info.name for info in self._added), self._lock.path.name]
         return [name for name in names if not (shm.SHM_DIR / name.removeprefix("/")).exists()]
 
@@ -135,7 +134,7 @@ class Pool:
 
     @property
     def segment_infos(self) -> Sequence[SegmentInfo]:
-        """In rising order of their ids, those that are being drained included."""
+        """In rising order of their ids, including those that are being drained."""
         return self._added
 
     def segments(self, infos: Sequence[SegmentInfo] | None = None) -> list[Segment]:
@@ -158,11 +157,11 @@ class Pool:
         for start in range(0, len(keys), KEY_BYTES):
             missing += self.table.state_of(space, keys[start : start + KEY_BYTES]) == "absent"
             if start % (512 * KEY_BYTES) == 0:
-                await asyncio.sleep(0)  # some 0.5 ms each
+                await asyncio.sleep(0)  # about 0.5 ms each
         await self.grow_until(missing * chunk_bytes)
 
     async def grow_until(self, free_bytes: int) -> None:
-        """Adds segments until so much is free or the pool may not grow. Concurrent calls share the work."""
+        """Adds segments until `free_bytes` are free or the pool may not grow. Concurrent calls share the work."""
         async with self._growing:
             while self.table.free_bytes() < free_bytes and self.can_grow():
                 await self._grow()
@@ -184,7 +183,7 @@ class Pool:
                     raise StartupError("pool_too_small", self.growth_error)
 
     async def _grow(self) -> None:
-        """One more segment; after a refusal none is tried for a while, and a longer one each time."""
+        """One more segment. After a failure the next attempt waits, and longer after each further failure."""
         try:
             info = await asyncio.to_thread(self._segments.grow)
             try:
@@ -230,7 +229,7 @@ class Pool:
             self._limit_table()
 
     async def drain(self) -> None:
-        """Takes what nobody holds out of retiring segments, and removes those that are empty; in slices."""
+        """Evicts what nobody holds from retiring segments, in slices, and removes segments that are empty."""
         for segment in tuple(self._retiring):
             before = -1
             in_use = self.table.retire_segment(segment, RETIRE_SLICE_CHUNKS)
@@ -242,7 +241,7 @@ class Pool:
                     await self._remove(segment)
 
     async def _remove(self, segment: int) -> None:
-        """From here on nobody is told of it, and its id is told to all who were."""
+        """From here on it is not listed, and heartbeat answers name it as retired."""
         self.table.remove_segment(segment)
         self._added = [info for info in self._added if info.id != segment]
         self._retiring.remove(segment)
@@ -252,7 +251,7 @@ class Pool:
         log.info("segment %d removed: %d bytes are allocated", segment, self.allocated_bytes)
 
     def _choose_retiring(self) -> None:
-        """The segments with the fewest bytes in use, until the others fit; what is retiring stays so."""
+        """Adds the segments with the fewest bytes in use to those that retire, until the others fit the limit."""
         staying = [info for info in self._added if info.id not in self._retiring]
         excess_bytes = sum(info.bytes for info in staying) - self.limit_bytes
         for info in sorted(staying, key=lambda info: (self.table.segment_used_bytes(info.id), -info.id)):
@@ -262,7 +261,7 @@ class Pool:
             excess_bytes -= info.bytes
 
     def _limit_table(self) -> None:
-        """The table's caps are shares of its limit, which is never below what it has."""
+        """The table's caps are shares of its limit, which is never below what is allocated."""
         self.table.set_limits(
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
             session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,
@@ -272,8 +271,8 @@ class Pool:
 def open_pool(
     settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic
 ) -> Pool:
-    """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says; what else dead
-    servers left is removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow.
+    """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says. Other pools that
+    dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow.
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
@@ -288,7 +287,7 @@ def open_pool(
 
 
 def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
-    """None: there is nothing to adopt, or it is not wanted. A refusal is loud, and final for that pool."""
+    """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"adopt=require: no server has left a pool at {address_of(settings)}")
@@ -307,17 +306,17 @@ def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
 
 def _clear_up(address: str) -> None:
     for name in remove_stale(spare=lambda left: is_strangers(left, address)):
-        if name.endswith(".lock"):  # each pool has one, and it goes last
+        if name.endswith(".lock"):  # each pool has one, which is removed last
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
 
 
 def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float]) -> Pool:
-    pool_id, incarnation = randbits(64), randbits(22) + 1  # adopting servers count on
+    pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool count on from it
     with ExitStack() as undo:
         try:
             lock = PoolLock.create(pool_id, address=address_of(settings))
             undo.callback(lock.close, unlink=True)
-            region = _make_region(settings, pool_id, undo)  # first: the pool must fit into what the table leaves
+            region = _make_region(settings, pool_id, undo)  # first: the segments must fit into what the table leaves
             segments = SegmentPool(
                 pool_id,
                 limit_bytes=settings.pool_bytes,

@@ -1,8 +1,8 @@
-"""Who is attached, in the words of the wire: names, labels and manifests beside the table's numbers.
+"""Who is attached, by the ids of the API: names, labels and manifests that belong to the table's numbers.
 
-Ownership: the table decides who exists; this keeps the strings that the table stores only as digests.
-Invariants: a session here has a table id of this server's life; a session that the table has closed is
-dropped by `prune`. Used from the event loop only.
+Ownership: the table decides which sessions exist; this module keeps the strings that the table stores only as digests.
+Invariants: each session here was attached to this server; `prune` drops those that the table has closed. Used from the
+event loop only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvdock.protocol.schemas import Manifest, Member
 
 
 def digest16(text: str) -> bytes:
-    """The table's 16-byte id of a client-chosen string."""
+    """The table's 16-byte id for a string that a client chose."""
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvdock id").digest()
 
 
@@ -45,9 +45,9 @@ class MemberRecord:
     scheduler: bool
     lock_offset: int
     retired_before: int = 0
-    """Segments the pool had removed when the member attached: it never mapped them."""
+    """How many segments had been removed when the member attached: it never mapped those."""
     dead: bool = False
-    """Its lock was seen free. It never comes back: a new process is a new member."""
+    """Its lock was found free. It never comes back: a new process is a new member."""
 
     def same_as(self, member: Member) -> bool:
         return (self.ranks, self.scheduler, self.lock_offset) == (
@@ -63,7 +63,7 @@ class SessionRecord:
     label: str
     namespace: NamespaceRecord
     number: int
-    """Rises from session to session: the order in which they are listed."""
+    """Rises from session to session, and orders their list."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -79,7 +79,7 @@ class Registry:
     """Sessions by wire id, instance and table id; namespaces by digest."""
 
     def __init__(self, pool: int) -> None:
-        """`pool`: a number that servers which adopt the pool share, and those of other pools do not."""
+        """`pool`: a number that all servers of this pool share, and servers of other pools do not."""
         self._prefix = f"{pool:06x}"
         self._by_id: dict[str, SessionRecord] = {}
         self._by_instance: dict[str, SessionRecord] = {}
@@ -117,8 +117,8 @@ class Registry:
         return self._namespaces.setdefault(digest, NamespaceRecord(table_id, digest, manifest))
 
     def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
-        """The wire id carries the pool's number, so an id of another pool is never found here; the table never
-        uses one of its own twice, so one that outlives its server means the same session to the next."""
+        """The session's id contains the pool's number, so an id of another pool is never found here. The table never
+        uses an id twice, so an id that outlives its server names the same session in the next one."""
         self._opened += 1
         record = SessionRecord(f"{self._prefix}-{table_id}", table_id, instance, label, namespace, self._opened)
         self._by_id[record.id] = self._by_instance[instance] = self._by_table_id[table_id] = record
@@ -142,7 +142,7 @@ class Registry:
 
 
 class Names:
-    """The strings behind the digests of recent requests and stores, for people; bounded."""
+    """The names of recent requests and stores, by their digests, for people to read. Bounded."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep

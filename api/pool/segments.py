@@ -1,9 +1,9 @@
-"""The segments of a pool, as their owner has them: created, grown, populated, retired.
+"""The server's segments: created, prefaulted, retired.
 
-SegmentPool grows one POSIX object at a time up to a byte limit. A segment is at most 1 GiB:
-it is one pin piece, and no slot crosses it. Before a segment is handed out, every byte of it is
+SegmentPool adds one POSIX shared-memory object at a time, up to a byte limit. A segment is at most 1 GiB: engines
+register it as one piece, and no slot crosses it. Before a segment is handed out, every byte of it is
 allocated and its header is written; mapping its pages into the server (prefault) follows in the
-background, so that the server's control group pays for them.
+background, so that they are charged to the server's control group.
 
 Thread safety: all methods may be called from any thread.
 Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never reused; when
@@ -30,7 +30,7 @@ PREFAULT_PIECE_BYTES: Final = 16 << 20
 
 
 class _Prefault:
-    """Background population of one mapping, piece by piece; the threads end when the pieces do."""
+    """Maps the pages of one mapping in background threads, piece by piece."""
 
     def __init__(self, mapping: _core.Mapping, threads: int, name: str) -> None:
         self._mapping = mapping

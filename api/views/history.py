@@ -1,7 +1,6 @@
-"""What people read: totals, the last requests, and one sample a second. All of it bounded.
+"""Totals, recent requests and time series for people to read. All of it is bounded.
 
-Counters only rise. The page draws series it has never heard of: a series is a row of SERIES, and
-nothing else knows its name.
+Counters only rise. A series is a row of SERIES; the status page draws all rows and knows none by name.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Counters(msgspec.Struct):
     unpinned_lookups: int = 0
     unpinned_chunks: int = 0
     unpinned_tokens: int = 0
-    """What hits lost because a rank of the session had not pinned where it lies."""
+    """Tokens that hits lost because a rank of the session had not registered their segment."""
     loaded_chunks: int = 0
     loaded_bytes: int = 0
-    """Of chunks in leases handed out; a lookup whose lease is cancelled counts no less."""
+    """Bytes of the chunks in leases, including leases that were cancelled."""
     reservations: int = 0
     short_reservations: int = 0
     unpinned_reservations: int = 0
@@ -47,7 +46,7 @@ class Counters(msgspec.Struct):
 
 
 TABLE_COUNTERS = ("stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "mismatches")
-"""Counted by the table: what happens inside it is seen only there."""
+"""Counted by the table."""
 
 
 class Sample(NamedTuple):
@@ -60,7 +59,7 @@ class Sample(NamedTuple):
 
 Unit = Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
 Compute = Callable[[Sample, Sample], float | None]
-"""(previous sample, this one) → value; None: nothing happened that could be measured."""
+"""(previous sample, this one) → value; None: there was nothing to measure."""
 
 
 class SeriesSpec(NamedTuple):
@@ -130,19 +129,19 @@ class History:
 
 
 class RecentRequests:
-    """The last calls that asked for chunks or stored them, newest first."""
+    """The most recent lookups and stores, newest first."""
 
     def __init__(self, keep: int) -> None:
         self._ring: deque[RequestView] = deque(maxlen=keep)
         self._count = 0
-        """Of all that were added: the newest has this number, and numbers are the cursors of its pages."""
+        """How many were added: the newest has this number, and numbers are the cursors of pages."""
 
     def add(self, request: RequestView) -> None:
         self._count += 1
         self._ring.appendleft(request)
 
     def view(self, limit: int, cursor: int) -> tuple[list[RequestView], str | None]:
-        """From request number `cursor` (0: the newest) back in time, and the cursor of those before."""
+        """From request number `cursor` (0: the newest) backwards, and the cursor of the next page."""
         start = max(0, self._count - cursor) if cursor else 0
         end = start + limit
         following = str(self._count - end) if end < len(self._ring) else None

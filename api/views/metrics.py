@@ -1,4 +1,4 @@
-"""Prometheus text over the service's own counters: read when scraped, kept nowhere twice."""
+"""Metrics as Prometheus text, computed from the server's state when they are scraped."""
 
 from __future__ import annotations
 

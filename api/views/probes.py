@@ -1,4 +1,4 @@
-"""Answers to probes: is the process alive, has it started, can slots be given out; and if not, why not.
+"""The answers to probes: is the process alive, has it started, can slots be given out; and if not, why.
 
 Reads only. Every reason is a sentence that docs/runbook.md explains.
 """

@@ -1,7 +1,7 @@
-"""Whether the server is alive inside: the event loop turns, and the keeper makes its rounds.
+"""Whether the server works: the event loop turns, and the keeper makes its rounds.
 
-`watch` runs as a task beside the keeper. It asks to be woken every tenth of a second; how much later it
-is woken is how long the loop was kept by something else, which is what a call would have waited.
+`watch` is a task of its own. It asks to be woken every tenth of a second. The delay beyond that is how long something
+else occupied the loop, and so how long a call would have waited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pulse:
         self._worst_before_s = 0.0
 
     def made_round(self) -> None:
-        """The keeper has done its work once more."""
+        """Called by the keeper after each round."""
         self._round_ns = self._now_ns()
 
     @property
@@ -33,7 +33,7 @@ class Pulse:
 
     @property
     def worst_lag_s(self) -> float:
-        """The longest the loop was kept within the last ten to twenty seconds."""
+        """The longest time that the loop was occupied, within the last ten to twenty seconds."""
         return max(self._worst_s, self._worst_before_s)
 
     async def watch(self) -> None:

@@ -1,6 +1,6 @@
-"""Counts what calls did, once each: a repeated lookup or store adds nothing.
+"""Counts what lookups and stores did: a repeated call adds nothing.
 
-It remembers recent requests and grants, bounded; forgetting one can only count it twice.
+It remembers a bounded number of requests and grants. A repeat of a forgotten one is counted again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tally:
         self._table = table
         self._wall_s = wall_s
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
-        """(session, request, epoch) → chunks already counted as loaded."""
+        """(session, request, epoch) → number of chunks already counted as loaded."""
         self._stores: Recent[int, None] = Recent(keep)
 
     def totals(self) -> Counters:
@@ -81,7 +81,7 @@ class Tally:
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
-        # Each reader of a part that all writers share (MLA) fetches it once more.
+        # If all readers share one writer's parts (MLA), each of them fetches them.
         fetches = max(1, body.readers // manifest.writers)
         loaded_bytes = fetches * found.bytes_from(before)
         counters.loaded_chunks += max(0, chunks - before)

@@ -1,4 +1,4 @@
-"""How long calls take, per route: a histogram that costs a bisection and two additions a call.
+"""How long calls take, per route: a histogram that costs one bisection and two additions per call.
 
 Invariant: the counts of a route's buckets sum to its calls.
 """
@@ -17,7 +17,7 @@ BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 class RouteTimes(NamedTuple):
     method: str
     route: str
-    """The path's template; "" for calls that met no route."""
+    """The path's template; "" for calls that matched no route."""
     cumulative: list[tuple[str, int]]
     """(upper bound in seconds, calls that took no longer), the last bound being +Inf."""
     total_s: float

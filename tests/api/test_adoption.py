@@ -21,7 +21,7 @@ from kvdock.protocol.errors import ApiError
 from kvdock.shm import objects as shm
 
 VERSION_AT = 8
-"""Of the table's version in its region: it never moves."""
+"""Offset of the table's version in its region: it never moves."""
 LENGTHS = [100, 190, 280]
 
 

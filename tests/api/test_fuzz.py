@@ -28,7 +28,7 @@ from kvdock.client.client import Client
 
 SEED = int(os.environ.pop("KVDOCK_FUZZ_SEED", "20261121")) or random.SystemRandom().getrandbits(32)
 EXAMPLES = 15
-"""Of each call, valid and broken each."""
+"""How many valid and how many broken examples of each call."""
 _numbers = itertools.count()
 HELD = (schemathesis.checks.not_a_server_error, checks.response_schema_conformance,
         checks.content_type_conformance, checks.status_code_conformance)

@@ -31,7 +31,7 @@ from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Group, Lookup, Manifest
 
 TURN_MS = 15.0
-"""Of a call; decoding a million tokens in one go takes some 60 ms, hashing them 25 ms."""
+"""The longest turn of a call. Decoding a million tokens at once takes about 60 ms, hashing them 25 ms."""
 TOKENS = [random.Random(7).randrange(150_000) for _ in range(1 << 12)] * 256
 DECODER = msgspec.json.Decoder(Lookup)
 
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(work: Callable[[], Coroutine[Any, Any, Any]]) -> Turns:
-    """Of a loop on which `work` runs: how often others had their turn, and the processor time of the longest."""
+    """How often other tasks had a turn while `work` ran, and the processor time of its longest turn."""
     worst_s, count = 0.0, 0
 
     async def story() -> None:

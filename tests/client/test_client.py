@@ -205,7 +205,7 @@ def test_a_lookup_of_512_chunks_is_answered_within_20_ms(client: Client) -> None
 
 
 def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
-    """The client sends nothing that schemas.py does not have."""
+    """The client sends no body that protocol/schemas.py does not define."""
     import inspect
 
     bodies = {

@@ -32,6 +32,18 @@ ROOMS = {
     "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
+    "api/pool": Room(
+        may=("_core", "shm", "protocol", "api.pool", "api.settings", "api.errors"), never=("fastapi", "starlette")
+    ),
+    "api/views": Room(
+        may=("_core", "protocol", "api.pool", "api.views", "api.clock", "api.convert", "api.settings"),
+        never=("fastapi", "starlette"),
+    ),
+    "api/http": Room(
+        may=("_core", "protocol", "api.http", "api.pool", "api.views", "api.admin", "api.convert", "api.errors",
+             "api.service", "api.settings", "api.tokens"),
+        never=("torch", "numpy"),
+    ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),
     "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
     "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web")),

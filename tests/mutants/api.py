@@ -14,8 +14,8 @@ MUTANTS = (
     ),
     Mutant(
         "P10", "a repeated reservation is a second one", "api/service.py",
-        "        store = self.names.digest(body.store)\n",
-        "        store = self.names.digest(body.store + str(self._perf_ns()))\n",
+        "        store = self._names.digest(body.store)\n",
+        "        store = self._names.digest(body.store + str(self._tally.now_ns()))\n",
         ("tests/api/test_writing.py",), "test_a_repeated_reservation_is_the_same_one",
     ),
     Mutant(
@@ -30,15 +30,13 @@ MUTANTS = (
     ),
     Mutant(
         "P13a", "a server that drains grants leases", "api/service.py",
-        "check_grants(self.table, session, request, self.limits.session_grants, draining=self.draining)",
-        "check_grants(self.table, session, request, self.limits.session_grants)",
+        "self._check_grants(session, request)", "self._drain.begun or self._check_grants(session, request)",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
     Mutant(
         "P13b", "a server that drains grants reservations", "api/service.py",
-        "check_grants(self.table, session, store, self.limits.session_grants, draining=self.draining)",
-        "check_grants(self.table, session, store, self.limits.session_grants)",
+        "self._check_grants(session, store)", "self._drain.begun or self._check_grants(session, store)",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
@@ -65,9 +63,9 @@ MUTANTS = (
         ("tests/api/test_errors.py", "-k", "problem_with_its_code"), "test_a_refused_call_is_a_problem_with_its_code",
     ),
     Mutant(
-        "P25", "members of an adopted pool that never came back never die", "api/pool/keeper.py",
-        "            if not pool.lock_held(lock_offset):\n",
-        "            if not lock_offset and not pool.lock_held(lock_offset):\n",
+        "P25", "members of an adopted pool that never came back never die", "api/keeper.py",
+        "            if not self._pool.lock_held(lock_offset):\n",
+        "            if not lock_offset and not self._pool.lock_held(lock_offset):\n",
         ("tests/api/test_adoption.py", "-k", "dead_held"),
         "test_what_the_dead_held_is_freed_and_what_the_living_hold_is_not",
     ),

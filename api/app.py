@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +13,6 @@ from kvdock._core import TableError
 from kvdock.api.build import Parts
 from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.http.guard import Guard
-from kvdock.api.http.openapi import openapi_schema
 from kvdock.api.settings import Settings
 from kvdock.api.views.reports import VERSION
 from kvdock.protocol.errors import ApiError
@@ -27,21 +25,9 @@ DESCRIPTION = (
 )
 
 
-@asynccontextmanager
-async def no_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
-
-
-class KvdockApp(FastAPI):
-    """FastAPI with the OpenAPI document made from the message structs."""
-
-    def openapi(self) -> dict[str, Any]:
-        return openapi_schema(self)
-
-
-def create_app(settings: Settings, parts: Parts, lifespan: Lifespan = no_lifespan) -> FastAPI:
+def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> FastAPI:
     """`lifespan` runs the background work (api/server.py); tests of routes alone leave it out."""
-    app = KvdockApp(
+    app = FastAPI(
         title="kvdock",
         version=VERSION,
         description=DESCRIPTION,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from kvdock._core import TableError
 from kvdock.protocol.errors import ApiError
@@ -59,26 +58,6 @@ def group_indices(manifest: Manifest, groups: list[int] | None) -> list[int]:
     if not groups or len(set(groups)) != len(groups) or not all(0 <= group < count for group in groups):
         raise ApiError("bad_argument", "groups are indices into the manifest's", found=groups, wanted=f"0..{count - 1}")
     return groups
-
-
-def lookup_limit(text: str) -> Literal["held_bytes", "pinning"] | None:
-    """Why the table shortened a hit; None if it did not."""
-    match text:
-        case "":
-            return None
-        case "held_bytes" | "pinning":
-            return text
-    raise ValueError(f"limit found {text!r}, wanted held_bytes or pinning")
-
-
-def store_limit(text: str) -> Literal["held_bytes", "no_space", "pinning"] | None:
-    """Why the table shortened a reservation; None if it did not."""
-    match text:
-        case "":
-            return None
-        case "held_bytes" | "no_space" | "pinning":
-            return text
-    raise ValueError(f"limit found {text!r}, wanted held_bytes, no_space or pinning")
 
 
 @contextmanager

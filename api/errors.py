@@ -16,7 +16,7 @@ class SettingsError(KvdockError):
 
 
 class StartupError(KvdockError):
-    """The server cannot start here; the message says what stands in the way."""
+    """The server cannot start here; the message names the reason."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -25,4 +25,4 @@ class StartupError(KvdockError):
 
 
 class AdoptionError(KvdockError):
-    """The pool is not as a server leaves it, or has another version; the message says what was found."""
+    """The pool is damaged or has another version; the message names what was found."""

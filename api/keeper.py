@@ -74,7 +74,7 @@ class Keeper:
                     member.dead = True
                     log.warning("session %s (%s): member %s is dead", session.id, session.label, member.id)
                     self._member_dead(member.table_id, now_ms)
-        # Members of an adopted pool that have not come back: their locks too say whether they live.
+        # Members of an adopted pool that have not come back: their locks, too, show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]

@@ -17,8 +17,6 @@ from kvdock.api.convert import (
     group_indices,
     ignore_unknown_grant,
     key_bytes,
-    lookup_limit,
-    store_limit,
 )
 from kvdock.api.pool.attach import attach
 from kvdock.api.pool.drain import Drain
@@ -29,7 +27,7 @@ from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, LookupReply, ReserveReply
-from kvdock.protocol.wire_types import MAX_KEYS, Carrier, ReleaseRefused
+from kvdock.protocol.wire_types import MAX_KEYS, Carrier, RefusedRelease
 
 
 class CacheService:
@@ -78,9 +76,9 @@ class CacheService:
         now_ms = self._clock.now_ms()
         if body.pinned_through is not None:
             self._table.report_pinned(member.table_id, body.pinned_through)
-        for said in body.done:
+        for done in body.done:
             with ignore_unknown_grant():
-                self._table.done(member.table_id, grant_id(said.grant), said.ranks, now_ms)
+                self._table.done(member.table_id, grant_id(done.grant), done.ranks, now_ms)
         for kept in body.keep:
             with ignore_unknown_grant():
                 self._table.keep(member.table_id, grant_id(kept), now_ms)
@@ -133,7 +131,7 @@ class CacheService:
             hit_tokens=found.hit_tokens,
             lease=grant_text(found.lease) if found.lease else None,
             first_chunk=found.first_chunk,
-            limited_by=lookup_limit(found.limited),
+            limited_by=found.limited or None,
             chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
@@ -192,7 +190,7 @@ class CacheService:
             deadline_s=body.deadline_s,
             present=granted.present,
             busy=granted.busy,
-            limited_by=store_limit(granted.limited),
+            limited_by=granted.limited or None,
             chunks=msgspec.Raw(granted.chunks_msgpack if form.packed else granted.chunks_json),
         )
 
@@ -228,21 +226,21 @@ class CacheService:
         if body.releases:
             raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
         if body.namespace is None:
-            raise ApiError("invalid_body", "without a session say which namespace", found="$", wanted="namespace")
+            raise ApiError("invalid_body", "without a session, name the namespace", found="$", wanted="namespace")
         namespace = self._registry.namespace(key_bytes([body.namespace]))
         keys = await keys_of(namespace, body.keys, body.tokens)
         self._tally.counters.peeks += 1
         hit_tokens = self._table.peek(namespace.table_id, keys)
         return s.LookupAnswer(hit_tokens=hit_tokens, lease=None, first_chunk=0, chunks=[])
 
-    def _release_carried(self, session: SessionRecord, body: Carrier) -> list[ReleaseRefused]:
+    def _release_carried(self, session: SessionRecord, body: Carrier) -> list[RefusedRelease]:
         """Handles the releases that a call carries; the refused ones are for its answer."""
-        refused: list[ReleaseRefused] = []
-        for said in body.releases:
+        refused: list[RefusedRelease] = []
+        for release in body.releases:
             try:
-                self._table.release(session.table_id, grant_id(said.lease), said.ranks, self._clock.now_ms())
+                self._table.release(session.table_id, grant_id(release.lease), release.ranks, self._clock.now_ms())
             except (ApiError, TableError) as error:
-                refused.append(ReleaseRefused(said.lease, error.code))
+                refused.append(RefusedRelease(release.lease, error.code))
         return refused
 
     def _check_grants(self, session: SessionRecord, request: bytes) -> None:

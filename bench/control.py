@@ -1,4 +1,4 @@
-"""What the control plane costs, beside the bare ASGI server that it stands on.
+"""What a call of the server costs, compared with a bare ASGI server under the same settings.
 
     python -m bench.control --json
 
@@ -185,8 +185,8 @@ def fill(server: ServerProcess, chunks: int) -> None:
 
 def ready_seconds() -> tuple[float, int]:
     """(from starting the process to its first answerable call, bytes of the pool)."""
-    room = os.statvfs("/dev/shm")
-    pool_bytes = min(READY_POOL, room.f_bavail * room.f_frsize * 9 // 10)
+    shm = os.statvfs("/dev/shm")
+    pool_bytes = min(READY_POOL, shm.f_bavail * shm.f_frsize * 9 // 10)
     took = []
     for _ in range(3):
         with ServerProcess("serve", pool_bytes=pool_bytes) as server:
@@ -195,7 +195,7 @@ def ready_seconds() -> tuple[float, int]:
 
 
 def measure(rounds: int, round_s: float) -> tuple[dict[str, float], list[str]]:
-    """The figures, and what they need to be said with."""
+    """(the figures, remarks that belong to them)."""
     figures: dict[str, float] = {}
     settings = {"pool_bytes": FILL_POOL, "segment_bytes": FILL_POOL, "session_cap": 1.0, "total_cap": 1.0}
     with ServerProcess("floor") as floor, ServerProcess("serve", **settings, low_water=0, high_water=0) as server:

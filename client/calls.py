@@ -12,7 +12,7 @@ from kvdock.client.releases import ReleaseQueue
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
-from kvdock.protocol.wire_types import Body, Carrier, ReleaseRefused
+from kvdock.protocol.wire_types import Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 
@@ -82,9 +82,9 @@ class SyncCalls(ABC):
         """
         self._releases.add(session, lease, ranks)
 
-    def flush(self, session: str, *, timeout_s: float | None = None) -> list[ReleaseRefused]:
+    def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
         """Sends what release_later queued for the session; returns what was refused."""
-        refused: list[ReleaseRefused] = []
+        refused: list[RefusedRelease] = []
         while self._releases.waits(session):
             answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
             refused += answer.refused_releases

@@ -28,7 +28,7 @@ from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import Body, Carrier, ReleaseRefused
+from kvdock.protocol.wire_types import Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -155,8 +155,8 @@ class AsyncHttpClient:
         with self._releases.carried(session, body) as loaded:
             return await self._do(call, loaded, timeout_s, *ids)
 
-    async def flush(self, session: str, *, timeout_s: float | None = None) -> list[ReleaseRefused]:
-        refused: list[ReleaseRefused] = []
+    async def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
+        refused: list[RefusedRelease] = []
         while self._releases.waits(session):
             answer = await self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
             refused += answer.refused_releases

@@ -32,7 +32,7 @@ _CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*\bclose\b", re.IGNORECASE)
 _END = b"\r\n\r\n"
 
 
-class BadAnswer(Exception):
+class AnswerError(Exception):
     """The bytes that came back are not one complete HTTP answer."""
 
 
@@ -93,7 +93,7 @@ class Connection:
         self._timeout_s = 0.0
 
     def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes, bool]:
-        """(status, body, whether the connection may be used again). Raises OSError, TimeoutError, BadAnswer."""
+        """(status, body, whether the connection may be used again). Raises OSError, TimeoutError, AnswerError."""
         deadline_s = time.monotonic() + timeout_s
         self._set_timeout(timeout_s)
         try:
@@ -104,12 +104,12 @@ class Connection:
             data = self._sock.recv(RECEIVE_BYTES)
             while (end := data.find(_END)) < 0:
                 if not data or len(data) > MAX_HEAD_BYTES:
-                    raise BadAnswer(f"{len(data)} bytes without the end of a header")
+                    raise AnswerError(f"{len(data)} bytes without the end of a header")
                 data += self._more(deadline_s)
             status, length, reusable = _parse_head(data[: end + 2])
             missing = end + 4 + length - len(data)
             if missing < 0:
-                raise BadAnswer(f"{-missing} bytes after the answer")
+                raise AnswerError(f"{-missing} bytes after the answer")
             if missing:
                 data += self._rest(missing, deadline_s)
         except BlockingIOError as error:  # how the kernel reports that its timeout has passed
@@ -130,7 +130,7 @@ class Connection:
         self._set_timeout(deadline_s - time.monotonic())
         piece = self._sock.recv(at_most)
         if not piece:
-            raise BadAnswer("the connection ended within an answer")
+            raise AnswerError("the connection ended within an answer")
         return piece
 
     def _set_timeout(self, timeout_s: float) -> None:
@@ -153,14 +153,14 @@ def _parse_head(head: bytes) -> tuple[int, int, bool]:
     """(status, bytes of the body, whether the connection may be used again)."""
     status = _STATUS.match(head)
     if status is None:
-        raise BadAnswer(f"an answer that begins {head[:32]!r}")
+        raise AnswerError(f"an answer that begins {head[:32]!r}")
     code = int(status[1])
     lengths = _LENGTH.findall(head)
     if _CODED.search(head) or len(lengths) > 1 or (not lengths and code != 204):
-        raise BadAnswer("an answer without one Content-Length")
+        raise AnswerError("an answer without one Content-Length")
     length = int(lengths[0]) if lengths else 0
     if length > MAX_ANSWER_BYTES:
-        raise BadAnswer(f"an answer of {length} bytes, at most {MAX_ANSWER_BYTES}")
+        raise AnswerError(f"an answer of {length} bytes, at most {MAX_ANSWER_BYTES}")
     return code, length, head.startswith(b"HTTP/1.1") and not _CLOSE.search(head)
 
 
@@ -199,14 +199,14 @@ class Transport:
                 return self._exchange(self._take(timeout_s), request, timeout_s)
             except TimeoutError:
                 raise
-            except (OSError, BadAnswer):
+            except (OSError, AnswerError):
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     raise TimeoutError from None
                 return self._exchange(Connection(self.address, remaining_s), request, remaining_s)
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.address.text}: no answer within {timeout_s:g} s") from error
-        except (OSError, BadAnswer) as error:
+        except (OSError, AnswerError) as error:
             raise ServerUnavailable(f"{self.address.text}: {error or type(error).__name__}") from error
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Types of kvdock's native core. Every call that can take more than a few microseconds drops the GIL."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from typing_extensions import Buffer
 
@@ -28,7 +28,7 @@ class Lookup:
     hit_tokens: int
     first_chunk: int
     lease: int  # a grant's id; 0 when nothing was locked
-    limited: str  # what shortened the hit: '', 'held_bytes' or 'pinning'
+    limited: Literal['', 'held_bytes', 'pinning']  # what shortened the hit
     unpinned_tokens: int  # by how much 'pinning' shortened it
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
@@ -51,11 +51,11 @@ class Reservation:
     part_bytes: int  # of all parts granted
     present: list[int]
     busy: list[int]
-    limited: str  # '', 'held_bytes', 'no_space' or 'pinning'
+    limited: Literal['', 'held_bytes', 'no_space', 'pinning']
 
 class GrantView:
     grant: int
-    kind: str
+    kind: Literal['lease', 'reservation']
     session: int
     request: bytes
     epoch: int
@@ -73,7 +73,7 @@ class MemberView:
     nonce: bytes
     ranks: list[int]
     scheduler: bool
-    state: str  # live, suspect, dead or gone
+    state: Literal['live', 'suspect', 'dead', 'gone']
     heartbeat_ms: int
     lock_offset: int
     pinned_through: int | None

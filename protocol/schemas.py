@@ -93,7 +93,7 @@ PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENTS)]
 
 
 class Member(Body, kw_only=True):
-    """One process of an engine instance, and the byte of the pool's lock file that proves it lives."""
+    """One process of an engine instance, and the byte of the pool's lock file that proves that it is alive."""
 
     id: Name
     """Chosen by the client at random: sending it again re-attaches the same member."""

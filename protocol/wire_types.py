@@ -69,7 +69,7 @@ class Released(Body, array_like=True):
     ranks: list[Rank]
 
 
-class ReleaseRefused(Answer, array_like=True):
+class RefusedRelease(Answer, array_like=True):
     """`[lease, code]`: a carried release that was refused, and why."""
 
     lease: str
@@ -83,5 +83,5 @@ class Carrier(Body, kw_only=True):
 
 
 class Carried(Answer, kw_only=True):
-    refused_releases: list[ReleaseRefused] = msgspec.field(default_factory=list)
+    refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
     """Those of the carried releases that were refused; the others are done."""

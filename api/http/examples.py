@@ -11,20 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol import admin_schemas as a, reports as r, schemas as s
 from kvdock.protocol.admin_schemas import Limits
-from kvdock.protocol.reports import (
-    ChunkCounts,
-    Health,
-    Leases,
-    LeaseView,
-    PoolView,
-    Requests,
-    RequestView,
-    Series,
-    Stats,
-    Status,
-)
 from kvdock.protocol.wire_types import Answer, Body
 
 SESSION = "0a1b2c-1"
@@ -81,11 +69,11 @@ _SESSION = s.SessionView(
     session=SESSION, instance=INSTANCE, label="", model="example-model", namespace=NAMESPACE, members=[_MEMBER],
     leases=1, reservations=0, held_bytes=32768, age_s=61.5,
 )
-_LEASE = LeaseView(
+_LEASE = r.LeaseView(
     grant=LEASE, kind="lease", session=SESSION, request="r-1", epoch=0, readers=1, remaining=[0], chunks=2,
     bytes=32768, age_s=0.1, closed=False,
 )
-_POOL = PoolView(
+_POOL = r.PoolView(
     limit_bytes=4 << 30, allocated_bytes=1 << 30, prefaulted_bytes=1 << 30, free_bytes=1073704960, reserved_bytes=0,
     ready_bytes=32768, quarantined_bytes=0, held_bytes=32768, segments=1,
 )
@@ -96,11 +84,11 @@ _LIMITS = Limits(
 
 def answers() -> dict[type[Answer], Answer]:
     part = s.Part(0, 0, 0, 4096, 16384, CHECKSUM)
-    request = RequestView(
+    request = r.RequestView(
         at=1700000000.0, kind="lookup", session=SESSION, label="", request="r-1", tokens=32, hit_tokens=32, chunks=2,
         bytes=32768, took_us=41,
     )
-    series = Series(name="hit_ratio", title="Tokens found", unit="ratio", chart="Hit ratio", values=[None, 1.0])
+    series = r.Series(name="hit_ratio", title="Tokens found", unit="ratio", chart="Hit ratio", values=[None, 1.0])
     detail = {
         **msgspec.structs.asdict(_SESSION),
         "members": [a.MemberDetail(**msgspec.structs.asdict(_MEMBER), grants=[LEASE])],
@@ -122,7 +110,7 @@ def answers() -> dict[type[Answer], Answer]:
         s.ReleaseAnswer(remaining=[]),
         s.ReleaseManyAnswer(),
         _LEASE,
-        Leases(leases=[_LEASE]),
+        r.Leases(leases=[_LEASE]),
         s.MismatchAnswer(quarantined=1),
         s.ReserveAnswer(
             reservation=RESERVATION, deadline_s=30.0, present=[1], busy=[],
@@ -130,14 +118,14 @@ def answers() -> dict[type[Answer], Answer]:
         ),
         s.CommitAnswer(ready=1, remaining=[]),
         s.Segments(pool_id=POOL_ID, lock_file="/dev/shm/kvdock-3fa90c51d27be604.lock", segments=[_SEGMENT]),
-        Health(status="ok"),
-        Status(
+        r.Health(status="ok"),
+        r.Status(
             status="ok", reasons=[], version="0.1.0", pool_id=POOL_ID, incarnation=662316, uptime_s=61.5,
-            now=1700000000.0, pool=_POOL, chunks=ChunkCounts(reserved=0, ready=2, quarantined=0), sessions=1,
+            now=1700000000.0, pool=_POOL, chunks=r.ChunkCounts(reserved=0, ready=2, quarantined=0), sessions=1,
             leases=1, reservations=0, counters={"lookups": 1, "hit_tokens": 32},
         ),
-        Stats(interval_s=1.0, age_s=0.2, series=[series]),
-        Requests(requests=[request]),
+        r.Stats(interval_s=1.0, age_s=0.2, series=[series]),
+        r.Requests(requests=[request]),
         a.Cleared(chunks=2),
         a.Deleted(chunks=2),
         a.Pinned(chunks=2),

@@ -55,7 +55,7 @@ class Drain:
             self.begin(running)
 
     def remove_pool(self) -> None:
-        """Whatever `on_exit` says."""
+        """Removes the pool at the end, even with `on_exit=keep`."""
         self._remove = True
 
     def ended(self) -> bool:

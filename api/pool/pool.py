@@ -219,7 +219,7 @@ class Pool:
                 available = await asyncio.to_thread(self._segments.available_bytes)
                 if missing > available:
                     raise ApiError(
-                        "no_memory", "shared memory or the control group has less room than the pool would take",
+                        "no_memory", "shared memory or the control group has less memory free than the pool needs",
                         found=missing, wanted=f"<= {available} bytes more than the pool has",
                     )
             self.limits = limits

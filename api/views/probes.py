@@ -19,8 +19,8 @@ STUCK_LEAST_S = 10.0
 
 STARTING = "the first segment is being allocated"
 DRAINING = "draining"
-ALL_HELD = "every byte of the pool is held by engines or waits for engines' word"
-ALL_KEPT = "pins keep what engines do not hold of the pool: nothing may be evicted"
+ALL_HELD = "every byte of the pool is held by engines or waits for their release"
+ALL_KEPT = "pins keep all that engines do not hold: nothing may be evicted"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
 

@@ -26,7 +26,7 @@ LENGTHS = [100, 190, 280]
 
 
 def refused(server: ServerProcess, **settings: object) -> str:
-    """What a server says that does not start."""
+    """The message of a server that does not start."""
     failing = ServerProcess(**{**server.settings, **settings})
     with pytest.raises(AssertionError, match="did not start"):
         failing.wait_ready()
@@ -83,7 +83,7 @@ def test_a_commit_whose_answer_was_lost_in_the_crash_is_answered_by_the_next_ser
 
 
 def test_what_the_dead_held_is_freed_and_what_the_living_hold_is_not() -> None:
-    """Neither comes back to the next server: it goes by their locks."""
+    """Neither calls the next server: it looks at their locks."""
     with mortal() as server, Client(server.unix) as client:
         living, dying = attach(client), attach(client)
         chain = keys(4, unique("held"))

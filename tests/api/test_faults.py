@@ -170,7 +170,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 def test_ten_thousand_sessions_come_and_go() -> None:
-    """Each with a lease; half of them die without a word. In the end nothing is held, and nothing has grown."""
+    """Each has a lease; half of them die without leaving. In the end nothing is held, and nothing has grown."""
     with ServerProcess(watch_s=0.05) as server, Client(server.unix) as client:
         first = attach(client)
         stored = keys(4, "everybody's")

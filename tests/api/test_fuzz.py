@@ -1,4 +1,4 @@
-"""The whole OpenAPI document, fuzzed: whatever is sent, no 5xx, and every answer as the document says.
+"""Fuzzes the whole OpenAPI document: no input leads to a 5xx, and every answer is as the document describes.
 
 schemathesis makes requests from the document: valid ones, and ones that break it in one place. Half of them
 name a real session, member, lease or namespace, so that they get past the first check. KVDOCK_FUZZ_SEED

@@ -17,7 +17,7 @@ from kvdock.protocol import calls, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED, Form
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import MAX_KEYS, MAX_RELEASES, Carried, ReleaseRefused
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_RELEASES, Carried, RefusedRelease
 
 FORMS = [JSON, PACKED]
 PACKED_HEADERS = {"Content-Type": PACKED.media_type}
@@ -326,18 +326,18 @@ def test_a_release_is_handled_before_the_call_that_carries_it(home: ServerProces
         engine.close()
 
 
-def beat(engine: Engine) -> list[ReleaseRefused]:
+def beat(engine: Engine) -> list[RefusedRelease]:
     return engine.heartbeat().refused_releases
 
 
-def ask(engine: Engine) -> list[ReleaseRefused]:
+def ask(engine: Engine) -> list[RefusedRelease]:
     found = engine.lookup(keys(2, "asked"), request="the same each time")
     return found.refused_releases
 
 
 @pytest.mark.parametrize("carry", [beat, ask])
 def test_a_release_whose_carrier_got_no_answer_is_carried_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, carry: Callable[[Engine], list[ReleaseRefused]]
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, carry: Callable[[Engine], list[RefusedRelease]]
 ) -> None:
     lease = leased(engine)
     engine.client.release_later(lease, engine.session, [0])

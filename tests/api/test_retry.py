@@ -27,7 +27,7 @@ from kvdock.protocol.schemas import Lookup, ReleaseLease
 
 
 class DroppingProxy:
-    """Forwards to `target`; `drops` says how many of the next answers never arrive. Unix to Unix, TCP to TCP."""
+    """Forwards to `target` over the same kind of socket; `drops`: how many of the next answers never arrive."""
 
     def __init__(self, target: str) -> None:
         self.drops = 0
@@ -114,7 +114,7 @@ class Case(NamedTuple):
     route: tuple[str, str]
     """As in the OpenAPI document."""
     make: Callable[[Engine], Request]
-    """Prepares an engine of its own and says what to call."""
+    """Prepares an engine of its own and returns the call to make."""
     repeat_status: int = 0
     """What the repeat answers when it is another status than the first: final, and nothing to worry about."""
 
@@ -290,7 +290,7 @@ def test_a_repeated_reservation_says_what_the_first_said_though_the_pool_has_cha
 
 @pytest.mark.parametrize("kind", ["unix", "http"])
 def test_the_client_repeats_by_itself_and_strands_nothing(server: ServerProcess, kind: str) -> None:
-    """A whole life, with every single answer lost once."""
+    """A whole session, with every single answer lost once."""
     with DroppingProxy(getattr(server, kind)) as between, Client(between.address) as client:
         between.drops = 1
         engine = attach(client, model=unique("retry"))

@@ -132,7 +132,7 @@ def test_a_heartbeat_says_when_the_next_is_due(engine: Engine) -> None:
 
 
 def test_a_heartbeat_says_nothing_that_it_need_not() -> None:
-    """A server from before a field came refuses it, and serves whoever leaves it out."""
+    """A server older than a field refuses it, and serves clients that leave it out."""
     assert msgspec.json.encode(s.Heartbeat(member="m")) == b'{"member":"m"}'
 
 

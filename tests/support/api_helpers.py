@@ -192,7 +192,7 @@ class Engine:
         return self.client.heartbeat(self.session, s.Heartbeat(member=self.member, **more))
 
     def close(self) -> None:
-        """Dies without a word: the lock goes, nothing is said."""
+        """Dies without leaving: the lock becomes free, and no call is made."""
         self.liveness.close()
 
 

@@ -6,7 +6,7 @@
 
 Questions and stores have a background thread each, so that the engine's thread never waits for the server and no
 question waits for a copy. How plans get to the workers, and how an engine learns what became of its blocks, is left to
-the engine's own connector: connectors/engine_connector.py, connectors/vllm/scheduler_side.py.
+the engine's own connector: connectors/engine_connector.py, connectors/vllm/scheduler.py.
 
 Invariants: each batch of an offer is carried out exactly once, with a plan or without one, whatever fails; a lookup
 that found too little to load keeps no lease.

@@ -17,3 +17,7 @@ class LayoutMismatchError(ConnectorError):
 
 class SettingError(ConnectorError, ValueError):
     """A setting out of its range; the message names what was found and what is wanted."""
+
+
+class NotSupportedError(ConnectorError, ValueError):
+    """The engine is set up in a way that its connector cannot serve; the message is one sentence that says so."""

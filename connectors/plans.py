@@ -6,6 +6,7 @@ A piece is one chunk of one KV group: a part for each writer, and the engine's b
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvdock.protocol.schemas import Part, WritePart
@@ -48,3 +49,9 @@ class StorePlan:
     reservation: str
     tokens: int
     pieces: tuple[StorePiece, ...]
+
+
+def valid_in_all(ranks: Iterable[int]) -> int | None:
+    """How far a load is valid that has so many valid tokens in each of these ranks: as far as in the rank that got
+    least. None: there are no ranks."""
+    return min(ranks, default=None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.plans import LoadPlan, StorePlan, valid_in_all
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch
 from kvdock.connectors.worker import WorkerConnector
 
@@ -67,7 +67,7 @@ class Barrier:
             # Without a limit: a rank that neither answers nor dies may still be writing blocks.
             self._ended.wait_for(lambda: not self._missing)
             self._forget()
-            return min(self._valid_tokens, default=None), sorted(self._not_begun)
+            return valid_in_all(self._valid_tokens), sorted(self._not_begun)
 
 
 class Peers:

@@ -29,20 +29,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core import kv_cache_utils
 
 from kvdock.client.client import Client
+from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.config import NotSupportedError, Settings
-from kvdock.connectors.vllm.cores import cores_of, hash_threads
-from kvdock.connectors.vllm.events import Events, events_of
+from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of
-from kvdock.connectors.vllm.logs import log_among_theirs
-from kvdock.connectors.vllm.metrics import KvdockPromMetrics, KvdockStats
-from kvdock.connectors.vllm.orders import Orders, Report
-from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import VllmScheduler
+from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
+    Settings,
+    cores_of,
+    hash_threads,
     loads_by_layer,
+    log_among_theirs,
     manifest_of,
     place_of,
     refuse_what_is_not_supported,
@@ -50,7 +50,8 @@ from kvdock.connectors.vllm.setup import (
     undoes_steps,
     workers_here,
 )
-from kvdock.connectors.vllm.worker_side import VllmWorker
+from kvdock.connectors.vllm.steps import Orders, Report
+from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 
@@ -238,12 +239,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
         self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)
         limits = self._config.scheduler_config
-        room = Room(
+        budget = BlockBudget(
             self._groups, blocks=self._cache.num_blocks - 1, longest_tokens=self._config.model_config.max_model_len,
             step_tokens=limits.max_num_batched_tokens, in_order=limits.policy == "fcfs",
         )
         self._scheduler = VllmScheduler(
-            session, self._groups, room, self._settings, ranks=len(metadata),
+            session, self._groups, budget, self._settings, ranks=len(metadata),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,

@@ -14,7 +14,7 @@ from math import lcm
 from typing import Any
 
 from kvdock import _core
-from kvdock.connectors.vllm.config import NotSupportedError
+from kvdock.connectors.errors import NotSupportedError
 from kvdock.datapath.layout import PagedLayout, Plane
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
+from kvdock.connectors.vllm.setup import Place, drafts_with_kv
 from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.schemas import Group, Manifest
 
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
@@ -94,3 +98,50 @@ def _sample(path: Path, digest: Any) -> None:
         for piece in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
+
+
+def manifest_of(
+    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
+    num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
+) -> Manifest:
+    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
+    `hashing`: as hashing_of has it."""
+    model = vllm_config.model_config
+    per_chunk = [chunk_tokens // group.block_tokens for group in groups]
+    planes = [
+        {tensors[name].data_ptr(): page for name, page in group.page_bytes.items()} for group in groups
+    ]
+    return Manifest(
+        model=model.served_model_name if isinstance(model.served_model_name, str) else str(model.model)[-128:],
+        revision=revision(vllm_config, weights_digest, drafts_with_kv(vllm_config)),
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        layers=sum(len(group.page_bytes) for group in groups) * (place.writers // place.heads_split),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        token_order=f"vllm {'.'.join(version.split('.')[:2])} {_backends(vllm_config, groups)} "
+        f"{signature(groups, tensors, num_blocks)}",
+        chunk_tokens=chunk_tokens,
+        block_tokens=step_tokens(groups),
+        tensor_parallel=place.heads_split,
+        writers=place.writers,
+        hash_function=hashing[0],
+        hash_seed=hashing[1],
+        groups=tuple(
+            Group(
+                kind="full" if group.window_tokens is None else "window", window_tokens=group.window_tokens or 0,
+                block_tokens=group.block_tokens, part_bytes=sum(pages.values()) * blocks,
+            )
+            for group, pages, blocks in zip(groups, planes, per_chunk, strict=True)
+        ),
+    )
+
+
+def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
+    """Of every attention layer: some backends reorder the elements of a page without its shape showing it."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = set()
+    for group in groups:
+        for name in group.page_bytes:
+            layer = layers.get(name)
+            names.add(layer.get_attn_backend().get_name() if layer is not None else "unknown")
+    return "+".join(sorted(names))

@@ -1,19 +1,93 @@
-"""What is refused, and the manifest: what a worker knows once its KV tensors are there.
+"""What is settled once, when the connector starts: settings, what is refused, what this engine can do, threads, logs.
 
-The scheduler's side gets the manifest from the workers, so the two cannot disagree about the bytes.
+Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import os
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from kvdock.connectors.vllm.config import NotSupportedError, Settings
-from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
-from kvdock.connectors.vllm.identity import revision
-from kvdock.protocol.schemas import Group, Manifest
+from kvdock.connectors.errors import NotSupportedError, SettingError
+from kvdock.connectors.limits import UNLIMITED, LoadLimits
+from kvdock.connectors.vllm.groups import KVGroup
+
+BY_LAYER = ("eager", "piecewise", "never")
+
+
+@dataclass(frozen=True)
+class Settings:
+    address: str = ""
+    """Of the server: unix:/path or http://host:port. Must be given."""
+    timeout_s: float = 2.0
+    """Of every call to the server."""
+    chunk_tokens: int = 128
+    """What is stored and found as one; rounded up to whole blocks."""
+    load_async: bool = True
+    """False: a request that loads does so in the step that runs it, and holds that step up."""
+    load_by_layer: str = "never"
+    """When each layer of a step waits for its own KV of a load that has not ended, instead of all of it: "eager": if
+    vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs; "never". Where
+    vLLM asks for each layer (setup.loads_by_layer)."""
+    copy_threads: int = 2
+    """Of copies with the CPU."""
+    weights_digest: str = ""
+    """Names the weights; empty: taken from the model's revision, or from its files."""
+    max_load_tokens: int = UNLIMITED
+    max_load_share: float = 1.0
+    min_load_tokens: int = 0
+    """These three: as LoadLimits has them."""
+    chunk_statistics: bool = False
+    """Counts which chunks are used again, and logs a summary at the end."""
+
+    @property
+    def limits(self) -> LoadLimits:
+        return LoadLimits(self.max_load_tokens, self.max_load_share, self.min_load_tokens)
+
+    @classmethod
+    def load(cls, extra: Mapping[str, object]) -> Settings:
+        """NotSupportedError for a name that is no setting, a value of another type, a value out of range."""
+        known = {field.name: type(field.default) for field in fields(cls)}
+        values: dict[str, object] = {}
+        for name, value in extra.items():
+            if name not in known:
+                raise NotSupportedError(
+                    f"kv_connector_extra_config: {name!r} is no setting of kvdock, which has {', '.join(known)}."
+                )
+            kind = known[name]
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise NotSupportedError(
+                    f"kv_connector_extra_config: {name} is {value!r}, and {kind.__name__} is wanted."
+                )
+            values[name] = value
+        made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
+        if not made.address.startswith(("unix:", "http://")):
+            raise NotSupportedError(
+                f"kv_connector_extra_config: address is {made.address!r}, and unix:/path or http://host:port is wanted."
+            )
+        if made.load_by_layer not in BY_LAYER:
+            raise NotSupportedError(
+                f"kv_connector_extra_config: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
+                "is wanted."
+            )
+        if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
+            raise NotSupportedError(
+                "kv_connector_extra_config: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
+                f"{made.chunk_tokens}, {made.copy_threads}, {made.timeout_s}."
+            )
+        try:
+            _ = made.limits
+        except SettingError as error:
+            raise NotSupportedError(f"kv_connector_extra_config: {error}.") from error
+        return made
+
 
 DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")
@@ -101,7 +175,7 @@ def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
             f"kvdock does not serve {drafts.method!r} drafts with pipeline parallelism, where the last stage alone "
             "holds their KV: use tensor parallelism."
         )
-    parallel, layers = copy(vllm_config.parallel_config), []
+    parallel, layers = copy.copy(vllm_config.parallel_config), []
     for stage in range(parallel.pipeline_parallel_size):
         parallel.rank = stage * parallel.tensor_parallel_size
         first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
@@ -152,48 +226,58 @@ def undoes_steps(vllm_config: Any) -> bool:
     return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
 
 
-def manifest_of(
-    vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
-    num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
-) -> Manifest:
-    """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
-    `hashing`: as hashing_of has it."""
-    model = vllm_config.model_config
-    per_chunk = [chunk_tokens // group.block_tokens for group in groups]
-    planes = [
-        {tensors[name].data_ptr(): page for name, page in group.page_bytes.items()} for group in groups
-    ]
-    return Manifest(
-        model=model.served_model_name if isinstance(model.served_model_name, str) else str(model.model)[-128:],
-        revision=revision(vllm_config, weights_digest, drafts_with_kv(vllm_config)),
-        kv_dtype=str(vllm_config.cache_config.cache_dtype),
-        layers=sum(len(group.page_bytes) for group in groups) * (place.writers // place.heads_split),
-        kv_heads=model.get_total_num_kv_heads(),
-        head_size=model.get_head_size(),
-        token_order=f"vllm {'.'.join(version.split('.')[:2])} {_backends(vllm_config, groups)} "
-        f"{signature(groups, tensors, num_blocks)}",
-        chunk_tokens=chunk_tokens,
-        block_tokens=step_tokens(groups),
-        tensor_parallel=place.heads_split,
-        writers=place.writers,
-        hash_function=hashing[0],
-        hash_seed=hashing[1],
-        groups=tuple(
-            Group(
-                kind="full" if group.window_tokens is None else "window", window_tokens=group.window_tokens or 0,
-                block_tokens=group.block_tokens, part_bytes=sum(pages.values()) * blocks,
-            )
-            for group, pages, blocks in zip(groups, planes, per_chunk, strict=True)
-        ),
-    )
+# ---------------------------------------------------------------------- threads that hash
+
+MOST_HASH_THREADS = 8
+"""As many as were tried on an H200's host (bench/LOG.md)."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""Of a container with version 2 of control groups: microseconds of CPU, or "max", and of time."""
 
 
-def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
-    """Of every attention layer: some backends reorder the elements of a page without its shape showing it."""
-    layers = vllm_config.compilation_config.static_forward_context
-    names = set()
-    for group in groups:
-        for name in group.page_bytes:
-            layer = layers.get(name)
-            names.add(layer.get_attn_backend().get_name() if layer is not None else "unknown")
-    return "+".join(sorted(names))
+def hash_threads(cores: float) -> int:
+    """Half of a worker's cores, and one at least."""
+    return max(1, min(MOST_HASH_THREADS, int(cores / 2)))
+
+
+def cores_of(workers: int, *, bound: int | None = None, installed: int | None = None, quota: Path = QUOTA) -> float:
+    """What one of so many workers of this machine can count on: its share of the machine and of the container's quota,
+    but no more cores than it is `bound` to. None: as the operating system says of this process."""
+    if bound is None:
+        bound = len(os.sched_getaffinity(0))
+    shared = min(installed or os.cpu_count() or 1, _cores_within(quota))
+    return min(bound, shared / workers)
+
+
+def _cores_within(quota: Path) -> float:
+    try:
+        used, period = quota.read_text().split()
+        return int(used) / int(period)
+    except (OSError, ValueError):
+        return float("inf")  # no such control group, or "max"
+
+
+# ---------------------------------------------------------------------- log lines
+
+OURS, THEIRS = logging.getLogger("kvdock"), logging.getLogger("vllm")
+
+
+class _AmongTheirs(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # a line that does not fit its arguments ends nobody's thread
+            self.handleError(record)
+            return
+        said = copy.copy(record)
+        said.msg, said.args = text if text.startswith("kvdock") else f"kvdock: {text}", None
+        for handler in THEIRS.handlers:
+            if said.levelno >= handler.level:
+                handler.handle(said)
+
+
+def log_among_theirs() -> None:
+    """Changes nothing where somebody has configured kvdock's logger, or where vLLM was told to configure none."""
+    if THEIRS.handlers and not OURS.handlers and OURS.level == logging.NOTSET:
+        OURS.addHandler(_AmongTheirs())
+        OURS.setLevel(THEIRS.getEffectiveLevel())
+        OURS.propagate = False

@@ -10,11 +10,12 @@ import torch
 from api_helpers import manifest
 
 from kvdock.client.client import Client
+from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.config import NotSupportedError, Settings
+from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, step_tokens
-from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import VllmScheduler
+from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.setup import Settings
 from kvdock.datapath.copy import CpuCopier, PartCopy
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.schemas import Group
@@ -120,7 +121,7 @@ def test_room_counts_the_blocks_of_each_group() -> None:
     request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
     need = (10 + 1) + (-(-(40 + 64 + 32) // 32) + 1)  # all of 160 tokens, and what a window and a step may hold
     for blocks, fits in ((need - 1, False), (need, True)):
-        room = Room(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        room = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
         room.add(request)
         assert room.fits(request) == fits
 
@@ -132,7 +133,7 @@ def test_room_is_left_for_the_largest_request_that_does_not_load() -> None:
     )  # 10, 30 and 20 blocks, as there is one more for the token to come
     groups = [KVGroup(None, 16, {"a": 128}, False)]
     for blocks, fits in ((39, False), (40, True)):
-        room = Room(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        room = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
         room.add(small)
         room.add(large)
         assert room.fits(small) == fits and room.fits(large) == fits
@@ -149,7 +150,7 @@ def test_room_is_left_for_the_largest_request_that_does_not_load() -> None:
 def test_where_requests_have_priorities_room_is_left_for_the_longest_that_may_come() -> None:
     request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
     for blocks, fits in ((11 + 65 - 1, False), (11 + 65, True)):
-        room = Room(
+        room = BlockBudget(
             [KVGroup(None, 16, {"a": 128}, False)], blocks=blocks, longest_tokens=1024, step_tokens=64, in_order=False
         )
         room.add(request)
@@ -164,7 +165,7 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
         groups=(Group(part_bytes=512, block_tokens=16), Group(kind="window", window_tokens=40, part_bytes=512)),
     )
     session = EngineSession(Client("unix:/nobody/listens"), described, Identity("i", "m"))
-    room = Room(groups, blocks=100, longest_tokens=1024, step_tokens=64)
+    room = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
     side = VllmScheduler(session, groups, room, Settings(), ranks=1, fails_closed=False)
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * 150, all_token_ids=[1] * 150, num_tokens=150, num_prompt_tokens=150,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvdock.connectors.vllm.logs import OURS, THEIRS, log_among_theirs
+from kvdock.connectors.vllm.setup import OURS, THEIRS, log_among_theirs
 
 
 @pytest.fixture

@@ -8,15 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvdock.connectors.vllm.config import NotSupportedError, Settings
-from kvdock.connectors.vllm.cores import MOST_HASH_THREADS, cores_of, hash_threads
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, revision
-from kvdock.connectors.vllm.room import Room
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
+    MOST_HASH_THREADS,
+    Settings,
+    cores_of,
     drafts_with_kv,
+    hash_threads,
     loads_by_layer,
     place_of,
     refuse_what_is_not_supported,
@@ -24,7 +27,7 @@ from kvdock.connectors.vllm.setup import (
     undoes_steps,
     workers_here,
 )
-from kvdock.connectors.vllm.worker_side import BESIDE_STEPS, beside_steps
+from kvdock.connectors.vllm.worker import BESIDE_STEPS, beside_steps
 from kvdock.datapath.cuda import CopyTuning
 
 
@@ -269,7 +272,7 @@ def test_requests_that_depend_on_more_than_tokens_are_told_apart(extra: dict[str
 
 
 def test_background_loads_always_leave_room_for_the_largest_request() -> None:
-    room = Room([KVGroup(None, 16, {"a": 128}, False)], blocks=20, longest_tokens=1024, step_tokens=64)
+    room = BlockBudget([KVGroup(None, 16, {"a": 128}, False)], blocks=20, longest_tokens=1024, step_tokens=64)
     small, other, large = (
         SimpleNamespace(request_id=name, num_prompt_tokens=tokens, max_tokens=0)
         for name, tokens in (("small", 64), ("other", 64), ("large", 160))

@@ -81,7 +81,7 @@ def two_workers(address: str) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    from kvdock.connectors.vllm.metrics import KvdockStats
+    from kvdock.connectors.vllm.exports import KvdockStats
 
     def output(data: dict[str, Any] | None) -> ModelRunnerOutput:
         stats = None if data is None else KvdockStats.of(data)

@@ -14,7 +14,7 @@ from sched_engine import SchedEngine
 from sched_scenarios import count_verified, figures, prompt
 from vllm.v1.request import RequestStatus
 
-from kvdock.connectors.vllm.worker_side import LoadLostError
+from kvdock.connectors.vllm.worker import LoadLostError
 
 
 def stored(address: str, tokens: list[int], **settings: Any) -> SchedEngine:

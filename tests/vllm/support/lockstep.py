@@ -18,7 +18,7 @@ from typing import Any
 from sched_engine import SchedEngine
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.vllm import worker_side
+from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult
@@ -170,7 +170,7 @@ def into_lockstep(
         for job in jobs:
             job.result()
 
-    worker_side.wait, worker_side.TELL_AFTER_S = wait, 0.0
+    worker_module.wait, worker_module.TELL_AFTER_S = wait, 0.0
     engine.before_step = tick
     return failures
 

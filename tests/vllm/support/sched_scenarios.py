@@ -21,9 +21,9 @@ from lockstep import into_lockstep
 from sched_engine import BLOCK, SchedEngine, Standstill
 from vllm.v1.request import RequestStatus
 
-from kvdock.connectors.vllm import worker_side
-from kvdock.connectors.vllm.room import Room
-from kvdock.connectors.vllm.scheduler_side import VllmScheduler
+from kvdock.connectors.vllm import worker as worker_module
+from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.protocol.keys import HashedChain, KeyChain
 from kvdock.protocol.schemas import Lookup
 
@@ -226,7 +226,7 @@ def damaged_before(address: str, windows: Windows, **settings: Any) -> dict[str,
         engine.add(name, prompt(3, 150), 2)
         engine.run()
         loads.append(engine.loaded_tokens - before)
-        time.sleep(2 * worker_side.TELL_AFTER_S)  # the server hears of damage
+        time.sleep(2 * worker_module.TELL_AFTER_S)  # the server hears of damage
     engine.close()
     return figures(engine, **chaos.seen, loads=loads)
 
@@ -261,13 +261,13 @@ def crowd(address: str, runs: Sequence[tuple[int, int]], capped: bool) -> dict[s
 
 @contextmanager
 def no_cap(really: bool) -> Iterator[None]:
-    real = Room.fits
+    real = BlockBudget.fits
     if really:
-        Room.fits = lambda self, request: True  # type: ignore[method-assign]  # what the cap is there to prevent
+        BlockBudget.fits = lambda self, request: True  # type: ignore[method-assign]  # what the cap is there to prevent
     try:
         yield
     finally:
-        Room.fits = real  # type: ignore[method-assign]  # as it was
+        BlockBudget.fits = real  # type: ignore[method-assign]  # as it was
 
 
 def wrong_order(address: str, windows: Windows = (None,), sizes: Sequence[int] = ()) -> dict[str, Any]:

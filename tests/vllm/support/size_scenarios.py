@@ -7,7 +7,7 @@ from typing import Any
 
 from sched_scenarios import warm
 
-from kvdock.connectors.vllm.scheduler_side import VllmScheduler
+from kvdock.connectors.vllm.scheduler import VllmScheduler
 
 
 def swapped(address: str, windows: Sequence[int | None], sizes: Sequence[int]) -> dict[str, Any]:

@@ -28,11 +28,10 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.errors import ConnectorError
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
-from kvdock.connectors.vllm.config import Settings
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
-from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.vllm.setup import EngineTraits
+from kvdock.connectors.vllm.setup import EngineTraits, Settings
+from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.worker import Loading, WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device

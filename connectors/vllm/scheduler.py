@@ -6,7 +6,7 @@ to the workers with a later step. vLLM frees blocks when it likes, so a store wh
 when it has not gone to the workers yet, and fenced when it has: the workers end it before that step writes.
 
 Invariants: `_stores` has every store that may still read its blocks; a plan leaves with the step that is being
-built or never; loads that vLLM cannot preempt leave room for the largest other request (room.py).
+built or never; loads that vLLM cannot preempt leave room for the largest other request (block_budget.py).
 
 Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
 """
@@ -28,13 +28,13 @@ from kvdock.connectors.scheduler import Chain, SchedulerConnector, StoreBatch, c
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
+from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
-from kvdock.connectors.vllm.config import Settings
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
-from kvdock.connectors.vllm.orders import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.vllm.room import Room
+from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.protocol.keys import HashedChain
 
 Table = list[list[int | None]]
@@ -79,11 +79,11 @@ class VllmScheduler:
     so many tokens, and keys come from its hashes; `announcer`: of an engine that publishes KV cache events."""
 
     def __init__(
-        self, session: EngineSession, groups: Sequence[KVGroup], room: Room, settings: Settings, *, ranks: int,
+        self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, announcer: Announcer | None = None, hash_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._session, self._groups, self._room, self._announcer = session, groups, room, announcer
+        self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self.figures = Figures()
@@ -133,7 +133,7 @@ class VllmScheduler:
             return None, False
         if isinstance(found, Miss):
             return 0, False
-        tracked.is_async = self._load_async and self._room.fits(request)
+        tracked.is_async = self._load_async and self._budget.fits(request)
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             return 0, False  # vLLM has no way back from such a load: it had better not fail
         if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
@@ -149,7 +149,7 @@ class VllmScheduler:
         )
 
     def arrived(self, request: Any) -> None:
-        self._room.add(request)
+        self._budget.add(request)
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """The request has its blocks: a load begins when it was promised external tokens."""
@@ -162,7 +162,7 @@ class VllmScheduler:
             return
         hit = tracked.local_tokens + external_tokens
         if tracked.is_async:
-            self._room.take(request)
+            self._budget.take(request)
         columns = self._whole_blocks(table, hit)
         begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
@@ -194,7 +194,7 @@ class VllmScheduler:
         fences = self._guard()
         stores = self._send()
         for request_id, count in output.num_scheduled_tokens.items():
-            self._room.give_back(request_id)
+            self._budget.give_back(request_id)
             self._offer(request_id, count)
         loads, self._loads = tuple(self._loads), []
         self._fresh.clear()
@@ -307,7 +307,7 @@ class VllmScheduler:
     def finished(self, request_id: str) -> None:
         self._forget(request_id)
         self._tracked.pop(request_id, None)
-        self._room.remove(request_id)
+        self._budget.remove(request_id)
 
     def reset(self) -> bool:
         """What the server holds for engines like this one is not found any more. False: it did not clear it (yet).

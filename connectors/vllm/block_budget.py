@@ -18,7 +18,7 @@ from typing import Any
 from kvdock.connectors.vllm.groups import KVGroup
 
 
-class Room:
+class BlockBudget:
     """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step. `in_order`: requests are
     scheduled as they came."""
 

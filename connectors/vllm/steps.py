@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.plans import LoadPlan, StorePlan, valid_in_all
 from kvdock.connectors.session import ServerEpoch
 
 IDLE_WAIT_S = 0.001
@@ -57,7 +57,9 @@ class Report:
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
-            self.valid_tokens[request_id] = min(valid, self.valid_tokens.get(request_id, valid))
+            joined = valid_in_all([valid, self.valid_tokens.get(request_id, valid)])
+            assert joined is not None, "two ranks"
+            self.valid_tokens[request_id] = joined
         self.stores.update(other.stores)
         self.epochs.update(other.epochs)
 

@@ -1,0 +1,135 @@
+"""What vLLM publishes for us, in its own types: statistics and Prometheus metrics (vllm:kvdock_…), and KV cache events.
+
+Scheduler and workers hand out KvdockStats with each step; vLLM adds them up, first over the workers, then with the
+scheduler's, and sends their `data` to the process that logs and exports. Events are for routers that send requests
+where their prefix is: a chunk is named by its blocks in each group of full attention, with the hashes of vLLM's own
+events, and its medium is "CPU", as for vLLM's own offloading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+from kvdock.connectors.session import EngineSession
+from kvdock.connectors.vllm.announcer import Announcer, Told
+from kvdock.connectors.vllm.figures import METRICS, Data, Figures, merge, summary
+from kvdock.connectors.vllm.groups import KVGroup
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Buckets: from a lookup to the load of a very long prompt."""
+
+
+@dataclass
+class KvdockStats(KVConnectorStats):
+    """`data`: as figures.Data; vLLM carries nothing else from process to process."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> KvdockStats:
+        """With numbers of its own: what vLLM hands to several loggers is one and the same."""
+        made = cls()
+        merge(made.data, data)
+        return made
+
+    @classmethod
+    def taken(cls, figures: Figures) -> KvdockStats | None:
+        data = figures.take()
+        return cls(data=data) if data else None
+
+    def reset(self) -> None:
+        self.data: Data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KvdockStats:
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvdockPromMetrics(KVConnectorPromMetrics):
+    """`metric_types`: vLLM's stand-ins for Counter, Gauge and Histogram, which may be Ray's."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Mapping[type, Any], labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        made = {
+            "counter": lambda **named: metric_types[Counter](**named),
+            "gauge": lambda **named: metric_types[Gauge](multiprocess_mode="mostrecent", **named),
+            "seconds": lambda **named: metric_types[Histogram](buckets=SECONDS, **named),
+        }
+        self._by_engine: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        for name, metric in METRICS.items():
+            family = made[metric.kind](
+                name=f"vllm:kvdock_{name}", documentation=metric.help, labelnames=list(labelnames)
+            )
+            for engine, values in per_engine_labelvalues.items():
+                self._by_engine[engine][name] = family.labels(*values)
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            metric = self._by_engine[engine_idx][name]
+            if METRICS[name].kind == "counter":
+                metric.inc(value)
+            elif METRICS[name].kind == "gauge":
+                metric.set(value)
+            else:
+                for seconds in value:
+                    metric.observe(seconds)
+
+
+# ---------------------------------------------------------------------- KV cache events
+
+MEDIUM = "CPU"
+
+
+class Events:
+    """Of an engine of `kv_cache_config`, from what `announcer` says; vLLM makes a hash of `hash_tokens` tokens."""
+
+    def __init__(self, announcer: Announcer, groups: Sequence[KVGroup], kv_cache_config: Any, hash_tokens: int) -> None:
+        self.announcer, self._hash_tokens = announcer, hash_tokens
+        kinds = [get_kv_cache_spec_kind(group.kv_cache_spec).value for group in kv_cache_config.kv_cache_groups]
+        self._groups = [
+            (index, kind, max(1, group.block_tokens // hash_tokens))
+            for index, (group, kind) in enumerate(zip(groups, kinds, strict=True)) if group.window_tokens is None
+        ]
+
+    def take(self) -> list[KVCacheEvent]:
+        """Of chunks that can be loaded since they were last taken, and that cannot any more."""
+        return [self._event(told, *group) for told in self.announcer.take() for group in self._groups]
+
+    def _event(self, told: Told, group: int, kind: str, step: int) -> KVCacheEvent:
+        # Each hash covers all tokens before it: that of a block is that of its last tokens.
+        hashes = [maybe_convert_block_hash(BlockHash(one)) for one in told.chunk.hashes[step - 1 :: step]]
+        if not told.is_there:
+            return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=group)
+        before = told.chunk.parent
+        parent = maybe_convert_block_hash(BlockHash(before)) if before is not None else None
+        return BlockStored(
+            block_hashes=hashes, parent_block_hash=parent, token_ids=list(told.chunk.tokens),
+            block_size=step * self._hash_tokens, lora_id=None, lora_name=None, medium=MEDIUM, group_idx=group,
+            kv_cache_spec_kind=kind,
+        )
+
+
+def events_of(
+    config: Any, kv_cache_config: Any, groups: Sequence[KVGroup], session: EngineSession, hash_tokens: int
+) -> Events | None:
+    """None when this engine publishes no events."""
+    wanted = config.kv_events_config
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None
+    announcer = Announcer(session, session.manifest.chunk_tokens, hash_tokens)
+    return Events(announcer, groups, kv_cache_config, hash_tokens)

@@ -1,0 +1,130 @@
+"""Which blocks vLLM's scheduler process offers to store, after preemption, resets and late servers. vLLM's own part is
+played by hand, step by step; the server is real."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess, eventually, manifest, unique
+
+from kvdock.client.client import Client
+from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
+from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.steps import Report
+from kvdock.protocol.schemas import Group
+
+BLOCK, CHUNK = 16, 32
+FULL, WINDOW = KVGroup(None, BLOCK, {"a": 128}, False), KVGroup(24, BLOCK, {"b": 128}, False)
+
+
+def scheduler_of(address: str, *groups: KVGroup) -> VllmScheduler:
+    described = manifest(
+        chunk_tokens=CHUNK, block_tokens=BLOCK, cache_salt=unique("salt"), groups=tuple(
+            Group(part_bytes=256) if group.window_tokens is None
+            else Group(kind="window", window_tokens=group.window_tokens, part_bytes=256) for group in groups
+        ),
+    )
+    session = EngineSession(
+        Client(address), described, Identity(unique("instance"), unique("member"), ranks=(), scheduler=True)
+    )
+    budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
+    return VllmScheduler(session, groups, budget, Settings(address), ranks=1, fails_closed=False)
+
+
+@pytest.fixture
+def scheduler(server: ServerProcess) -> Iterator[VllmScheduler]:
+    made = scheduler_of(server.unix, FULL)
+    made.start()
+    yield made
+    made.close()
+
+
+def request_of(tokens: int) -> Any:
+    return SimpleNamespace(
+        request_id="r", prompt_token_ids=[1] * tokens, all_token_ids=[1] * tokens, num_tokens=tokens,
+        num_prompt_tokens=tokens, max_tokens=0, num_computed_tokens=0,
+    )
+
+
+def step(
+    scheduler: VllmScheduler, request: Any, tokens: int = 0, *, new: Sequence[Sequence[int]] | None = None,
+    more: Sequence[Sequence[int]] | None = None, resumed: bool = False, preempted: bool = False,
+) -> None:
+    """Computes `tokens` of the request. `new`: its blocks when it is scheduled for the first time; `more`: those it
+    grows into, or all of them when it is resumed."""
+    scheduler.build(SimpleNamespace(
+        preempted_req_ids={request.request_id} if preempted else None,
+        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, block_ids=new)] if new is not None else [],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[request.request_id] if more is not None else [], new_block_ids=[more] if more is not None else [],
+            resumed_req_ids={request.request_id} if resumed else set(),
+        ),
+        num_scheduled_tokens={request.request_id: tokens} if tokens else {}, finished_req_ids=set(),
+    ))
+    request.num_computed_tokens += tokens
+
+
+def offered(scheduler: VllmScheduler) -> list[set[int]]:
+    """The blocks of each store under way, oldest first."""
+    return [set(store.blocks) for store in scheduler._stores.values()]
+
+
+def test_a_resumed_request_is_stored_from_its_new_blocks(scheduler: VllmScheduler) -> None:
+    request = request_of(96)
+    scheduler.lookup(request, 0)
+    scheduler.allocated(request, [[1, 2, 3, 4]], 0)
+    step(scheduler, request, 64, new=[[1, 2, 3, 4]])
+    assert offered(scheduler) == [{1, 2, 3, 4}]
+    step(scheduler, request, preempted=True)
+    request.num_computed_tokens = 0
+    scheduler.lookup(request, 0)
+    scheduler.allocated(request, [[11, 12, 13, 14, 15]], 0)
+    step(scheduler, request, 80, more=[[11, 12, 13, 14, 15]], resumed=True)
+    step(scheduler, request, 16, more=[[16]])  # over another chunk's end
+    assert offered(scheduler)[-1] == {15, 16}
+
+
+def test_blocks_that_a_window_left_behind_are_not_stored_late(server: ServerProcess) -> None:
+    """The server comes when vLLM has given the window's first blocks to others."""
+    scheduler = scheduler_of(server.unix, FULL, WINDOW)
+    request = request_of(96)
+    scheduler.allocated(request, [[1, 2, 3, 4], [11, 12, 13, 14]], 0)
+    step(scheduler, request, 64, new=[[1, 2, 3, 4], [11, 12, 13, 14]])
+    assert offered(scheduler) == [], "nobody is there"
+    scheduler.start()
+    step(scheduler, request, 32, more=[[5, 6], [15, 16]])
+    assert set().union(*offered(scheduler)) == {1, 2, 3, 4, 5, 6, 13, 14, 15, 16}
+    scheduler.close()
+
+
+def test_a_request_whose_load_is_under_way_at_a_reset_is_not_stored(scheduler: VllmScheduler) -> None:
+    """What it computes may rest on what was cleared."""
+    request = request_of(96)
+    scheduler.lookup(request, 0)
+    scheduler.allocated(request, [[1, 2, 3, 4]], 32)
+    assert scheduler.reset()
+    step(scheduler, request, 64, new=[[1, 2, 3, 4]])
+    assert offered(scheduler) == []
+    again = request_of(96)
+    again.request_id = "again"
+    eventually(lambda: scheduler.lookup(again, 0) == (0, False))
+    scheduler.allocated(again, [[5, 6, 7, 8]], 0)
+    step(scheduler, again, 64, new=[[5, 6, 7, 8]])
+    assert offered(scheduler) == [{5, 6, 7, 8}], "requests that come after the reset are stored"
+
+
+def test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_got_least() -> None:
+    one = Report({"r": 64, "one": 32}, Counter({"s": 1}), {0: ServerEpoch("p", "s")})
+    one.add(Report({"r": 32, "other": 0}, Counter({"s": 1, "t": 1})))
+    assert one.valid_tokens == {"r": 32, "one": 32, "other": 0}
+    assert one.stores == Counter({"s": 2, "t": 1}) and one.epochs == {0: ServerEpoch("p", "s")}
+    late = Report({"r": 0})
+    late.add(one)
+    assert late.valid_tokens["r"] == 0

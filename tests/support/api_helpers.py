@@ -12,8 +12,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from server_forks import ServerFork
 
 from kvdock.client.calls import SyncCalls
 from kvdock.client.transport import Address
@@ -31,14 +30,6 @@ from kvdock.shm.objects import pool_objects
 
 MIB = 1 << 20
 START_TIMEOUT_S = 30.0
-
-_SERVE = """
-import json, logging, sys
-from kvdock.api.server import run
-from kvdock.api.settings import Settings
-logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-run(Settings.load(json.loads(sys.argv[1])), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True))
-"""
 
 
 def small_pool(**overrides: object) -> dict[str, object]:
@@ -70,38 +61,28 @@ class ServerProcess:
         self.folder = tempfile.TemporaryDirectory(prefix="kvdock-test-")
         self.settings = small_pool(**{"socket_path": f"{self.folder.name}/kvdock.sock", **overrides})
         self.log_path = Path(self.folder.name) / "server.log"
-        self._log = self.log_path.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, json.dumps(self.settings)],
-            stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )
+        self.log_path.touch()
+        self.process = ServerFork(self.settings, self.log_path)
         self.http = self.unix = ""
         self.pool_id = 0
 
     def wait_ready(self) -> ServerProcess:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the server did not start:\n{self.log_text()}"
-        at = json.loads(line)
+        at = self.process.addresses()
+        assert at, f"the server did not start:\n{self.log_text()}"
         self.http, self.unix, self.pool_id = at["http"], at["unix"], at["pool_id"]
         return self
 
     def log_text(self) -> str:
-        self._log.flush()
         return self.log_path.read_text()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        status = self.process.wait(START_TIMEOUT_S)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return status
+        return self.process.wait(START_TIMEOUT_S)
 
     def close(self) -> None:
         self.stop()
-        self._log.close()
         self.folder.cleanup()
 
     def shared_memory(self) -> list[str]:

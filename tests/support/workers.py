@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The extension of the kill tests compiles while others wait; their own build() waits for it or says what failed."""
+    """The extension of the kill tests compiles while others wait; their build() waits for it or says what failed."""
     config = session.config
     if config.option.numprocesses and "tests/kill" in config.getini("testpaths"):
         config.stash[BUILDER] = subprocess.Popen(

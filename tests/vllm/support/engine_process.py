@@ -1,6 +1,10 @@
-"""One vLLM engine on the CPU, in a process of its own: reads jobs as JSON lines, writes answers.
+"""vLLM engines on the CPU, each in a process of its own: it reads jobs as JSON lines and writes answers.
 
-    python engine_process.py '{"model": "folder", "address": "unix:/…" or null, …}'
+    python engine_process.py SOCKET_FD
+
+Engines are forked from this program, which has imported vLLM: that takes longer than most of what they do. A message
+at the socket is {"model": "folder", "address": "unix:/…" or null, …} with four descriptors: what becomes the engine's
+stdin, stdout and stderr, and where its process id and in the end its exit status are written.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, {"do": "reset"},
@@ -13,11 +17,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.update(
@@ -67,13 +73,51 @@ def drafts_of(scheduler: Any) -> list[list[int]]:
     return drafts
 
 
-def main() -> None:
-    said = json.loads(sys.argv[1])
+def fork_engines(socket_fd: int) -> None:
+    """Until the other end of the socket is closed."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
+    with socket.socket(fileno=socket_fd) as asked:
+        while True:
+            message, fds, _, _ = socket.recv_fds(asked, 1 << 20, 4)
+            if not message:
+                return
+            if os.fork() == 0:
+                asked.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                run_engine(json.loads(message), *fds)
+            for fd in fds:
+                os.close(fd)
+
+
+def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
+    """This process waits for the engine's, which is another one."""
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        for number, fd in enumerate((stdin, stdout, stderr)):
+            os.dup2(fd, number)
+            os.close(fd)
+        serve(said)
+        sys.exit()
+    for fd in (stdin, stdout, stderr):
+        os.close(fd)
+    with os.fdopen(status, "w") as news:
+        print(pid, file=news, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=news, flush=True)
+    os._exit(0)
+
+
+def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
+    import torch
     from vllm import LLM, SamplingParams
 
+    if "OMP_NUM_THREADS" in said.get("environ", {}):  # read when torch was loaded, before the fork
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transfer: dict[str, Any] = {}
     if said["address"]:
         extra = {"address": said["address"], "chunk_tokens": 64, "timeout_s": 20.0, **said.get("extra", {})}
@@ -128,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fork_engines(int(sys.argv[1]))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +25,59 @@ def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
     return [[token for token, _ in run] for run in runs]
 
 
+@cache
+def _forker() -> socket.socket:
+    """The program that engines are forked from, started when the first one is."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        program = [ENGINE_PYTHON, HERE / "engine_process.py", str(theirs.fileno())]
+        process = subprocess.Popen(program, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def end() -> None:
+        ours.close()
+        process.wait(60)
+
+    atexit.register(end)
+    return ours
+
+
+class EngineFork:
+    """A process of engine_process.py: its pipes, and how it ended."""
+
+    def __init__(self, said: dict[str, Any], log_fd: int) -> None:
+        (stdin, to), (out, stdout), (news, status) = os.pipe(), os.pipe(), os.pipe()
+        socket.send_fds(_forker(), [json.dumps(said).encode()], [stdin, stdout, log_fd, status])
+        for fd in (stdin, stdout, status):
+            os.close(fd)
+        self.stdin, self.stdout = os.fdopen(to, "w"), os.fdopen(out)
+        self._news = os.fdopen(news, "rb", buffering=0)  # select() sees what no buffer holds
+        self._pid = 0
+        self._status: int | None = None
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status, negative for a signal."""
+        if self._status is None:
+            if self._pid == 0:
+                self._pid = int(self._news.readline())
+            if not select.select([self._news], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired("an engine", timeout_s)
+            self._status = int(self._news.readline())
+        return self._status
+
+    def close(self) -> None:
+        """Kills it if it still runs."""
+        if self._status is None:
+            os.kill(self._pid or int(self._news.readline()), signal.SIGKILL)
+        self.stdout.close()
+        self._news.close()
+
+
 class Engine:
     """A whole vLLM on the CPU (engine_process.py). It starts while the caller goes on: about() waits for it."""
 
     def __init__(self, model: Path, address: str | None, **said: Any) -> None:
         self._log = (model / f"engine-{os.urandom(4).hex()}.log").open("w+")
-        self.process = subprocess.Popen(
-            [ENGINE_PYTHON, HERE / "engine_process.py", json.dumps({"model": str(model), "address": address, **said})],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )
+        self.process = EngineFork({"model": str(model), "address": address, **said}, self._log.fileno())
         self._about: dict[str, Any] | None = None
 
     @property
@@ -50,7 +98,7 @@ class Engine:
 
     def tell(self, what: str, **more: Any) -> None:
         """A job whose answer() is to be taken later."""
-        assert self.about and self.process.stdin is not None
+        assert self.about
         self.process.stdin.write(json.dumps({"do": what, **more}) + "\n")
         self.process.stdin.flush()
 
@@ -58,7 +106,6 @@ class Engine:
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the engine ended:\n{self.log_text()[-4000:]}"
         answer: dict[str, Any] = json.loads(line)
@@ -69,14 +116,11 @@ class Engine:
         return Path(self._log.name).read_text()
 
     def close(self) -> int:
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            self.process.stdin.close()
+        self.process.stdin.close()
         try:
             return self.process.wait(60)
         finally:
-            self.process.kill()
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+            self.process.close()
             self._log.close()
 
     def __enter__(self) -> Engine:

@@ -1,0 +1,68 @@
+"""Servers for tests, each forked from a process that has imported everything, as imports take most of a start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_forkserver = get_context("forkserver")
+_forkserver.set_forkserver_preload(["kvdock.api.server"])
+
+
+def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
+    from kvdock.api.server import run
+    from kvdock.api.settings import Settings
+
+    log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for fd in (1, 2):
+        os.dup2(log_fd, fd)
+    os.close(log_fd)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    run(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict()))
+
+
+class ServerFork:
+    """A server at work, with what subprocess.Popen offers."""
+
+    def __init__(self, settings: Mapping[str, object], log: Path) -> None:
+        self._ready, theirs = _forkserver.Pipe(duplex=False)
+        self._process = _forkserver.Process(target=_serve, args=(settings, str(log), theirs))
+        self._process.start()
+        theirs.close()
+        pid = self._process.pid
+        assert pid is not None
+        self.pid = pid
+
+    def addresses(self) -> dict[str, Any] | None:
+        """Where it serves, or None if it ended before it did."""
+        with self._ready:
+            try:
+                found: dict[str, Any] = self._ready.recv()
+            except EOFError:
+                return None
+        return found
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired("a server", timeout_s or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

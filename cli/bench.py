@@ -1,8 +1,8 @@
-"""`kvdock bench`: what a running server answers with on this machine, in seconds, beside plain memcpy.
+"""`kvdock bench`: how fast a running server answers and copies on this machine, beside plain memcpy; some seconds.
 
-Two engines of the benchmark's own attach: one stores many tiny chunks, for round trips of lookup-and-lock as an
-engine makes them; one stores and loads synthetic KV through the connector, into blocks that were wiped in between
-and are compared afterwards, so that a fast copy of wrong bytes cannot score. Everything stored is deleted in the end.
+Two engines of the benchmark's own attach. One stores many tiny chunks and times lookups of them. The other stores and
+loads synthetic KV through the connector, into blocks that are wiped in between and compared afterwards, so that a
+fast copy of wrong bytes cannot score. Everything stored is deleted at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 from kvdock import _core
 from kvdock.cli.bench_engine import BLOCK_TOKENS, BenchEngine, Shape
 from kvdock.cli.operator import print_json, reached
-from kvdock.cli.outcome import FAILED, Refused
+from kvdock.cli.outcome import FAILED, CommandError
 from kvdock.cli.words import size
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
@@ -33,7 +33,7 @@ TINY = Shape(layers=1, heads=1, head_size=16, chunk_blocks=1)
 WARM_UP = 20
 COPY_ROUNDS = 5
 POOL_SHARE = 0.5
-"""Of what one session may hold."""
+"""The benchmark uses at most this share of what one session may hold."""
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -46,11 +46,11 @@ class Figures(msgspec.Struct, kw_only=True):
     lookup_512_p50_ms: float
     lookup_512_p99_ms: float
     store_gb_s: float
-    """From the offer of computed blocks to the word that they may be reused: reserve, copy, checksum, commit."""
+    """From `begin_store` to its `StoreDone`: reserve, copy, checksum, commit."""
     load_gb_s: float
-    """From the decision to load until the blocks are filled and checked, and the lease is released."""
+    """From `begin_load` to its `LoadDone`: the blocks are filled and checked, and the lease is released."""
     memcpy_gb_s: float
-    """The same pieces, the same threads, nothing else."""
+    """memcpy of the same pieces with as many threads."""
     moved_bytes: int
     """Stored once and loaded once, per round."""
 
@@ -58,11 +58,11 @@ class Figures(msgspec.Struct, kw_only=True):
 def run_bench(
     server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console
 ) -> None:
-    """Raises Refused when nobody answers, when the pool has no room or bytes come back wrong; ApiError."""
+    """Raises CommandError when no server answers, when the pool has no room or wrong bytes are loaded; ApiError."""
     with reached(server) as client:
         status = client.status()
         if status.status != "ok":
-            raise Refused(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
+            raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
         budget_bytes = min(mib << 20, _room_bytes(client))
         lookups = _lookups(client, rounds)
         chunks = budget_bytes // Shape().chunk_bytes
@@ -84,13 +84,13 @@ def _room_bytes(client: Client) -> int:
 
 
 def _lookups(client: Client, rounds: int) -> dict[str, float]:
-    """Round trips as the client sees them, all sizes in turns; each carries the release of the one before."""
+    """Times round trips, the sizes in turn. Each call also releases the lease of the call before."""
     tokens = _fresh_tokens(max(LOOKUP_KEYS), TINY)
     took_ms: dict[int, list[float]] = {count: [] for count in LOOKUP_KEYS}
     with _engine(client, TINY, max(LOOKUP_KEYS), threads=1) as engine, engine.stored(client, tokens) as keys:
         if engine.hit_chunks(tokens) < len(keys):
-            raise Refused(_NO_ROOM, FAILED)
-        # The very attachment that the connector beats for; its lookups end with the session.
+            raise CommandError(_NO_ROOM, FAILED)
+        # The connector keeps this attachment alive; the leases end with its session.
         session, member = engine.attachment.session, engine.attachment.member
         for number in range(-WARM_UP, rounds):
             for count in LOOKUP_KEYS:
@@ -101,7 +101,8 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
                 answer = engine.client.lookup(body)
                 spent_ms = (time.perf_counter_ns() - began) / 1e6
                 if answer.lease is None or len(answer.chunks) != count:
-                    raise Refused(f"a lookup locked {len(answer.chunks)} chunks of {count}: the pool is in use", FAILED)
+                    found = f"a lookup found {len(answer.chunks)} of {count} chunks"
+                    raise CommandError(f"{found}: other engines use the pool; try when it is idle", FAILED)
                 engine.client.release_later(answer.lease, session, [0])
                 if number >= 0:
                     took_ms[count].append(spent_ms)
@@ -122,13 +123,13 @@ def _quantile(values: list[float], share: float) -> float:
 def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
     shape = Shape()
     if chunks < 1:
-        raise Refused(_NO_ROOM, FAILED)
+        raise CommandError(_NO_ROOM, FAILED)
     moved_bytes = chunks * shape.chunk_bytes
     store_s: list[float] = []
     load_s: list[float] = []
     plain_s: list[float] = []
     with _engine(client, shape, chunks, threads=threads) as engine:
-        for _ in range(1 + COPY_ROUNDS):  # the first maps the pool's pages into this process
+        for _ in range(1 + COPY_ROUNDS):  # the first round, which maps the pool's pages, is left out
             tokens = _fresh_tokens(chunks, shape)
             engine.fill(secrets.randbits(32))
             before = engine.contents()
@@ -136,13 +137,13 @@ def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
             with engine.stored(client, tokens):
                 store_s.append(time.perf_counter() - began)
                 if engine.hit_chunks(tokens) < chunks:
-                    raise Refused(_NO_ROOM, FAILED)
+                    raise CommandError(_NO_ROOM, FAILED)
                 engine.wipe()
                 began = time.perf_counter()
                 engine.load(chunks)
                 load_s.append(time.perf_counter() - began)
                 if engine.contents() != before:
-                    raise Refused("loaded bytes differ from those stored: do not use this build", FAILED)
+                    raise CommandError("loaded bytes differ from those stored: do not use this build", FAILED)
             plain_s.append(_memcpy_s(engine, threads))
     return {
         "store_gb_s": _rate(moved_bytes, store_s),
@@ -152,7 +153,7 @@ def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
 
 
 def _memcpy_s(engine: BenchEngine, threads: int) -> float:
-    """Every run of the engine's blocks to another place, by memcpy."""
+    """Copies every run of the engine's blocks to its spare memory."""
     pieces, piece_bytes = engine.pieces()
     to = array("Q", range(engine.spare, engine.spare + len(pieces) * piece_bytes, piece_bytes))
     began = time.perf_counter()
@@ -164,11 +165,11 @@ def _rate(moved_bytes: int, spent_s: list[float]) -> float:
     return round(moved_bytes / statistics.median(spent_s[1:]) / 1e9, 2)
 
 
-_NO_ROOM = "the pool has no room for the benchmark's chunks now: try --mib with less, or an idle server"
+_NO_ROOM = "the pool has no room for the benchmark's chunks: try a smaller --mib, or an idle server"
 
 
 def _fresh_tokens(chunks: int, shape: Shape) -> list[int]:
-    """Nobody has stored them before: a fresh start makes fresh keys of the whole chain."""
+    """Random, so that their keys are in no pool."""
     source = random.Random(secrets.randbits(64))
     return [source.randrange(1 << 32) for _ in range(chunks * shape.chunk_tokens)]
 

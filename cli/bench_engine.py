@@ -1,7 +1,7 @@
 """An engine without a model, for `kvdock bench`: paged memory, a layout over it, and the connector. No torch.
 
-Ownership: the memory is one anonymous mapping, and a spare one of the same size for plain copies; both live as long
-as the engine. Invariant: what `stored` has stored is deleted when its block ends.
+Ownership: the engine owns its memory, one anonymous mapping, and a spare one of the same size for plain copies.
+Invariant: what `stored` has stored is deleted when its `with` block ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvdock.cli.operator import delete
-from kvdock.cli.outcome import FAILED, Refused
+from kvdock.cli.outcome import FAILED, CommandError
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.errors import RefusedError
@@ -36,7 +36,7 @@ REQUEST = "bench"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the KV; the default is that of a small model: 16 KiB a run, 2 MiB a chunk."""
+    """The KV's dimensions; by default a small model's: 16 KiB a run, 2 MiB a chunk."""
 
     layers: int = 4
     heads: int = 8
@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One layer of contiguous memory, as the layout reads it."""
+    """One layer of contiguous memory, with what paged_layout asks of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class _Tensor:
 
 
 class BenchEngine:
-    """Attached to the server when made. Refused when it will not have this engine."""
+    """Attached to the server from its construction to `close`. Raises CommandError when the server refuses it."""
 
     def __init__(self, address: str, shape: Shape, num_blocks: int, *, threads: int) -> None:
         self.shape, self.num_blocks = shape, num_blocks
@@ -96,7 +96,7 @@ class BenchEngine:
                 Identity(name, name, label="kvdock bench"), [self._layout()],
             )
         except RefusedError as error:
-            raise Refused(str(error), FAILED) from error
+            raise CommandError(str(error), FAILED) from error
 
     @property
     def client(self) -> Client:
@@ -106,7 +106,7 @@ class BenchEngine:
     def attachment(self) -> Attachment:
         found = self.connector.session.attachment
         if found is None:
-            raise Refused("the server was lost while it was measured", FAILED)
+            raise CommandError("the server was lost while it was measured", FAILED)
         return found
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class BenchEngine:
 
     @contextmanager
     def stored(self, client: Client, tokens: list[int]) -> Iterator[list[bytes]]:
-        """Stores the KV of `tokens`; yields the keys of its chunks. Deleted at the end."""
+        """Stores the KV of `tokens`, yields the keys of its chunks, and deletes them at the end."""
         attachment = self.attachment
         keys = chunk_keys(attachment.namespace, tokens, self.shape.chunk_tokens)
         try:
@@ -157,14 +157,14 @@ class BenchEngine:
             delete(client, attachment.namespace.hex(), keys)
 
     def hit_chunks(self, tokens: list[int]) -> int:
-        """Asks until there is an answer. Its lease is kept for `load`, or ends with the session."""
+        """Polls until the lookup is answered. `load` uses its lease; otherwise the lease ends with the session."""
         end_s = time.monotonic() + PATIENCE_S
         while isinstance(found := self.connector.lookup(REQUEST, tokens, 0), Pending):
             self._poll(end_s)
         return found.tokens // self.shape.chunk_tokens if isinstance(found, Hit) else 0
 
     def load(self, chunks: int) -> None:
-        """Fills the blocks of what was looked up before."""
+        """Fills the blocks with what the last lookup found."""
         tokens = chunks * self.shape.chunk_tokens
         self.connector.begin_load(REQUEST, [self._order], 0, tokens)
         self._wait(lambda news: any(done.valid_tokens == tokens for done in news.loads))
@@ -176,7 +176,7 @@ class BenchEngine:
 
     def _poll(self, end_s: float) -> Progress:
         if time.monotonic() > end_s:
-            raise Refused(f"the server did not finish within {PATIENCE_S:.0f} s", FAILED)
+            raise CommandError(f"the server did not finish within {PATIENCE_S:.0f} s", FAILED)
         return self.connector.poll(0.05)
 
 
@@ -185,7 +185,7 @@ def _address_of(memory: mmap.mmap) -> int:
 
 
 def _manifest(shape: Shape) -> Manifest:
-    """The same for every run on a server, so that it learns of no new namespace each time."""
+    """The same for every run, so that the server gets no new namespace each time."""
     return Manifest(
         model=f"kvdock-bench-{shape.chunk_bytes}", kv_dtype="bytes",
         layers=shape.layers, kv_heads=shape.heads, head_size=shape.head_size,

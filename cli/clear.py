@@ -1,4 +1,4 @@
-"""`kvdock clear`: takes stored chunks out of use. What engines are reading stays theirs until they say done."""
+"""`kvdock clear`: removes stored chunks. Engines that are loading a chunk finish; its memory is freed afterwards."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console
 
 from kvdock.cli.lookup import resolve
 from kvdock.cli.operator import clear, print_json, reached
-from kvdock.cli.outcome import FAILED, WRONG, Refused
+from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.words import printable, size
 
 
 def clear_cache(
     server: str, *, namespace: str, everything: bool, yes: bool, as_json: bool, console: Console
 ) -> None:
-    """Raises Refused when it is not clear what is meant, when the person says no, when nobody answers; ApiError."""
+    """Raises CommandError for wrong options, when the person says no, and when no server answers; ApiError."""
     if bool(namespace) == everything:
-        raise Refused("clear wants --namespace or --all, one of them", WRONG)
+        raise CommandError("clear needs either --namespace or --all", WRONG)
     with reached(server) as client:
         space = None if everything else resolve(client, namespace)
         if not yes:
@@ -30,12 +30,12 @@ def clear_cache(
     if as_json:
         print_json(console, cleared)
     else:
-        console.print(f"{cleared.chunks:,} chunks are out of use", highlight=False)
+        console.print(f"{cleared.chunks:,} chunks were cleared", highlight=False)
 
 
 def _confirm(question: str) -> None:
     """On stderr, so that --json on stdout stays JSON."""
     if not sys.stdin.isatty():
-        raise Refused("clear asks before it clears, and here is nobody to ask: add --yes", WRONG)
+        raise CommandError("clear asks for confirmation, and standard input is no terminal: add --yes", WRONG)
     if not typer.confirm(question, err=True):
-        raise Refused("nothing was cleared", FAILED)
+        raise CommandError("nothing was cleared", FAILED)

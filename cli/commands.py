@@ -1,6 +1,6 @@
-"""The commands that ask a running server or this machine, as typer sees them: options, one line of help, a call.
+"""The options and the help of the commands that ask a running server or this machine.
 
-Each imports what it needs when it runs, so that `--help` and completion load neither rich nor the server.
+Each command imports what it needs when it runs, so that `--help` and completion load neither rich nor the server.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvdock.cli.outcome import FAILED, Refused
+from kvdock.cli.outcome import FAILED, CommandError
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """engine.config.PRESETS, without importing torch for it."""
 
 Server = Annotated[str, typer.Option(
-    "--server", metavar="ADDRESS", help="unix:/path or http://host:port; else this user's socket.", show_default=False,
+    "--server", metavar="ADDRESS", show_default=False,
+    help="unix:/path or http://host:port; by default this user's socket.",
 )]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-ListLimit = Annotated[int, typer.Option("--limit", min=1, help="Show at most so many.")]
+ListLimit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N.")]
 ListAll = Annotated[bool, typer.Option("--all", help="Show all.")]
 Namespace = Annotated[str, typer.Option(
-    "--namespace", metavar="HEX", help="The namespace, or how it starts.", show_default=False,
+    "--namespace", metavar="HEX", help="The namespace, or its first hex digits.", show_default=False,
 )]
 
 
 def status(server: Server = "", as_json: AsJson = False) -> None:
-    """What the server holds, and for whom."""
+    """Show what the server holds, and for which engines."""
     from rich.console import Console
 
     from kvdock.cli.status import show_status
@@ -42,9 +43,9 @@ def doctor(
     )] = None,
     as_json: AsJson = False,
 ) -> int:
-    """What on this machine helps or hinders kvdock.
+    """Check this machine, the settings and the server.
 
-    Each line is OK, a note or a problem, and says what to do. Ends with 1 if there is a problem.
+    Each line is OK, a note or a problem, with what to do about it. The exit status is 1 if there is a problem.
     """
     from rich.console import Console
 
@@ -56,19 +57,19 @@ def doctor(
 def lookup(
     namespace: Namespace = "",
     keys: Annotated[list[str] | None, typer.Option(
-        "--keys", metavar="HEX", help="Chunk keys of 64 hex digits, in order; comma-separated or repeated.",
+        "--keys", metavar="HEX", help="Chunk keys of 64 hex digits, in order; separated by commas, or several --keys.",
         show_default=False,
     )] = None,
     tokens_file: Annotated[str, typer.Option(
-        "--tokens-file", metavar="FILE", help="Token ids: a JSON list, or numbers; - is standard input.",
+        "--tokens-file", metavar="FILE", help="File of token ids: a JSON list, or numbers; - is standard input.",
         show_default=False,
     )] = "",
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """How long a prefix the pool could serve. Holds nothing.
+    """Show how many tokens of a prompt are stored. Takes no lease.
 
-    Without --namespace it is the only one there is.
+    --namespace may be left out if the server has exactly one.
     """
     from rich.console import Console
 
@@ -81,14 +82,14 @@ def lookup(
 
 def clear(
     namespace: Namespace = "",
-    everything: Annotated[bool, typer.Option("--all", help="All namespaces.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Take stored chunks out of use.
+    """Remove stored chunks.
 
-    What engines are reading stays theirs until they are done.
+    Engines that are loading a chunk finish; its memory is freed afterwards.
     """
     from rich.console import Console
 
@@ -100,7 +101,7 @@ def clear(
 def sessions(
     server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
 ) -> None:
-    """Engines that are attached, and what they hold."""
+    """List the attached engines and what they hold."""
     from rich.console import Console
 
     from kvdock.cli.lists import show_sessions
@@ -111,7 +112,7 @@ def sessions(
 def leases(
     server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
 ) -> None:
-    """Open leases and reservations, oldest first."""
+    """List open leases and reservations, oldest first."""
     from rich.console import Console
 
     from kvdock.cli.lists import show_leases
@@ -122,14 +123,14 @@ def leases(
 def bench(
     server: Server = "",
     as_json: AsJson = False,
-    rounds: Annotated[int, typer.Option(min=10, help="Lookups of each size.")] = 300,
-    mib: Annotated[int, typer.Option(min=1, help="MiB of synthetic KV to store and load.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, max=64, help="Threads that copy.")] = 2,
+    rounds: Annotated[int, typer.Option(min=10, metavar="N", help="Lookups of each size.")] = 300,
+    mib: Annotated[int, typer.Option(min=1, metavar="MIB", help="MiB of synthetic KV to store and load.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Threads that copy, at most 64.")] = 2,
 ) -> None:
-    """Measure a running server, in seconds.
+    """Measure a running server; takes seconds.
 
-    Round trips of lookups, and a store and a load of synthetic KV beside plain memcpy. What it stores is deleted
-    at the end. In a pool that is full it takes the place of the oldest chunks.
+    Times lookups, and stores and loads of synthetic KV beside plain memcpy. What it stores is deleted at the end; in
+    a full pool it evicts the oldest chunks. The server's counters include the benchmark.
     """
     from rich.console import Console
 
@@ -140,19 +141,19 @@ def bench(
 
 def demo(
     port: Annotated[int, typer.Option(
-        min=0, max=65535, help="TCP port of the server; 0 lets the system choose."
+        min=0, max=65535, metavar="PORT", help="TCP port of the server; 0: any free port."
     )] = 7410,
-    as_json: Annotated[bool, typer.Option("--json", help="Figures as one JSON object; ends by itself.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object, and end.")] = False,
     preset: Annotated[Preset, typer.Option(help="Size of the engines' model.")] = "small",
-    turns: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 4,
+    turns: Annotated[int, typer.Option(min=1, metavar="N", help="Questions to ask.")] = 4,
     pool_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Size of the server's pool.")] = "1GiB",
 ) -> int:
-    """A server, two small engines that share it, and the status page."""
-    # The engines are processes of their own: what they lack is said here, before anything starts.
+    """Run a server, two small engines that share it, and the status page."""
+    # The engines are processes of their own: a missing package is reported here, before anything starts.
     missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
     if missing:
         advice = "in a checkout, pip install '.[engine]'"
-        raise Refused(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
+        raise CommandError(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
     from kvdock.cli.demo import demo as run_demo
 
     return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)

@@ -1,4 +1,4 @@
-"""`kvdock config`: every setting as `kvdock serve` would use it, and where it comes from."""
+"""`kvdock config`: every setting that `kvdock serve` would use, and its source."""
 
 from __future__ import annotations
 

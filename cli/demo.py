@@ -1,9 +1,8 @@
-"""`kvdock demo`: the main job on real input, with processes that could be on any machine.
+"""`kvdock demo`: one server, two engines that share it, and a third engine without kvdock for comparison.
 
-One server, two engines that share it, and a third engine without kvdock for comparison. The two take
-turns answering questions about a long document, so each turn one of them meets text that the other
-has computed. Shown for each turn: time to first token with and without reuse, whether the tokens are
-the same, and what was loaded. Afterwards the server stays up for a look at its page.
+All are real processes. The two engines take turns answering questions about a long document, so each turn one of them
+gets text whose KV the other has computed. Each row shows the time to the first token with and without reuse, what
+was loaded, and whether the tokens are the same. Afterwards the server stays up until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from rich.table import Table
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
 from kvdock.api.settings import effective
-from kvdock.cli.outcome import DONE, FAILED, Refused
+from kvdock.cli.outcome import DONE, FAILED, CommandError
 from kvdock.client.client import Client
 from kvdock.engine import tokenizer
 from kvdock.protocol.errors import StartupError
@@ -91,7 +90,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise Refused(f"{self.name} ended with status {self._process.wait()}", FAILED)
+            raise CommandError(f"{self.name} ended with status {self._process.wait()}", FAILED)
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -122,7 +121,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
     try:
         line = process.stdout.readline()
         if not line:
-            raise Refused("the server did not start (see above)", FAILED)
+            raise CommandError("the server did not start (see above)", FAILED)
         url = next(word for word in line.split() if word.startswith("http://"))
         yield process, f"{url}/", f"unix:{socket_path}"
     finally:
@@ -152,7 +151,7 @@ def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, sh
 
 
 class Screen:
-    """What a person watches: one row a turn, a spinner for what is under way. The rows stay when it ends."""
+    """What the terminal shows: one row a turn, and a spinner for what is under way. The rows stay when it ends."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(Spinner("dots", "starting a server, two engines that share it, and one without"),
@@ -212,20 +211,20 @@ def _interrupt(*_: object) -> None:
 
 
 def _refuse_taken_port(host: str, port: int) -> None:
-    """Before anything is started. Raises Refused when another program listens there, StartupError for a wrong host."""
+    """Before anything is started. CommandError when another program has the port, StartupError for a wrong host."""
     try:
         with bind_tcp(host, port):
             pass
     except StartupError as error:
         if error.code != "address_in_use":
             raise
-        raise Refused(f"{error}: PORT=8000 make run, or kvdock demo --port 8000", FAILED) from error
+        raise CommandError(f"{error}: PORT=8000 make run, or kvdock demo --port 8000", FAILED) from error
 
 
 def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) -> int:
     """Runs the demo; returns the exit status: 0 when every token was the same and something was reused.
 
-    Raises SettingsError, and Refused when one of its processes ends early.
+    Raises SettingsError, and CommandError when one of its processes ends early.
     """
     settings = effective(os.environ, flags={"port": str(port), "pool_bytes": pool_bytes}).settings
     _refuse_taken_port(settings.host, port)
@@ -262,7 +261,7 @@ def _program() -> str:
 
 
 def linger(console: Console, server: subprocess.Popen[str], url: str, found: dict[str, Any]) -> None:
-    """Keeps the server and both engines up until Ctrl-C. Raises Refused when the server ends by itself."""
+    """Keeps the server and both engines up until Ctrl-C. Raises CommandError when the server ends by itself."""
     same = "identical" if found["tokens_identical"] else "DIFFERENT"
     console.print(
         f"\nTokens {same} in every turn; {found['stored_bytes'] / 2**20:.1f} MiB stored, "
@@ -278,4 +277,4 @@ def linger(console: Console, server: subprocess.Popen[str], url: str, found: dic
     except KeyboardInterrupt:
         console.print("\nstopping")
     else:
-        raise Refused(f"the server ended with status {status}", FAILED)
+        raise CommandError(f"the server ended with status {status}", FAILED)

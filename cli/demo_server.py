@@ -2,7 +2,7 @@
 
     python -m kvdock.cli.demo_server --port 7410 …
 
-Whoever starts it holds the other end of that pipe, so that it ends with them, even if SIGKILL ended them.
+The parent holds the other end of that pipe, so the server ends with its parent, even when that was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvdock.cli.main import main
 
 
 def _end_with_input() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would be missed when the process ends
+    while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: it would hold a lock that the exit needs
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

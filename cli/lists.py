@@ -1,4 +1,4 @@
-"""`kvdock sessions` and `kvdock leases`: who is attached and what they hold, as the status page lists it."""
+"""`kvdock sessions` and `kvdock leases`: which engines are attached and what they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
 
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
-    """`limit` None: all. Raises Refused, ApiError."""
+    """`limit` None: all. Raises CommandError, ApiError."""
     with reached(server) as client:
         sessions, following = _sessions(client, limit)
     if as_json:
@@ -27,7 +27,7 @@ def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Con
 
 
 def show_leases(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
-    """Leases and reservations, oldest first. `limit` None: all. Raises Refused, ApiError."""
+    """Leases and reservations, oldest first. `limit` None: all. Raises CommandError, ApiError."""
     with reached(server) as client:
 
         def fetch(wanted: int, cursor: str | None) -> tuple[list[LeaseView], str | None]:
@@ -39,7 +39,7 @@ def show_leases(server: str, *, limit: int | None, as_json: bool, console: Conso
     if as_json:
         print_json(console, Leases(leases=leases, next=following))
         return
-    console.print(_leases_table(leases, engines) if leases else "nobody holds a lease or a reservation")
+    console.print(_leases_table(leases, engines) if leases else "no engine holds a lease or a reservation")
     _say_more(console, following)
 
 
@@ -53,7 +53,7 @@ def sessions_table(sessions: Iterable[SessionView]) -> Table:
 
 
 def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table:
-    return _table("leases and reservations", ("kind", "request", "engine", "still to finish", "chunks", "bytes",
+    return _table("leases and reservations", ("kind", "request", "engine", "unfinished ranks", "chunks", "bytes",
                                               "age", "grant"), (
         (view.kind + (" (closed)" if view.closed else ""), _request(view), engines.get(view.session, view.session),
          _waiting(view), f"{view.chunks:,}", size(view.bytes), duration(view.age_s), view.grant)

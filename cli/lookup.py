@@ -1,4 +1,4 @@
-"""`kvdock lookup`: how long a prefix the pool could serve. It asks without a session, so it holds nothing."""
+"""`kvdock lookup`: how long a prefix the pool could serve. It asks without a session, so it takes no lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kvdock.cli.operator import namespaces, print_json, reached
-from kvdock.cli.outcome import FAILED, WRONG, Refused
+from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.words import printable
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import NamespaceView
@@ -33,9 +33,9 @@ class Found(msgspec.Struct):
 def show_lookup(
     server: str, *, namespace: str, keys: list[str], tokens_file: str, as_json: bool, console: Console
 ) -> None:
-    """Raises Refused for what is no key, token file or namespace, and when nobody answers; ApiError."""
+    """Raises CommandError for a wrong key, token file or namespace, and when no server answers; ApiError."""
     if bool(keys) == bool(tokens_file):
-        raise Refused("lookup wants --keys or --tokens-file, one of them", WRONG)
+        raise CommandError("lookup needs either --keys or --tokens-file", WRONG)
     wanted = _keys(keys) if keys else None
     tokens = None if keys else read_tokens(tokens_file)
     with reached(server) as client:
@@ -49,38 +49,38 @@ def show_lookup(
         return
     share = 100 * found.hit_tokens / asked if asked else 0
     console.print(
-        f"{found.hit_tokens:,} of {asked:,} tokens are there ({share:.0f} %), in chunks of {chunk_tokens}, "
+        f"{found.hit_tokens:,} of {asked:,} tokens are stored ({share:.0f} %), in chunks of {chunk_tokens}, "
         f"for {printable(found.model)} (namespace {space.namespace[:8]})", highlight=False, markup=False,
     )
 
 
 def resolve(client: Client, prefix: str) -> NamespaceView:
-    """The namespace that starts with these hex digits; with '' the only one there is. Raises Refused."""
+    """The one namespace that starts with these hex digits; '' fits any. Raises CommandError unless exactly one fits."""
     spaces = namespaces(client)
     if not spaces:
-        raise Refused("no engine has attached to this server yet: it knows no namespace", FAILED)
+        raise CommandError("no engine has attached to this server yet, so it has no namespace", FAILED)
     fitting = [space for space in spaces if space.namespace.startswith(prefix.lower())]
     if len(fitting) == 1:
         return fitting[0]
     known = ", ".join(f"{space.namespace[:12]} ({printable(space.manifest.model)})" for space in (fitting or spaces))
     if not fitting:
-        raise Refused(f"no namespace starts with {prefix!r}; there are {known}", FAILED)
-    raise Refused(f"say which --namespace: {known}", WRONG)
+        raise CommandError(f"no namespace starts with {prefix!r}; the server has {known}", FAILED)
+    raise CommandError(f"the server has several namespaces; choose one with --namespace: {known}", WRONG)
 
 
 def read_tokens(name: str) -> list[int]:
-    """Numbers in a file, `-` being standard input: a JSON list, or separated by spaces, commas and lines."""
+    """Token ids from a file, or standard input for `-`: a JSON list, or separated by spaces, commas or newlines."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused(f"tokens file {name}: {error}", WRONG) from error
+        raise CommandError(f"tokens file {name}: {error}", WRONG) from error
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
         tokens = [_token(item) for item in found]
     except ValueError as error:
-        raise Refused(f"tokens file {name}: wanted numbers in 0..4294967295, found {error}", WRONG) from error
+        raise CommandError(f"tokens file {name}: wanted token ids in 0..4294967295, found {error}", WRONG) from error
     if not tokens:
-        raise Refused(f"tokens file {name}: wanted at least one token, found none", WRONG)
+        raise CommandError(f"tokens file {name}: wanted at least one token, found none", WRONG)
     return tokens
 
 
@@ -97,7 +97,7 @@ def _keys(texts: list[str]) -> list[str]:
     keys = [key.lower() for text in texts for key in re.split(r"[\s,]+", text) if key]
     for key in keys:
         if not _KEY.fullmatch(key):
-            raise Refused(f"a key wanted 64 hex digits, found {key[:80]!r} ({len(key)} characters)", WRONG)
+            raise CommandError(f"wanted a key of 64 hex digits, found {key[:80]!r} ({len(key)} characters)", WRONG)
     if not keys:
-        raise Refused("--keys wanted at least one key, found none", WRONG)
+        raise CommandError("--keys: wanted at least one key, found none", WRONG)
     return keys

@@ -1,6 +1,6 @@
-"""The `kvdock` command: its parts, and how it ends. `--help` loads no server, no torch.
+"""The `kvdock` command: its subcommands, and how it ends. `--help` imports neither the server nor torch.
 
-Every failure that a person can do something about is one sentence on stderr; outcome.py lists the exit statuses.
+A failure that a person can do something about is one sentence on stderr; cli/outcome.py lists the exit statuses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import typer
 
 from kvdock.api.errors import SettingsError, StartupError
 from kvdock.cli import commands
-from kvdock.cli.outcome import DONE, FAILED, INTERRUPTED, WRONG, Refused
+from kvdock.cli.outcome import DONE, FAILED, INTERRUPTED, WRONG, CommandError
 from kvdock.cli.serve import config, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
-EPILOG = "Exit status: 0 done; 1 it could not be done; 2 it was asked for wrongly; 130 stopped by Ctrl-C."
+EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by Ctrl-C."
 
 app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="The KV-cache server that every LLM inference engine on a machine shares.",
 )
 for command in (
@@ -35,7 +36,7 @@ for command in (
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if show_version:
         typer.echo(f"kvdock {version('kvdock')}")
@@ -46,7 +47,7 @@ def root(
 
 def main() -> None:
     if _names_a_shell(sys.argv[1:]):
-        # By itself typer looks which shell has called; with this it takes the shell as an argument.
+        # By default typer detects the calling shell; with this variable it takes the shell as an argument.
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     try:
         result = app(prog_name="kvdock", standalone_mode=False)
@@ -55,7 +56,7 @@ def main() -> None:
         sys.exit(result if isinstance(result, int) else DONE)
     except typer.TyperException as error:
         _fail(error.format_message(), getattr(error, "exit_code", WRONG))
-    except Refused as error:
+    except CommandError as error:
         _fail(str(error), error.exit_code)
     except SettingsError as error:
         _fail(str(error), WRONG)
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def _names_a_shell(arguments: list[str]) -> bool:
-    """`--show-completion bash`, where `--show-completion` alone would do too."""
+    """Whether the arguments are `--show-completion SHELL` or `--install-completion SHELL`."""
     asked = {"--show-completion", "--install-completion"}
     return len(arguments) == 2 and arguments[0] in asked and not arguments[1].startswith("-")
 

@@ -1,4 +1,4 @@
-"""The server as the commands reach it: the engine's client, its lists whole, and what to do when nobody answers."""
+"""How the commands talk to a server: its client, whole lists from pages, and an error when no server answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kvdock.api.settings import Settings
-from kvdock.cli.outcome import FAILED, WRONG, Refused
+from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
 from kvdock.protocol.errors import ServerUnavailable
@@ -20,7 +20,7 @@ from kvdock.protocol.wire_types import MAX_KEYS
 T = TypeVar("T")
 
 PAGE_ITEMS = 1000
-"""The most that the server puts on a page."""
+"""The most items that the server puts on a page."""
 TIMEOUT_S = 3.0
 LONG_TIMEOUT_S = 120.0
 """For calls that walk the whole table."""
@@ -32,7 +32,7 @@ def clear(client: Client, namespace: str | None) -> a.Cleared:
 
 
 def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
-    """Takes chunks out of use, however many; returns how many were stored."""
+    """Deletes any number of chunks; returns how many were stored."""
     parts = ([key.hex() for key in keys[start : start + MAX_KEYS]] for start in range(0, len(keys), MAX_KEYS))
     return sum(
         client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S).chunks
@@ -41,7 +41,7 @@ def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
 
 
 def namespaces(client: Client) -> list[a.NamespaceView]:
-    """All of them, however many pages they fill."""
+    """All namespaces of the server."""
 
     def fetch(wanted: int, cursor: str | None) -> tuple[list[a.NamespaceView], str | None]:
         answer = client.namespaces(limit=wanted, cursor=cursor)
@@ -59,17 +59,17 @@ def default_address() -> str:
 def reached(address: str) -> Iterator[Client]:
     """A client of the server at `address`, or at this user's socket when it is empty.
 
-    Raises Refused for an address that is none, and when nobody answers within the block.
+    Raises CommandError for a malformed address, and when the server does not answer a call within the block.
     """
     try:
         client = Client(address or default_address(), timeout_s=TIMEOUT_S, packed=False)
     except ValueError as error:
-        raise Refused(str(error), WRONG) from error
+        raise CommandError(str(error), WRONG) from error
     with client:
         try:
             yield client
         except ServerUnavailable as error:
-            raise Refused(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
+            raise CommandError(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
 
 
 def first(
@@ -90,5 +90,5 @@ def first(
 
 
 def print_json(console: Console, value: object) -> None:
-    """One line, as it is: nothing is wrapped or coloured."""
+    """One line, neither wrapped nor coloured."""
     console.out(msgspec.json.encode(value).decode(), highlight=False)

@@ -1,11 +1,11 @@
-"""How a command ends: its exit status, and the one sentence that says why when something went wrong.
+"""How a command ends: its exit status, and one sentence when something went wrong.
 
-Exit statuses are stable, scripts decide by them:
+Scripts rely on the exit statuses:
 
-    0    done
-    1    it could not be done: no server, a refusal, a problem found
-    2    it was asked for wrongly: an unknown name, a value out of range
-    130  stopped by Ctrl-C
+    0    success
+    1    failure: no server, an error from it, a problem found
+    2    usage error: an unknown name, a value out of range
+    130  interrupted by Ctrl-C
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WRONG: Final = 2
 INTERRUPTED: Final = 130
 
 
-class Refused(Exception):
+class CommandError(Exception):
     """One sentence for the person at the terminal, and the exit status."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:

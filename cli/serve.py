@@ -1,8 +1,7 @@
 """`kvdock serve` and `kvdock config`: the server in this process, and the settings it would have.
 
-The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and
-its default without a line here. Whatever way the server ends, its pool is removed, unless `--on-exit=keep` or another
-server takes it over.
+The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and its default
+without a line here. When the server ends, its pool is removed, unless `--on-exit=keep` or another server takes it over.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ LEAVING_S = 10.0
 def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None) -> None:
     """Serve KV memory to the engines of this machine.
 
-    Every flag can also be set in the environment: --pool-bytes is KVDOCK_POOL_BYTES; or in a TOML file, one
-    `pool_bytes = "8GiB"` a line. Sizes may be written 512MiB or 4GiB. Flags win over the environment, which
-    wins over the file.
+    Every flag can also be set in the environment (--pool-bytes as KVDOCK_POOL_BYTES) or in a TOML file (as
+    `pool_bytes = "8GiB"`). Sizes may be written 512MiB or 4GiB. Flags win over the environment, which wins over
+    the file.
 
-    It ends by Ctrl-C, at once, or by SIGTERM or the terminal's end, which drain: nothing new is given out, and
-    what is under way gets --drain-s to end. Either way its exit status is 0.
+    Ctrl-C ends the server at once. SIGTERM, or closing the terminal, drains it first: it refuses new work and waits up
+    to --drain-s for open leases and reservations. Its exit status is 0 in both cases.
     """
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     settings = effective(os.environ, config=config, flags=flags).settings
-    from kvdock.api.server import Server, ending_signals  # half a second of imports that --help need not wait for
+    from kvdock.api.server import Server, ending_signals  # imports for half a second, which --help does not need
 
     if takeover:
         make_room(settings)
@@ -54,7 +53,7 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
         typer.echo(ready_line(addresses))
 
     server = Server(settings, announce)
-    for number in ending_signals():  # while it starts and while it cleans up; in between the server handles them itself
+    for number in ending_signals():  # for its start and its clean-up; in between it has its own
         signal.signal(number, lambda *_: server.stop())
     server.run()
     if not announced:
@@ -62,21 +61,21 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
 
 
 def make_room(settings: Settings) -> None:
-    """The server at the socket, if there is one, ends and leaves its pool to this one."""
+    """Asks the server at the socket, if there is one, to end and leave its pool to this one."""
     from kvdock.api.pool.handover import ask_to_leave
 
     if settings.adopt == "never":
-        raise StartupError("not_adoptable", "--takeover keeps the pool, and --adopt=never removes it: choose one")
+        raise StartupError("not_adoptable", "--takeover keeps the pool, --adopt=never removes it: choose one")
     pid = ask_to_leave(settings.socket_path, patience_s=settings.drain_s + LEAVING_S)
     if pid:
         typer.echo(f"process {pid} has left its pool at {settings.socket_path}", err=True)
 
 
 def config(config: str | None, as_json: bool, **flags: str | None) -> None:
-    """Every setting, and where it comes from.
+    """Show every setting and its source.
 
-    As `kvdock serve` would use them with the same flags, environment and file. Default, file, environment or
-    flag: the last of these that names a setting wins.
+    These are the settings that `kvdock serve` would use with the same flags, environment and file. Flags win over the
+    environment, which wins over the file.
     """
     from rich.console import Console
 
@@ -89,12 +88,19 @@ def ready_line(addresses: Addresses) -> str:
     return f"kvdock is ready: engines at {addresses.unix}, HTTP at {addresses.http} (status page {addresses.http}/)"
 
 
+_METAVARS = {
+    "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "threads": "N", "records": "N", "grants": "N", "heartbeats": "N",
+    "values": "N", "requests": "N", "growth": "demand|ahead", "adopt": "auto|never|require", "exit": "remove|keep",
+}
+"""By the last word of a setting's name, where that word in capitals would not say what to write."""
+
+
 def _setting(name: str) -> inspect.Parameter:
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         help=f"{MEANINGS.get(name, '')} [{ENV_PREFIX}{name.upper()}]",
         show_default=default_text(name) or False,
-        metavar=name.rpartition("_")[2].upper(),
+        metavar=_METAVARS.get(last := name.rpartition("_")[2], last.upper()),
     )
     return _parameter(name, None, Annotated[str | None, option])
 
@@ -107,12 +113,12 @@ _CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
     "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
 )])
 _VERBOSE = _parameter("verbose", False, Annotated[bool, typer.Option(
-    "--verbose", "-v", help="Log what happens, not only what is wrong.",
+    "--verbose", "-v", help="Log events as well as warnings.",
 )])
 _TAKEOVER = _parameter("takeover", False, Annotated[bool, typer.Option(
-    "--takeover", help="Ask the server that listens at the socket to leave its pool, and go on with it.",
+    "--takeover", help="Ask the server at the socket to end, and take over its pool.",
 )])
-_AS_JSON = _parameter("as_json", False, Annotated[bool, typer.Option("--json", help="One JSON object.")])
+_AS_JSON = _parameter("as_json", False, Annotated[bool, typer.Option("--json", help="Print one JSON object.")])
 
 
 def _give_flags(command: Callable[..., None], *others: inspect.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""`kvdock status`: the server at a glance, as a table or as the JSON that it answered."""
+"""`kvdock status`: the server at a glance, as a table or as the JSON that it answered with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvdock.protocol.reports import Status
 
 
 def show_status(server: str, *, as_json: bool, console: Console) -> None:
-    """Raises Refused when nobody answers, ApiError as the client does."""
+    """Raises CommandError when no server answers; ApiError."""
     with reached(server) as client:
         status = client.status()
         if as_json:

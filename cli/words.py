@@ -1,10 +1,10 @@
-"""Values as people read them in a terminal: sizes, durations, and text that other programs chose."""
+"""Values as people read them in a terminal: sizes, durations, and text from other programs."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Engines choose their labels: nothing in them may drive the terminal."""
+    """Without control characters: engines choose their labels, and no label may control the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)
 
 

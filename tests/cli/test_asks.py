@@ -47,7 +47,7 @@ def test_lookup_tells_the_hit_and_holds_nothing(server: ServerProcess, client: C
         "hit_tokens": 48,
     }
     said = kvdock("lookup", "--server", server.http, "--namespace", space[:16], "--keys", ",".join(chain)).stdout
-    assert said.startswith("48 of 64 tokens are there (75 %)")
+    assert said.startswith("48 of 64 tokens are stored (75 %)")
     assert client.leases().leases == []
 
 
@@ -67,9 +67,9 @@ def test_lookup_hashes_the_tokens_of_a_file(
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ([], "--keys or --tokens-file"),
-    (["--keys", "ab" * 32, "--tokens-file", "-"], "--keys or --tokens-file"),
-    (["--keys", "abc"], "64 hex digits, found 'abc' (3 characters)"),
+    ([], "either --keys or --tokens-file"),
+    (["--keys", "ab" * 32, "--tokens-file", "-"], "either --keys or --tokens-file"),
+    (["--keys", "abc"], "a key of 64 hex digits, found 'abc' (3 characters)"),
     (["--keys", ","], "at least one key"),
     (["--tokens-file", "/nowhere/at/all"], "/nowhere/at/all"),
 ])
@@ -113,13 +113,14 @@ def test_clear_takes_one_namespace_or_all(server: ServerProcess, client: Client,
     one = kvdock("clear", "--namespace", engine.attached.namespace[:16], "--yes", "--json", "--server", server.unix)
     assert json.loads(one.stdout) == {"chunks": 3} and ready_chunks(client) == 2
     rest = kvdock("clear", "--all", "-y", "--server", server.unix)
-    assert rest.stdout == "2 chunks are out of use\n" and ready_chunks(client) == 0
+    assert rest.stdout == "2 chunks were cleared\n" and ready_chunks(client) == 0
     client.leave(other.session, other.member)
     other.close()
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--yes"], "--namespace or --all"), (["--all", "--namespace", "ab", "--yes"], "--namespace or --all"),
+    (["--yes"], "either --namespace or --all"),
+    (["--all", "--namespace", "ab", "--yes"], "either --namespace or --all"),
     (["--all"], "add --yes"),
 ])
 def test_clear_is_never_guessed(server: ServerProcess, arguments: list[str], said: str) -> None:
@@ -211,7 +212,7 @@ def test_lists_go_on_over_pages_and_say_when_there_is_more() -> None:
 def test_empty_lists_say_so() -> None:
     with ServerProcess() as server:
         assert kvdock("sessions", "--server", server.unix).stdout == "no engine is attached\n"
-        assert kvdock("leases", "--server", server.unix).stdout == "nobody holds a lease or a reservation\n"
+        assert kvdock("leases", "--server", server.unix).stdout == "no engine holds a lease or a reservation\n"
 
 
 @pytest.mark.parametrize("command", [

@@ -176,7 +176,8 @@ SHELLS = ("bash", "zsh", "fish", "powershell")
 def test_each_command_has_help_that_names_the_exit_statuses() -> None:
     for command in COMMANDS:
         done = CliRunner().invoke(app, [command, "--help"], prog_name="kvdock")
-        assert done.exit_code == 0 and "130 stopped by Ctrl-C" in " ".join(done.stdout.split()), done.stdout
+        assert done.exit_code == 0 and "130 interrupted by Ctrl-C" in " ".join(done.stdout.split()), done.stdout
+        assert CliRunner().invoke(app, [command, "-h"], prog_name="kvdock").stdout == done.stdout
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -201,13 +202,15 @@ def test_completion_completes_commands_and_flags(words: str, wanted: set[str]) -
     assert set(done.stdout.split()) == wanted, done.stderr
 
 
-def test_version_is_the_packages() -> None:
-    done = kvdock("--version")
-    assert (done.returncode, done.stdout) == (0, "kvdock 0.1.0\n")
+def test_version_is_the_packages_however_the_program_is_started() -> None:
+    beside = str(Path(sys.executable).with_name("kvdock"))
+    for program in ([beside], [sys.executable, "-m", "kvdock"], [sys.executable, "-m", "kvdock.cli"]):
+        done = subprocess.run([*program, "--version"], env=clean_environ(), capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "kvdock 0.1.0\n"), (program, done.stderr)
 
 
 def test_help_names_every_command() -> None:
-    for arguments in ([], ["--help"]):
+    for arguments in ([], ["--help"], ["-h"]):
         done = kvdock(*arguments)
         assert done.returncode == 0
         assert all(f"\n  {command} " in done.stdout for command in COMMANDS)

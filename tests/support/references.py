@@ -42,9 +42,9 @@ def prose(path: PurePosixPath, text: str) -> Iterator[Line]:
     elif path.suffix in PYTHON:
         yield from _python_prose(text)
     elif path.suffix in NATIVE | {".js", ".css"}:
-        for match in _NATIVE_TOKEN.finditer(text):
-            if match[1]:
-                yield from enumerate(match[1].splitlines(), text.count("\n", 0, match.start()) + 1)
+        for token in _NATIVE_TOKEN.finditer(text):
+            if token[1]:
+                yield from enumerate(token[1].splitlines(), text.count("\n", 0, token.start()) + 1)
     elif path.suffix in HASH_COMMENTS and path.name != "LICENSE":
         for number, line in enumerate(text.splitlines(), 1):
             if match := re.search(r"(?:^|\s)#.*", line):
@@ -207,7 +207,8 @@ def names(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
             yield f"{dotted} is not there"
     for name, file in re.findall(rf"`([\w.]+)(?:\(\))?` \(`?({_FILE})`?\)", line):
         found = tree.resolve(path, file)
-        if found in tree.defined and any(part not in tree.defined[found] for part in name.split(".")):
+        held = tree.defined.get(found) if found is not None else None
+        if held is not None and any(part not in held for part in name.split(".")):
             yield f"{name} is not in {file}"
 
 

@@ -25,7 +25,7 @@ def test_no_python_module_imports_itself_by_way_of_others() -> None:
     graph = import_graph({
         path: text for path, text in sources().items() if path.suffix == ".py" and path.parts[0] not in NOT_KVDOCK
     })
-    assert "connectors.worker" in graph["connectors.connector"]
+    assert "connectors.scheduler" in graph["connectors.driver"]
     assert circle(graph) == []
 
 

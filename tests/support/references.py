@@ -76,7 +76,7 @@ _DEFINED_JS = re.compile(
     r"(?:function\*?|class|const|let|var) (\w+)|^ *(?:async |static |get )*(\w+)\([^)]*\) \{", re.MULTILINE
 )
 _DEFINED_NATIVE = re.compile(
-    r"(?:class|struct|using|enum|#define|namespace) (\w+)|[\w>&*\]] +[*&]*(?:\w+::)*(~?\w+)\(|(\w+)\s*[;=,{[]"
+    r"(?:class|struct|using|enum|#define|namespace) (\w+)|[\w>&*\]] +[*&]*(?:\w+::)*(~?\w+)\(|(\w+)\s*[;=,{}[]"
 )
 
 

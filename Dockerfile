@@ -9,15 +9,15 @@
 #     docker run --ipc container:kvdock --user 7410 -v kvdock-run:/run/kvdock … engine at unix:/run/kvdock/kvdock.sock
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (63 MiB) must fit. For engines
-# on the host itself give the server `--ipc host`, `--user` of the engines and a bind mount that they can
-# reach. Do not publish port 7410 beyond loopback: it asks nobody for a password. SIGTERM drains for up to
-# 5 s, so `docker stop` with its 10 s is long enough. docs/deploy.md says more of all this.
+# on the host itself give the server `--ipc host`, the `--user` of the engines and a bind mount that they can
+# reach. Do not publish port 7410 beyond loopback: it has no authentication. SIGTERM drains for up to
+# 5 s, so the 10 s of `docker stop` are long enough. See docs/deploy.md.
 
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./
-# Everything the server needs, at the pinned versions; building needs three things more.
+# The build tools, at the pinned versions, in an environment of their own.
 RUN python -m venv /opt/kvdock && python -m venv /build \
     && grep -E '^(scikit_build_core|pybind11|cmake|ninja|packaging|pathspec)==' constraints.txt > build.txt \
     && /build/bin/pip install --no-cache-dir -r build.txt

@@ -1,8 +1,7 @@
-"""`kvdock doctor`: what on this machine helps or hinders kvdock, and what to do about it. Starts nothing, needs no GPU.
+"""`kvdock doctor`: checks the machine, the settings and the server. Starts nothing, needs no GPU.
 
-Each check gives one Finding: `ok`, `note` (works, could be better, or good to know) or `problem` (the server would
-not start or not serve). Only problems make the exit status 1. doctor_machine.py looks at the machine, this module at
-kvdock itself.
+Each check gives one Finding: `ok`, `note` (works, could be better) or `problem` (the server would not start or not
+serve). Only problems make the exit status 1. cli/doctor_machine.py checks the machine, this module kvdock itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
-if TYPE_CHECKING:  # the extension may not load, and doctor is to say so
+if TYPE_CHECKING:  # the extension may not load, and doctor reports that
     from kvdock.datapath.tuning import Calibration
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -49,7 +48,7 @@ def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine)
     settings, settings_finding = _settings(environ, config)
     server = _server(settings)
     findings = [_versions(), settings_finding, server, *_extension()]
-    # A server that runs has its pool already: what is free then need not hold another.
+    # A running server has its pool already: no memory for another is needed.
     serves = server.level == "ok"
     findings += machine_findings(machine, 0 if serves else _wanted_bytes(settings))
     findings.append(_stale_pools(machine))
@@ -65,7 +64,7 @@ def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Settings,
     try:
         found = effective(environ, config=config)
     except SettingsError as error:
-        advice = "correct it; `kvdock config` shows what is in force"
+        advice = "correct it; `kvdock config` shows all settings"
         return Settings(), Finding("settings", "problem", str(error), advice)
     given = [f"{name} ({origin.where})" for name, origin in found.origins.items() if origin.source != "default"]
     return found.settings, Finding("settings", "ok", ", ".join(given) or "all at their defaults")
@@ -78,22 +77,22 @@ def _server(settings: Settings) -> Finding:
             status = client.status()
     except ServerUnavailable as error:
         if _listens(settings.socket_path):
-            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
+            return Finding("server", "problem", f"it listens at {error}", "it does not answer: it is stopped or hangs; look at its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
-        return Finding("server", "problem", f"at {address}: {error}", "run a client of the server's release")
+        return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
     said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":
         reasons = ", ".join(status.reasons)
         return Finding("server", "problem", f"{said}, not ready: {reasons}", "docs/runbook.md explains each reason")
     if damaged := status.counters["mismatches"]:
-        advice = "no wrong token was served; if it rises, look at the machine's memory: docs/runbook.md"
+        advice = "no wrong token was served; if the number rises, check the machine's memory: docs/runbook.md"
         return Finding("server", "note", f"{said}; chunks that did not match their checksum: {damaged}", advice)
     return Finding("server", "ok", said)
 
 
 def _listens(socket_path: str) -> bool:
-    """Whether a process is behind that socket. One that is stopped is: the kernel takes connections for it."""
+    """Whether a process listens there, even a stopped one: the kernel accepts connections for it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(TIMEOUT_S)
         try:
@@ -116,28 +115,28 @@ def _extension() -> list[Finding]:
             "install kvdock for this Python again; from a checkout: make setup",
         )]
     paths = _core.cpu_paths()
-    plain = "" if paths[0] != "scalar" else "this processor has no vector loop for it: copies are slow"
+    plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor: copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
     return [build, _kernels(_core.cuda_kernels(), _core.cuda_unavailable()), _calibrations(cached_tunings())]
 
 
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
-    """`unavailable`: why they cannot run here, "" when they can."""
+    """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
-        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: install it where nvcc is")
+        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build kvdock where nvcc is installed")
     said = f"for {', '.join(compiled_for)}"
     return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
 
 
 def _calibrations(known: list[Calibration]) -> Finding:
-    """How engines of this user on this machine copy with GPUs, as measured when they first did."""
+    """How this user's engines copy with GPUs: what they measured at their first start."""
     if not known:
-        return Finding("GPU copies", "ok", "not measured yet: an engine does it once for each GPU and layout")
+        return Finding("GPU copies", "ok", "not measured yet: an engine does so once for each GPU and layout")
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
 
 
 def _wanted_bytes(settings: Settings) -> int:
-    """Shared memory of a server that has grown to its limit."""
+    """Shared memory of a server whose pool has its maximum size."""
     try:
         from kvdock._core import Table as ChunkTable
     except ImportError:
@@ -145,7 +144,7 @@ def _wanted_bytes(settings: Settings) -> int:
     return settings.pool_bytes + ChunkTable.region_bytes(settings.table_records, settings.table_grants)
 
 
-# --------------------------------------------------------------------------- what others left
+# --------------------------------------------------------------------------- pools left behind
 
 
 def _stale_pools(machine: Machine) -> Finding:
@@ -153,7 +152,7 @@ def _stale_pools(machine: Machine) -> Finding:
         from kvdock.api.pool.lock import server_alive
         from kvdock.shm.objects import pool_objects
     except ImportError:
-        return Finding("pools", "note", "not looked at: the extension does not load")
+        return Finding("pools", "note", "not checked: the extension does not load")
     if not machine.shm_dir.is_dir():
         return Finding("pools", "ok", "none")
     live, foreign, stale, stale_bytes = 0, 0, 0, 0
@@ -162,7 +161,7 @@ def _stale_pools(machine: Machine) -> Finding:
             if server_alive(pool_id, machine.shm_dir):
                 live += 1
                 continue
-        except OSError:  # another user's: neither ours to judge nor to remove
+        except OSError:  # another user's: this user can neither check nor remove it
             foreign += 1
             continue
         stale += 1
@@ -170,8 +169,8 @@ def _stale_pools(machine: Machine) -> Finding:
     said = f"{live} in use" + (f", {foreign} of other users" if foreign else "")
     if stale:
         return Finding(
-            "pools", "note", f"{said}, {stale} left by servers that are gone: {size(stale_bytes)}",
-            "the next `kvdock serve` at its socket takes a pool over; others of this user remove it after five minutes",
+            "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",
+            "the next `kvdock serve` at a pool's socket takes it over; any other of this user removes it after five minutes",
         )
     return Finding("pools", "ok", f"{said}, none left behind")
 

@@ -1,6 +1,6 @@
-"""The half of `kvdock doctor` that looks at the machine: memory and its limits, huge pages, ulimits, GPU, nvcc.
+"""The checks of `kvdock doctor` on the machine: memory and its limits, huge pages, ulimits, GPU, nvcc.
 
-Reads only. Where it looks is passed in, so that tests can show it machines that they do not have.
+They only read. The paths are passed in, so that tests can describe other machines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where things are; the defaults are the running system's."""
+    """The paths to check; by default those of the running system."""
 
     shm_dir: Path = Path("/dev/shm")
     proc: Path = Path("/proc")
@@ -45,7 +45,7 @@ class Machine:
 
 
 def machine_findings(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
-    """`wanted_bytes`: shared memory that a server started now would want in the end."""
+    """`wanted_bytes`: the most shared memory that a server started now would need."""
     yield from _memory(machine, wanted_bytes)
     yield _huge_pages(machine)
     yield _open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -61,19 +61,19 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
     """Shared memory, then the control groups: the server checks the same limits before it starts."""
     if not machine.shm_dir.is_dir():
         yield Finding(
-            "shared memory", "problem", f"{machine.shm_dir} is not there",
+            "shared memory", "problem", f"{machine.shm_dir} does not exist",
             f"mount -t tmpfs -o size=… tmpfs {machine.shm_dir}; in a container: --ipc host, or mount the host's",
         )
         return
     if not os.access(machine.shm_dir, os.W_OK):
         yield Finding(
-            "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user may write"
+            "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user can write there"
         )
         return
     try:
         from kvdock.api.pool.capacity import Capacity
     except ImportError:
-        yield Finding("shared memory", "note", "not looked at: the extension does not load")
+        yield Finding("shared memory", "note", "not checked: the extension does not load")
         return
     capacity = Capacity(machine.shm_dir, machine.proc / "self/cgroup", machine.sys / "fs/cgroup")
     (_, free_bytes), *groups = capacity.limits()
@@ -82,17 +82,17 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
     kind = _file_system(machine)
     if free_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "problem", f"{said}, {size(wanted_bytes)} wanted for pool_bytes and the chunk table",
+            "shared memory", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
             "serve with a smaller --pool-bytes, or give more: docker run --shm-size, or "
             f"mount -o remount,size=… {machine.shm_dir}",
         )
     elif (available_bytes := _available_bytes(machine)) is not None and available_bytes < wanted_bytes:
         yield Finding(
-            "shared memory", "note", f"{said}, but the machine has only {size(available_bytes)} of memory to spare",
-            f"{size(wanted_bytes)} are wanted in the end: serve with a smaller --pool-bytes, or the machine will swap",
+            "shared memory", "note", f"{said}, but the machine has only {size(available_bytes)} of memory available",
+            f"a full pool needs {size(wanted_bytes)}: serve with a smaller --pool-bytes, or the machine will swap",
         )
     elif kind not in ("tmpfs", ""):
-        yield Finding("shared memory", "note", f"{said}, on {kind}", "a tmpfs is wanted: this may write to a disk")
+        yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this file system may write to a disk")
     else:
         yield Finding("shared memory", "ok", said)
     yield _control_group(groups, wanted_bytes)
@@ -106,20 +106,20 @@ def _control_group(groups: list[tuple[str, int]], wanted_bytes: int) -> Finding:
     if free_bytes >= wanted_bytes:
         return Finding("control group", "ok", said)
     return Finding(
-        "control group", "problem", f"{said}, {size(wanted_bytes)} wanted for pool_bytes and the chunk table",
+        "control group", "problem", f"{said}, {size(wanted_bytes)} needed for pool_bytes and the chunk table",
         "raise the limit (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax), or serve with a "
         "smaller --pool-bytes",
     )
 
 
 def _available_bytes(machine: Machine) -> int | None:
-    """What programs may still use without swapping; None when it cannot be told."""
+    """Memory that programs can use without swapping; None if unknown."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(machine.proc / "meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def _file_system(machine: Machine) -> str:
-    """Kind of the file system mounted there; '' when it cannot be told."""
+    """Type of the file system mounted there; '' if unknown."""
     for line in reversed(_text(machine.proc / "mounts").splitlines()):
         fields = line.split(" ")
         if len(fields) > 2 and fields[1] == str(machine.shm_dir):
@@ -131,7 +131,7 @@ def _huge_pages(machine: Machine) -> Finding:
     path = machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled"
     chosen = re.search(r"\[(\w+)\]", _text(path))
     if chosen is None:
-        return Finding("huge pages", "note", f"{path} is not there: shared memory has small pages")
+        return Finding("huge pages", "note", f"{path} does not exist: shared memory has small pages")
     if chosen[1] in ("never", "deny"):
         return Finding(
             "huge pages", "note", f"{chosen[1]} for shared memory", f"for faster copies: echo advise > {path} (as root)"
@@ -156,7 +156,7 @@ def _locked_memory(soft: int) -> Finding:
         return Finding("locked memory", "ok", "unlimited (ulimit -l)")
     return Finding(
         "locked memory", "note", f"{size(soft)} (ulimit -l); the server locks none",
-        "engines that pin the pool for a GPU may want more: ulimit -l unlimited, docker --ulimit memlock=-1, "
+        "engines that page-lock the pool for a GPU may need more: ulimit -l unlimited, docker --ulimit memlock=-1, "
         "systemd LimitMEMLOCK=infinity",
     )
 
@@ -174,7 +174,7 @@ def _gpu(machine: Machine) -> Finding:
     if program is None:
         if driver is None:
             return Finding("GPU", "note", "none: engines on this machine copy with the CPU")
-        return Finding("GPU", "note", f"driver {driver[1]}, but no nvidia-smi to ask which GPUs")
+        return Finding("GPU", "note", f"driver {driver[1]}, but no nvidia-smi to list the GPUs")
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     answered, said = _run(query)
     if not answered:
@@ -186,16 +186,16 @@ def _nvcc(machine: Machine) -> Finding:
     found = shutil.which("nvcc", path=machine.programs)
     program = found or next((str(place) for place in machine.nvcc_places if place.is_file()), None)
     if program is None:
-        return Finding("nvcc", "note", "none: wanted only to build GPU kernels")
+        return Finding("nvcc", "note", "none: needed only to build GPU kernels")
     answered, said = _run([program, "--version"])
     release = re.search(r"release ([\d.]+)", said)
     if not answered or release is None:
-        return Finding("nvcc", "note", f"{program} does not say its version: {said[-80:]}")
+        return Finding("nvcc", "note", f"{program} does not tell its version: {said[-80:]}")
     return Finding("nvcc", "ok", f"{release[1]} at {program}")
 
 
 def _run(command: list[str]) -> tuple[bool, str]:
-    """Whether it succeeded, and what it said."""
+    """Whether the command succeeded, and its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -77,7 +77,7 @@ def test_the_words_say_ok_note_or_problem_and_what_to_do(tmp_path: Path) -> None
     assert any(line.startswith("OK ") for line in lines)
     assert any(line.startswith("note ") and "none answers at" in line for line in lines)
     at = next(at for at, line in enumerate(lines) if line.startswith("problem ") and "shared memory" in line)
-    assert "64.0 TiB wanted" in lines[at] and "--pool-bytes" in lines[at + 1]
+    assert "64.0 TiB needed" in lines[at] and "--pool-bytes" in lines[at + 1]
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_pool_whose_server_was_killed_is_noted_until_the_next_server_has_it(tm
             (machine.shm_dir / name).symlink_to(Machine().shm_dir / name)
         dead.stop(signal.SIGKILL)
         found = examined(machine, tmp_path)["pools"]
-        assert found.level == "note" and found.found.startswith("0 in use, 1 left by servers that are gone: ")
+        assert found.level == "note" and found.found.startswith("0 in use, 1 left by servers that have ended: ")
         assert "kvdock serve" in found.advice
         with ServerProcess(socket_path=dead.settings["socket_path"]):
             found = examined(machine, tmp_path)["pools"]
@@ -221,7 +221,7 @@ def test_the_table_counts_as_well_as_the_pool(tmp_path: Path) -> None:
 
 def test_shared_memory_that_is_missing_is_a_problem_and_memory_that_is_short_a_note(tmp_path: Path) -> None:
     found = examined(Machine(shm_dir=tmp_path / "nowhere"), tmp_path)
-    assert found["shared memory"].level == "problem" and "is not there" in found["shared memory"].found
+    assert found["shared memory"].level == "problem" and "does not exist" in found["shared memory"].found
     locked = Path("/proc/sys")  # a folder that not even root may write
     assert "cannot be written" in examined(Machine(shm_dir=locked), tmp_path)["shared memory"].found
     short = machine_of(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1024 kB\n"})

@@ -77,7 +77,7 @@ def _server(settings: Settings) -> Finding:
             status = client.status()
     except ServerUnavailable as error:
         if _listens(settings.socket_path):
-            return Finding("server", "problem", f"it listens at {error}", "it does not answer: it is stopped or hangs; look at its log")
+            return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
         return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
@@ -123,7 +123,7 @@ def _extension() -> list[Finding]:
 def _kernels(compiled_for: list[str], unavailable: str) -> Finding:
     """`unavailable`: why the kernels cannot run here, "" when they can."""
     if not compiled_for:
-        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build kvdock where nvcc is installed")
+        return Finding("GPU kernels", "note", "none in this build: CPU copy only", "for GPUs: build it where nvcc is")
     said = f"for {', '.join(compiled_for)}"
     return Finding("GPU kernels", "note" if unavailable else "ok", f"{said}; {unavailable}" if unavailable else said)
 
@@ -170,7 +170,7 @@ def _stale_pools(machine: Machine) -> Finding:
     if stale:
         return Finding(
             "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",
-            "the next `kvdock serve` at a pool's socket takes it over; any other of this user removes it after five minutes",
+            "the next `kvdock serve` at its socket takes a pool over; others of this user remove it after five minutes",
         )
     return Finding("pools", "ok", f"{said}, none left behind")
 

@@ -67,7 +67,7 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
         return
     if not os.access(machine.shm_dir, os.W_OK):
         yield Finding(
-            "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user can write there"
+            "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user may write"
         )
         return
     try:
@@ -92,7 +92,7 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
             f"a full pool needs {size(wanted_bytes)}: serve with a smaller --pool-bytes, or the machine will swap",
         )
     elif kind not in ("tmpfs", ""):
-        yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this file system may write to a disk")
+        yield Finding("shared memory", "note", f"{said}, on {kind}", "use a tmpfs: this may write to a disk")
     else:
         yield Finding("shared memory", "ok", said)
     yield _control_group(groups, wanted_bytes)

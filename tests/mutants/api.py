@@ -30,13 +30,15 @@ MUTANTS = (
     ),
     Mutant(
         "P13a", "a server that drains grants leases", "api/service.py",
-        "self._check_grants(session, request)", "self._drain.begun or self._check_grants(session, request)",
+        "        self._check_grants(session, request)\n",
+        "        if not self._drain.begun:\n            self._check_grants(session, request)\n",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
     Mutant(
         "P13b", "a server that drains grants reservations", "api/service.py",
-        "self._check_grants(session, store)", "self._drain.begun or self._check_grants(session, store)",
+        "        self._check_grants(session, store)\n",
+        "        if not self._drain.begun:\n            self._check_grants(session, store)\n",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),

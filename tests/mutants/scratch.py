@@ -25,7 +25,7 @@ from .mutant import DoesNotApply, Mutant, Outcome, Verdict, outcome_of
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "build" / "mutants"
 EXTENSION = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-n", "0")
 VLLM_PATH = ("-o", "pythonpath=tests/support tests/vllm/support .")
 WITHOUT_EDITABLE = '''"""kvdock is the package beside this file, not the editable installation."""
 import sys

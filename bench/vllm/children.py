@@ -19,7 +19,9 @@ from typing import Any
 
 from kvdock.client.client import Client
 
-START_S = 300.0
+START_S = 150.0
+CPU_SLOWER = 5
+"""Time limits are multiplied by this without a GPU."""
 END_S = 30.0
 PINNED_S = 60.0
 STILL_S = 2.0
@@ -169,6 +171,7 @@ class Child:
         self.kind: str = said["kind"]
         self.facts: dict[str, Any] = {}
         self._began = time.monotonic()
+        self._slower = 1 if setting.on_gpu else CPU_SLOWER
         self._log_at = setting.logs / f"{name}-{self.kind}.log"
         self._log = self._log_at.open("w")
         self._process = subprocess.Popen(
@@ -177,11 +180,12 @@ class Child:
         )
 
     def started(self) -> None:
-        self.facts = self._answer(self._began + START_S)
+        self.facts = self._answer(self._began + START_S * self._slower)
 
     def do(self, what: str, limit_s: float = 60.0, **more: Any) -> dict[str, Any]:
-        """The job's answer. Raises Failed when there is none within a little more than `limit_s`."""
+        """The job's answer. Raises Failed when there is none within a little more than `limit_s` (longer on a CPU)."""
         assert self._process.stdin is not None
+        limit_s *= self._slower
         try:
             self._process.stdin.write(json.dumps({"do": what, "limit_s": limit_s, **more}) + "\n")
             self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""The block pool: who holds what, what is forgotten first, and that the laws hold under random use."""
+"""The block pool: holders, the order of eviction, and its invariants under random use."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_integrity_notices_a_leak_a_double_release_and_a_stale_name() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_use_matches_a_plain_model(seed: int) -> None:
-    """Model: content[block] is what was last written there; a matched block must still hold that name's content."""
+    """Model: content[block] is what was written there last; a matched block must still hold its name's content."""
     random, blocks = Random(seed), BlockPool(12)
     content: dict[int, bytes] = {}
     held: list[list[int]] = []

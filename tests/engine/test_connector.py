@@ -1,7 +1,7 @@
-"""The engine with a connector: loads, holes in loads, stores in flight, preemption and abort among them.
+"""The engine with a connector: loads that succeed, fail or come late, stores under way, preemption and abort.
 
 The connector is real and runs in this process (engine_helpers.MemoryConnector); blocks that are being
-loaded are NaN until the load is done, and stores read the blocks only when they report.
+loaded are NaN until the load is done, and a store reads its blocks only when it ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvdock.engine.request import Completion, RequestError, State
 
 
 def connected(pool: Pool, settings: EngineConfig | None = None, **options: Any) -> tuple[Engine, MemoryConnector]:
-    """An engine and its connector; `options` are MemoryConnector's own."""
+    """An engine and its connector; `options` are those of MemoryConnector."""
     settings = settings if settings is not None else config()
     engine = make_engine(settings, lambda kv: MemoryConnector(kv, pool, **options))
     assert isinstance(engine.connector, MemoryConnector)
@@ -38,7 +38,7 @@ def connected(pool: Pool, settings: EngineConfig | None = None, **options: Any) 
 
 
 def filled_pool(*prompts: list[int], max_tokens: int = 12) -> Pool:
-    """What an engine leaves that served these prompts and went away."""
+    """The memory that an engine leaves after serving these prompts."""
     pool: Pool = {}
     engine, _ = connected(pool)
     for tokens in prompts:
@@ -54,7 +54,7 @@ def cold(tokens: list[int], max_tokens: int = 12) -> Completion:
 
 @pytest.mark.parametrize("length", [200, 193, 150])
 def test_kv_loaded_by_another_engine_gives_the_bits_of_a_cold_run(length: int) -> None:
-    """Chunks of 64 tokens are both what is stored and what is computed: equal shapes, hence equal bits."""
+    """Stores and prefill both have chunks of 64 tokens, so shapes are equal, and bits too."""
     tokens = prompt(1, length)
     pool: Pool = {}
     first, _ = connected(pool, chunk_tokens=64)
@@ -85,7 +85,7 @@ def test_a_full_hit_computes_the_last_token_only() -> None:
 
 
 def test_only_fresh_blocks_are_loaded_when_the_front_is_shared_with_a_running_request() -> None:
-    """The connector turns the blocks it is given to NaN: were one shared, the runner's tokens would change."""
+    """The connector fills a load's blocks with NaN: if one were shared, the other request's tokens would change."""
     front = prompt(1, 96)
     longer = front + prompt(2, 100)
     engine, connector = connected(filled_pool(longer))
@@ -184,7 +184,7 @@ def test_blocks_being_stored_outlive_their_request() -> None:
     stored = {block for store in connector.stores for block in held(store.blocks)}
     assert len(stored) == 6
     assert not stored & engine.scheduler.blocks.pool.free.keys()
-    run_one(engine, prompt(2, 80), sampling(4))  # takes all the other blocks, writes none of the held
+    run_one(engine, prompt(2, 80), sampling(4))  # takes all other blocks and writes none of the held ones
     assert engine.drain(10.0)
     engine.check_integrity()
     assert len(engine.scheduler.blocks.pool.free) == 12

@@ -42,7 +42,7 @@ def attached(engine: Engine) -> bool:
 
 
 def test_a_server_killed_and_started_again_costs_misses_and_nothing_else() -> None:
-    """Two engines, requests running, waiting, loading and storing when it happens."""
+    """Two engines with requests that run, wait, load and store when the server is killed."""
     wanted = {f"{name}{n}": cold(prompt(n, length), 20) for n, length in enumerate(LENGTHS) for name in "ab"}
     done: dict[str, Completion] = {}
     with no_trace(), mortal() as server:

@@ -23,7 +23,7 @@ MODELS = ["tiny", "tiny-mha", "tiny-mla", "tiny-hybrid2", "tiny-hybrid3"]
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, reach: int | None) -> Tensor:
-    """Attention of a whole sequence, by the formula, no pages: q (n, heads, head) → (n, heads, value)."""
+    """Attention of a whole sequence by the formula, without pages: q (n, heads, head) → (n, heads, value)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k)
@@ -57,7 +57,7 @@ def test_paged_equals_plain_attention(length: int, name: str) -> None:
 
 
 def fitting(name: str) -> EngineConfig:
-    """The tiny preset whose attention has the planes of a format."""
+    """The tiny preset whose model fits the format."""
     return preset("tiny-mla" if KV_FORMATS[name].is_latent else "tiny")
 
 
@@ -89,7 +89,7 @@ def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KV_FORMATS))
 def test_the_data_path_sees_the_planes_that_attention_sees(name: str) -> None:
-    """A plane's base address and block stride, layer by layer, K before V, are those of the engine's views."""
+    """The base address and block stride of each plane, by layer, K before V, are those of the engine's views."""
     kv = KVCache(in_format(name, num_blocks=5))
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     sides = kv.planes if KV_FORMATS[name].is_latent else [s for pair in zip(kv.k, kv.v, strict=True) for s in pair]
@@ -98,8 +98,8 @@ def test_the_data_path_sees_the_planes_that_attention_sees(name: str) -> None:
 
 
 def test_any_single_wrong_block_changes_the_logits() -> None:
-    """Negative control of every test that compares outputs: a block from elsewhere in the same prompt is noticed."""
-    length, random, quiet = 1500, Random(5), 0
+    """Negative control of all tests that compare outputs: a block from elsewhere in the same prompt is noticed."""
+    length, random, unnoticed = 1500, Random(5), 0
     tokens = prompt(2, length)
     wanted = run_one(make_engine(), tokens, sampling(16))
     for trial in range(16):
@@ -115,8 +115,8 @@ def test_any_single_wrong_block_changes_the_logits() -> None:
         found = run(engine)[request_id]
         change = (found.logits[0] - wanted.logits[0]).abs().max()
         assert change > 1e-2, f"trial {trial}: block {wrong} of {length // 16} moved the first logits by {change}"
-        quiet += found.output_tokens == wanted.output_tokens
-    assert quiet <= 4, f"{quiet} of 16 wrong blocks went unnoticed in 16 greedy tokens"
+        unnoticed += found.output_tokens == wanted.output_tokens
+    assert unnoticed <= 4, f"{unnoticed} of 16 wrong blocks went unnoticed in 16 greedy tokens"
 
 
 def test_weights_depend_on_the_config_alone() -> None:

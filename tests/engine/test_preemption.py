@@ -1,7 +1,7 @@
-"""Preemption: what was computed comes back from the connector, and nobody is preempted for nothing.
+"""Preemption: what was computed is loaded from the connector, and no request is preempted without need.
 
-Outputs of preempted runs equal those of runs that had room: tokens exactly, since the shapes of what is computed
-again differ. (Equal bits under equal shapes are test_same_tokens.py's.)
+Preempted runs have the same tokens as runs with enough blocks. Logits are not compared, because the shapes of what is
+computed again differ (tests/engine/test_same_tokens.py compares bits under equal shapes).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def without_cache(model: str, num_blocks: int) -> EngineConfig:
 
 
 def until_preempted(engine: Engine, request_id: str) -> dict[str, Completion]:
-    """Steps until the request has been preempted; what ended meanwhile."""
+    """Steps until the request has been preempted; returns the requests that ended meanwhile."""
     request = engine.requests[request_id]
     done: dict[str, Completion] = {}
     while request.metrics.preemptions == 0:
@@ -56,7 +56,7 @@ def until_preempted(engine: Engine, request_id: str) -> dict[str, Completion]:
 def test_of_two_requests_that_saturate_seven_blocks_the_preempted_one_reloads(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Ten blocks of 16 tokens, three of them somebody else's; chunks of 16 tokens; no prefix cache of its own."""
+    """Ten blocks of 16 tokens, three of them held by another request; chunks of 16 tokens; no local prefix cache."""
     first, second = prompt(1, 20), prompt(2, 49)
     engine = engine_over(server.unix, without_cache(model, 10), chunk_tokens=16, salt=f"minimal-{model}")
     blocks = engine.scheduler.blocks
@@ -104,8 +104,8 @@ def test_a_preempted_request_is_looked_up_with_its_output_and_computes_the_rest(
 
 @pytest.mark.parametrize("window", [None, 24, 33, 48])
 def test_a_preempted_request_that_hits_all_of_its_tokens_computes_the_last_one(window: int | None) -> None:
-    """Preempted by hand at a chunk's end, when the output that follows is not known yet to anybody. The last token
-    sees one token more than the next one does: with a window of 33 that one is in a block of its own."""
+    """Preempted on purpose at a chunk's end, before the next output is known. The last token attends to one token more
+    than the next one does: with a window of 33 that token is in another block."""
     groups = (FullAttention(), FullAttention() if window is None else SlidingWindow(window))
     changes = {"max_local_hit_tokens": 0, "model": dataclasses.replace(preset("tiny-hybrid2").model, groups=groups)}
     engine, connector = connected({}, changes=changes, load_polls=1, store_polls=0)
@@ -115,7 +115,7 @@ def test_a_preempted_request_that_hits_all_of_its_tokens_computes_the_last_one(w
     request = engine.requests["r"]
     while len(request.tokens) < 97:
         engine.step()
-    request.tokens.pop()  # 96 tokens, all computed and, once the store is done, stored
+    request.tokens.pop()  # 96 tokens, all computed, and stored when the store has ended
     request.logits.pop()
     request.computed = 95
     assert engine.drain(10.0)
@@ -127,7 +127,7 @@ def test_a_preempted_request_that_hits_all_of_its_tokens_computes_the_last_one(w
 
 
 def test_stores_that_hold_the_blocks_are_awaited_before_somebody_is_preempted() -> None:
-    """Blocks that only stores still read come back by themselves: nobody is preempted for them."""
+    """Blocks that only stores still read will be free soon, so no request is preempted for them."""
     engine, connector = connected({}, changes={"num_blocks": 12}, store_polls=30)
     run_one(engine, prompt(1, 100), sampling(2))
     assert len(connector.stores) > 0 and len(engine.scheduler.blocks.pool.free) == 6
@@ -196,7 +196,7 @@ def test_a_request_preempted_in_the_middle_of_its_prompt_goes_on_from_what_it_st
 
 @pytest.mark.parametrize(("model", "hits"), [("tiny", [192]), ("tiny-hybrid2", [192, 96]), ("tiny-hybrid3", [192, 96])])
 def test_exactly_what_failed_and_what_follows_is_computed_again(model: str, hits: list[int]) -> None:
-    """With windows the shorter prefix needs other blocks: it is asked for anew, and what failed is not offered."""
+    """With windows the shorter prefix needs other blocks: it is looked up again, and what failed is not found."""
     pool: Pool = {}
     tokens = prompt(1, 200)
     writer, _ = connected(pool, model)

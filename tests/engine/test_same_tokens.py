@@ -1,10 +1,10 @@
-"""A prompt whose KV came out of the server gives the bits of one whose KV never left the engine.
+"""A prompt whose KV was loaded from the server has the same bits as one whose KV never left the engine.
 
 Engine A computes and stores; engine B, in another process, loads. The reference is an engine alone whose own
-prefix cache is limited to the length that B had at hand: chunks of the server and of prefill are both 64
+prefix cache is limited to what B had loaded: chunks of the server and of prefill are both 64
 tokens, so equal lengths mean equal shapes, and equal shapes must mean equal bits, of every logit.
 
-The negative controls say that this can be seen: one damaged block changes the logits of every prompt, and one
+The negative controls show that a difference would be seen: one damaged block changes the logits of every prompt, and one
 flipped bit of stored memory is caught, counted, recomputed and never offered again.
 """
 
@@ -40,7 +40,7 @@ SETTINGS = config(num_blocks=512)
 
 @dataclass(frozen=True)
 class Served:
-    """What a run of one prompt gave; `at_hand` tokens were not computed, `loaded` of them came from kvdock."""
+    """The result of one prompt: `at_hand` tokens were not computed, and `loaded` of them came from kvdock."""
 
     output: list[int]
     logits: Tensor
@@ -57,7 +57,7 @@ def served(done: Completion) -> Served:
 
 
 def serve(address: str, salt: str, prompts: Sequence[list[int]]) -> list[Served]:
-    """A fresh engine B, run in the other process: its own prefix cache works too, as it would in life."""
+    """A fresh engine B, run in the other process, with its own prefix cache as in practice."""
     engine = engine_over(address, SETTINGS, label="B", salt=salt)
     found = [served(run_one(engine, tokens, sampling(TOKENS))) for tokens in prompts]
     assert engine.drain(20.0)
@@ -68,7 +68,7 @@ def serve(address: str, salt: str, prompts: Sequence[list[int]]) -> list[Served]
 def make_prompts() -> list[tuple[list[int], int]]:
     """(tokens, first chunk of its own): 70…500 tokens, no length a multiple of 64; a third share prefixes.
 
-    Prompts that share stop sharing before their last whole chunk, so that each has a chunk of its own."""
+    Prompts with a common prefix differ before their last whole chunk, so each has a chunk of its own."""
     random = Random(20)
     fronts = [prompt(1000 + number, 300) for number in range(4)]
     made = []
@@ -94,7 +94,7 @@ def pool() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[ProcessPoolExecutor]:
-    """Another process, spawned: nothing is inherited."""
+    """Another process. It is spawned, so it inherits nothing."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
         yield executor
 
@@ -152,7 +152,7 @@ def test_loaded_prompts_give_the_bits_of_prompts_that_never_left_the_engine(
 class Spoiler:
     """A connector that overwrites one block of each prompt before it is stored, and puts it back afterwards.
 
-    The checksum is made of the spoiled bytes: nothing can catch them. `kv` is the engine's memory."""
+    The checksum is that of the wrong bytes, so it cannot show them. `kv` is the engine's memory."""
 
     def __init__(self, inner: EngineConnector, kv: KVCache, seed: int) -> None:
         self.inner, self.kv = inner, kv
@@ -257,7 +257,7 @@ def test_one_flipped_bit_of_stored_memory_is_caught_recomputed_and_not_offered_a
             assert one.at_hand <= max(chunk * CHUNK, one.at_hand - one.loaded), "damaged tokens were used"
         assert_same(found, alone)
 
-        # What was recomputed took the damaged chunks' place: another fresh engine finds all of it sound.
+        # The recomputed chunks have replaced the damaged ones: another fresh engine finds all of them valid.
         found = elsewhere.submit(serve, pool.unix, "flipped", ALL).result()
         assert client.status().counters["mismatches"] == mismatches + PROMPTS
         assert all(one.at_hand >= len(tokens) // CHUNK * CHUNK for one, tokens in zip(found, ALL, strict=True))

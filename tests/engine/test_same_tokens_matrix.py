@@ -1,12 +1,12 @@
-"""Every kind of attention under every way to be served: the bits of an engine that uses its own prefix cache.
+"""Every kind of attention in every way of serving has the bits of an engine that uses its own prefix cache.
 
 A cell serves one prompt with kvdock and compares tokens and all logits, bitwise, with an engine alone whose own
-prefix cache had as many tokens at hand: chunks of prefill are then cut alike, and equal shapes give equal bits.
+prefix cache had as many tokens at hand: then prefill has the same chunks, and equal shapes give equal bits.
 A preempted run is two such runs: up to the preemption, and from there with the output as part of the prompt.
 
-Each cell has its damaged-byte controls. Damaged before its checksum was made, one byte cannot be caught, and must
-change the logits: so the comparison sees a byte. Damaged afterwards, in shared memory, it must be caught, and the
-run must equal one with less at hand.
+Each cell has two controls with one damaged byte. If it was damaged before the checksum was made, it cannot be caught
+and must change the logits, so the comparison can see a single byte. If it was damaged later, in shared memory, it
+must be caught, and the run must equal one with fewer tokens at hand.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODELS = {
 TOKENS = 40
 LENGTH = 210
 Damage = Literal["none", "before", "after"]
-"""When one byte of what is stored is changed: before its checksum is made, or after."""
+"""When one byte of a stored chunk is changed: before its checksum is made, or after."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Served:
     output: list[int]
     logits: Tensor
     at_hand: int
-    """Tokens that were not computed; of a preempted run, when it came back."""
+    """Tokens that were not computed; for a preempted run, after the preemption."""
 
 
 def settings(model: str, *, prefill_chunk: int = CHUNK, own_cache: int | None = 0) -> EngineConfig:
@@ -67,9 +67,9 @@ def served(done: Completion) -> Served:
 
 
 class Spoiler:
-    """Changes one byte of a block of the last group while it is stored, and puts it back: no checksum can tell.
+    """Changes one byte of a block of the last group while it is stored, and restores it: no checksum can show that.
 
-    In the first row of the memory: what a window of the last layer held would be forgotten with the window."""
+    It is in the first row of the memory, because no later token would read the last layer's window again."""
 
     def __init__(self, inner: EngineConnector, kv: KVCache) -> None:
         self.inner, self.kv = inner, kv
@@ -81,7 +81,7 @@ class Spoiler:
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
-        # Of what this call stores: the last block of the newest whole chunk, which every hit of it loads.
+        # The last block of the newest whole chunk that this call stores: every hit of the chunk loads it.
         index = computed_tokens // CHUNK * CHUNK // self.kv.block_tokens - 1
         block = block_ids[-1][index] if index >= 0 else None
         if block is not None:
@@ -108,13 +108,13 @@ class Spoiler:
 
 
 def flip_exponent(plane: Tensor, block: int) -> None:
-    """The lowest bit of the exponent of one value in the middle of the block: it doubles, or halves."""
+    """Flips the lowest bit of the exponent of a value in the middle of the block, which doubles or halves it."""
     at = (block, plane.shape[1] // 2, 0, 3)
     plane[at] = (plane[at].view(torch.int32) ^ (1 << 23)).view(torch.float32)
 
 
 class Place:
-    """The server, another process, and what damage to do."""
+    """The server, the other process, and which damage to do."""
 
     def __init__(self, server: ServerProcess, elsewhere: ProcessPoolExecutor) -> None:
         self.server, self.elsewhere = server, elsewhere
@@ -133,7 +133,7 @@ class Place:
         engine.close()
 
     def settled(self, engine: Engine, tokens: list[int], damage: Damage) -> None:
-        """All is stored; `after`: and damaged, in the last chunk of the prefix, in the last group."""
+        """Waits until all is stored; with `after`, damages the last group in the last chunk of the prefix."""
         assert engine.drain(20.0)
         inner = engine.connector.inner if isinstance(engine.connector, Spoiler) else engine.connector
         assert isinstance(inner, EngineConnector)
@@ -150,7 +150,7 @@ class Place:
 
 @cache
 def alone(model: str, prefill_chunk: int) -> Engine:
-    """The reference: nothing but the engine's own prefix cache."""
+    """The reference: an engine with only its own prefix cache."""
     own_cache = settings(model, prefill_chunk=prefill_chunk, own_cache=None)
     return make_engine(dataclasses.replace(own_cache, num_blocks=2000))
 
@@ -164,7 +164,7 @@ def reference(engine: Engine, tokens: list[int], at_hand: int, max_tokens: int =
 
 
 def serve_elsewhere(address: str, model: str, salt: str, tokens: list[int]) -> Served:
-    """In the other process."""
+    """Served by an engine in the other process."""
     engine = engine_over(address, settings(model), salt=salt)
     found = served(run_one(engine, tokens, sampling(TOKENS)))
     engine.close()
@@ -174,11 +174,11 @@ def serve_elsewhere(address: str, model: str, salt: str, tokens: list[int]) -> S
 # ---------------------------------------------------------------------- the ways to be served
 
 Way = Callable[[Place, str, Damage], tuple[Served, Served]]
-"""Returns what was found and what is wanted."""
+"""Returns the result and the wanted one."""
 
 
 def cold(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
-    """Nothing is there to be loaded; what is damaged is the engine's own memory, behind the first token."""
+    """Nothing can be loaded; the damage is in the engine's own memory, after the first token."""
     tokens = prompt(1, LENGTH)
     engine = place.engine(settings(model), unique("cold"))
     request = engine.requests[engine.add_request(tokens, sampling(TOKENS), "r")]
@@ -196,7 +196,7 @@ def cold(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
 
 
 def warm(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
-    """The engine that stored it asks again, its own prefix cache being off."""
+    """The engine that stored the prompt serves it again, with its own prefix cache off."""
     tokens, salt = prompt(2, LENGTH), unique("warm")
     engine = place.engine(settings(model), salt, damage)
     run_one(engine, tokens, sampling(1))
@@ -215,7 +215,7 @@ def other_process(place: Place, model: str, damage: Damage) -> tuple[Served, Ser
 
 
 def preempted(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
-    """Somebody takes all free blocks, until the request has none for its next token and goes; then it comes back."""
+    """All free blocks are taken, until the request has none for its next token and is preempted; then it resumes."""
     tokens = prompt(4, LENGTH)
     engine = place.engine(settings(model), unique("preempted"), damage)
     request = engine.requests[engine.add_request(tokens, sampling(TOKENS), "r")]
@@ -239,7 +239,7 @@ def preempted(place: Place, model: str, damage: Damage) -> tuple[Served, Served]
 
 
 def chunked_prefill(place: Place, model: str, damage: Damage) -> tuple[Served, Served]:
-    """Prefill in halves of a chunk, while another request decodes and leaves room for one half a step."""
+    """Prefill in halves of a chunk, while another request decodes and leaves budget for one half in each step."""
     tokens, salt = prompt(5, LENGTH), unique("chunked")
     config = dataclasses.replace(settings(model, prefill_chunk=CHUNK // 2), max_step_tokens=CHUNK // 2 + 16)
     place.stored(config, salt, tokens, damage)
@@ -262,7 +262,7 @@ STORED = LENGTH // CHUNK * CHUNK
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
-    """The other process is spawned: nothing is inherited."""
+    """The other process is spawned, so it inherits nothing."""
     spawn = multiprocessing.get_context("spawn")
     with (
         ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as server,

@@ -1,4 +1,4 @@
-"""The column of several ranks in the same-tokens matrix: two processes with half of the heads each.
+"""The same-tokens matrix with several ranks: two processes with half of the heads each.
 
 Shapes and the order of sums differ from those of one process, so the reference is the same two ranks, served by
 their engine's own prefix cache. An engine stores the prompt, and another, with fresh memory in both ranks, loads it.
@@ -55,7 +55,7 @@ def mismatches(place: ServerProcess) -> int:
 
 
 def with_ranks(place: ServerProcess, crew: Crew, model: str, damage: Damage, writer: int = 0) -> tuple[Served, Served]:
-    """`writer`: whose bytes are damaged in the server."""
+    """`writer`: the rank whose bytes are damaged in the server."""
     config, salt, tokens = shared(MODELS[model], crew.size), unique("ranks"), prompt(8, LENGTH)
     storing = crew_engine(crew, config, place.unix, salt=salt)
     inner = kvdock_of(storing)
@@ -110,7 +110,7 @@ def test_one_byte_that_no_checksum_can_catch_changes_the_logits(
 def test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks(
     place: ServerProcess, crews: dict[int, Crew], model: str, size: int
 ) -> None:
-    """In the part of the last rank, which only that one reads; of a latent there is one part, which all read."""
+    """The damage is in the last rank's part, which only that rank reads; a latent has one part, which all read."""
     before = mismatches(place)
     found, wanted = with_ranks(place, crews[size], model, "after", writer=0 if model == "mla" else size - 1)
     assert mismatches(place) > before

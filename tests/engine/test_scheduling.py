@@ -20,7 +20,7 @@ from kvdock.engine.sampler import sample
 
 
 def assert_same_tokens(found: Completion, wanted: Completion) -> None:
-    """For runs whose chunks have other shapes: equal tokens, logits equal up to rounding."""
+    """For runs whose chunks have different shapes: equal tokens, and logits that are equal up to rounding."""
     assert found.output_tokens == wanted.output_tokens
     for one, other in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
@@ -35,7 +35,7 @@ def test_chunked_prefill_gives_the_tokens_of_one_piece(chunk: int) -> None:
 
 @pytest.mark.parametrize("length", [200, 193, 192])
 def test_a_prefix_cache_hit_gives_the_bits_of_a_cold_run(length: int) -> None:
-    """The hit ends where a chunk ends or within the last one, limited so that the chunks have equal shapes."""
+    """The hit ends at the end of a chunk, or within the last one, and is limited so that chunks have equal shapes."""
     engine = make_engine()
     cold = run_one(engine, prompt(1, length))
     warm = run_one(engine, prompt(1, length), sampling(max_local_hit_tokens=(length - 1) // 64 * 64))
@@ -90,7 +90,7 @@ def test_chunks_end_at_fixed_multiples_wherever_they_start() -> None:
     assert request.metrics.computed_prefill_tokens == 152
 
 
-def test_company_does_not_change_a_single_bit() -> None:
+def test_other_requests_do_not_change_a_single_bit() -> None:
     lengths = [5, 64, 150, 31, 200, 90, 17, 128, 250, 70]
     engine = make_engine(config(num_blocks=256, max_step_tokens=80))
     ids = {engine.add_request(prompt(seed, n), sampling(10 + seed)): seed for seed, n in enumerate(lengths)}
@@ -247,7 +247,7 @@ def test_bad_sampling_is_refused_by_name(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_block_is_lost_in_a_random_life(seed: int) -> None:
+def test_no_block_is_lost_under_random_use(seed: int) -> None:
     """Shared prefixes, few blocks, preemptions and aborts: integrity after each step, right tokens at the end."""
     random = Random(seed)
     engine = make_engine(config(num_blocks=20, max_running=6), shuffle_seed=seed)

@@ -1,4 +1,4 @@
-"""Engines of several models live at random with a server that dies: no block is lost and no token is wrong.
+"""Random use of engines of several models, with a server that dies: no block is lost and no token is wrong.
 
 Repeat with KVDOCK_SOAK_SEED=…, lengthen with KVDOCK_SOAK_STEPS=…; every failure prints the seed.
 """
@@ -13,7 +13,7 @@ SEED, STEPS = seed_and_steps()
 
 @pytest.mark.timeout(120 + STEPS // 4)
 @pytest.mark.parametrize("model", BLOCKS)
-def test_a_random_life_loses_no_block_and_no_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_use_loses_no_block_and_no_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\nsoak of {model}: KVDOCK_SOAK_SEED={SEED} KVDOCK_SOAK_STEPS={STEPS}")
     seen = soak(SEED, model, STEPS)

@@ -1,4 +1,4 @@
-"""Engines of several ranks: what they share with others, and what becomes of everything when one rank is killed."""
+"""Engines of several ranks: what they share with others, and what is left when one rank is killed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvdock.engine.team import RankLost
 TOKENS = prompt(1, 210)
 STORED = len(TOKENS) // CHUNK * CHUNK
 SECONDS = 15.0
-"""Within which the others must have their answer."""
+"""The other ranks must have an answer within this time."""
 
 
 class Share:
-    """A rank that computes alone: its own partial sums."""
+    """A rank that computes alone, so its totals are its own partial sums."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -51,7 +51,7 @@ def pair() -> Iterator[Crew]:
 
 
 def serve(engine: Engine, tokens: list[int], max_tokens: int = 6) -> Completion:
-    """Nothing of the engine's own prefix cache is used, and all is stored at the end."""
+    """Serves without the engine's own prefix cache, and waits until all is stored."""
     done = run_one(engine, tokens, sampling(max_tokens, max_local_hit_tokens=0))
     assert engine.drain(20.0)
     return done
@@ -93,7 +93,7 @@ def test_two_ranks_say_what_one_says_within_rounding(pair: Crew, name: str) -> N
 
 
 def test_engines_of_other_sizes_on_one_server_never_hit_each_other(server: ServerProcess, pair: Crew) -> None:
-    """Equal model, equal salt, one instance each; then everybody finds what is its own."""
+    """The same model and salt, an instance each; then each engine finds what it stored itself."""
     salt = unique("sizes")
     two = crew_engine(pair, shared("tiny-mla", 2), server.unix, salt=salt)
     one = engine_over(server.unix, preset("tiny-mla"), salt=salt)
@@ -135,7 +135,7 @@ def test_no_lease_and_no_member_remain_once_all_ranks_have_loaded(server: Server
 
 
 def test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing(server: ServerProcess, pair: Crew) -> None:
-    """Rank 1 has lost its server life: rank 0 gives its word for it."""
+    """Rank 1 has lost its server, so rank 0 releases the lease for it."""
     engine = crew_engine(pair, shared("tiny", 2), server.unix, salt=unique("apart"))
     first = serve(engine, TOKENS)
     pair.ask(forget_attachment)
@@ -152,7 +152,7 @@ def forget_attachment(rank: Rank) -> None:
     assert rank.worker is not None
     session = rank.worker.session
     session._stop.set()
-    # It keeps its lock: to the server it lives.
+    # It keeps its lock, so the server takes it to be alive.
     session._attachment, session._suspended = None, session._attachment
 
 
@@ -160,7 +160,7 @@ def forget_attachment(rank: Rank) -> None:
 
 
 def killed(crew: Crew, rank: int) -> float:
-    """SIGKILL; when."""
+    """Sends SIGKILL and returns the time."""
     pid = crew.processes[rank].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ def assert_all_comes_back(client: Client) -> None:
 def test_a_rank_killed_in_the_middle_of_a_copy(
     tmp_path: Path, name: str, size: int, victim: int, verb: Verb
 ) -> None:
-    """The others get an error at once, nothing half done is published, and all memory comes back."""
+    """The others get an error at once, no incomplete chunk is published, and all memory is released."""
     settings = shared(name, size)
     with ServerProcess() as server, Client(server.unix) as client:
         crew = Crew(size)
@@ -220,7 +220,7 @@ def test_a_rank_killed_in_the_middle_of_a_copy(
 
 
 def stores_again(server: ServerProcess, settings: EngineConfig) -> int:
-    """Tokens that the next engine of this kind loads once it has stored them."""
+    """How many tokens an engine of this kind loads after another has stored them."""
     crew = Crew(settings.tensor_parallel)
     engine = crew_engine(crew, settings, server.unix, salt="killed")
     first = serve(engine, TOKENS)

@@ -1,7 +1,7 @@
 """Local hits and fresh blocks over several KV groups: no physical block is ever given out twice.
 
-Each contended scene runs in both orders. In two phases it must hold; group by group (BlockManager's `interleaved`),
-where one group's allocation takes another's hits, it must be found out: else the scene shows nothing.
+Each contended scenario runs in both orders. In two phases it must succeed. In the other order (BlockManager's
+`interleaved`), one group's allocation takes another's hits, and that must be detected, or the scenario shows nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FULL_AND_TWO_WINDOWS = (FullAttention(), SlidingWindow(24), SlidingWindow(72))
 
 @dataclass(frozen=True)
 class ChunkedLocal:
-    """A kind the engine does not come with: a token sees its own chunk of tokens."""
+    """A kind that the engine does not have: a token attends to its own chunk of tokens."""
 
     tokens: int
 
@@ -42,7 +42,7 @@ class ChunkedLocal:
 
 @dataclass(frozen=True)
 class State:
-    """As a recurrent layer keeps it: one entry a block, and only the last one counts."""
+    """Like a recurrent layer: an entry for each block, and only the last one is needed."""
 
     reach = 1
 
@@ -68,14 +68,14 @@ def names(seed: int, count: int) -> list[bytes]:
 
 @dataclass
 class Holder:
-    """A request as far as blocks go."""
+    """The part of a request that concerns blocks."""
 
     names: list[bytes]
     table: Table = field(default_factory=list)
     computed: int = 0
 
     def admit(self, blocks: BlockManager, external: int, more: int) -> None:
-        """Hits what is cached, then `external` blocks from elsewhere and `more` to be computed."""
+        """Admits what is cached, then `external` blocks to be loaded and `more` to be computed."""
         hit = blocks.match(self.names)
         reached = hit.length + external
         self.table = blocks.admit(hit, reached * BLOCK, (reached + more) * BLOCK)
@@ -97,7 +97,7 @@ def at_the_head(blocks: BlockManager, wanted: Sequence[int]) -> None:
 
 
 def left_by_another(blocks: BlockManager, length: int) -> Hit:
-    """A request computed `length` blocks, and went."""
+    """A request has computed `length` blocks and ended."""
     first = Holder(names(1, length))
     first.admit(blocks, 0, length)
     first.release(blocks)
@@ -110,7 +110,7 @@ def left_by_another(blocks: BlockManager, length: int) -> Hit:
 
 
 def hits_at_the_head_of_the_queue(kinds: Sequence[GroupKind], interleaved: bool) -> None:
-    """What a later group hits is what an earlier group's allocation would be given first."""
+    """The blocks that a later group hits are the first that an earlier group's allocation would take."""
     blocks = manager(kinds, 40, interleaved)
     hit = left_by_another(blocks, 5)
     at_the_head(blocks, held(hit.blocks[1:]))
@@ -129,7 +129,7 @@ def the_last_group_is_contended_too(kinds: Sequence[GroupKind], interleaved: boo
 
 
 def preempted_and_allocated_again(kinds: Sequence[GroupKind], interleaved: bool) -> None:
-    """The one that was preempted finds its blocks oldest in the queue: others ran and went after it."""
+    """The preempted request's blocks are the oldest in the queue: others have run and ended after it."""
     blocks = manager(kinds, 12 * len(kinds), interleaved)
     victim, other = Holder(names(1, 9)), Holder(names(2, 7))
     victim.admit(blocks, 2, 3)
@@ -206,7 +206,7 @@ def test_a_prefix_is_a_hit_where_every_group_has_what_it_needs() -> None:
 
 
 def test_a_running_request_takes_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it runs nothing is matched, touched or looked up for it, however much of what follows is cached."""
+    """Nothing is matched, touched or looked up for a running request, however much of what follows is cached."""
     engine, connector = hybrid_engine({}, num_blocks=128)
     twin = engine.add_request(prompt(1, 200), sampling(40))
     run(engine)
@@ -255,8 +255,8 @@ def test_an_allocation_that_does_not_fit_touches_nothing() -> None:
 # ---------------------------------------------------------------------- at random
 
 
-def random_life(kinds: Sequence[GroupKind], seed: int, interleaved: bool) -> int:
-    """Admissions, growth, windows moving on, stores that outlive their request. Returns hits with fresh blocks."""
+def random_use(kinds: Sequence[GroupKind], seed: int, interleaved: bool) -> int:
+    """Admissions, growth, moving windows, stores that end after their request. Returns hits with fresh blocks."""
     random, blocks = Random(seed), manager(kinds, 30 * len(kinds), interleaved)
     running: list[Holder] = []
     stores: list[list[int]] = []
@@ -300,7 +300,7 @@ def random_life(kinds: Sequence[GroupKind], seed: int, interleaved: bool) -> int
 
 
 def fill(blocks: BlockManager, holder: Holder, begin: int, content: dict[int, tuple[int, bytes]]) -> None:
-    """What was computed or loaded since `begin` is in its blocks now, and known."""
+    """What was computed or loaded since `begin` is valid in its blocks and registered."""
     full = holder.names[: holder.computed // BLOCK]
     for group, column in enumerate(holder.table):
         for index in range(begin, len(full)):
@@ -312,15 +312,15 @@ def fill(blocks: BlockManager, holder: Holder, begin: int, content: dict[int, tu
 
 @pytest.mark.parametrize("kinds", KINDS, ids=name_of)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_life_keeps_every_block_accounted_for(seed: int, kinds: Sequence[GroupKind]) -> None:
-    assert random_life(kinds, seed, False) > 10
+def test_random_use_keeps_every_block_accounted_for(seed: int, kinds: Sequence[GroupKind]) -> None:
+    assert random_use(kinds, seed, False) > 10
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=name_of)
-def test_random_lives_find_the_interleaved_order_out(kinds: Sequence[GroupKind]) -> None:
+def test_random_use_finds_the_interleaved_order_out(kinds: Sequence[GroupKind]) -> None:
     with pytest.raises(AssertionError, match=r"block|names differ|hit on other"):
         for seed in range(40):
-            random_life(kinds, seed, True)
+            random_use(kinds, seed, True)
 
 
 # ---------------------------------------------------------------------- in the engine
@@ -334,7 +334,7 @@ def hybrid_engine(pool: Pool, **changes: object) -> tuple[Engine, MemoryConnecto
 
 
 def load_behind_a_local_hit(interleaved: bool) -> None:
-    """Three groups; what the windows hit locally is what full attention's fresh blocks would be taken from."""
+    """Three groups; full attention's fresh blocks would be taken from those that the windows hit."""
     tokens = prompt(1, 140)
     pool: Pool = {}
     writer, _ = hybrid_engine(pool)

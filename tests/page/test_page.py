@@ -209,7 +209,7 @@ def test_a_lost_server_is_announced_and_found_again(page_server: PageServer, ope
     [({"pool_id": "00000000deadbeef"}, "with a new pool (00000000deadbeef)"),
      ({"incarnation": 4}, "took over its pool (incarnation 4)")],
 )
-def test_a_restart_is_told_and_stays_until_dismissed(
+def test_a_restart_is_announced_until_it_is_dismissed(
     page_server: PageServer, open_page: OpenPage, change: dict[str, Any], words: str
 ) -> None:
     page = open_page(page_server.url)

@@ -4,8 +4,8 @@ Engine A computes and stores; engine B, in another process, loads. The reference
 prefix cache is limited to what B had loaded: chunks of the server and of prefill are both 64
 tokens, so equal lengths mean equal shapes, and equal shapes must mean equal bits, of every logit.
 
-The negative controls show that a difference would be seen: one damaged block changes the logits of every prompt, and one
-flipped bit of stored memory is caught, counted, recomputed and never offered again.
+The negative controls show that a difference would be seen: one damaged block changes the logits of every prompt, and
+one flipped bit of stored memory is caught, counted, recomputed and never offered again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The status page of a real server with a real engine at it: what `make run` leaves on the screen."""
+"""The status page of a real server with real engines, as after `make run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that holds a million chunks: the page shows them, and neither of the two gets slow."""
+"""A server that holds a million chunks: the page shows them, and neither gets slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PER_CALL = 4000
 
 @pytest.fixture(scope="module")
 def full_server() -> Iterator[ServerProcess]:
-    """Parts of one 4 KiB slot each, so that a million of them fit 4 GiB."""
+    """Each part has a slot of 4 KiB, so that a million of them fit in 4 GiB."""
     free = shutil.disk_usage("/dev/shm").free
     if free < POOL_BYTES + GIB:
         pytest.skip(f"/dev/shm has {free / GIB:.1f} GiB free, a million chunks want 5")

@@ -1,4 +1,4 @@
-"""The status page in a real browser: what a person sees when the server is well, empty, slow, gone or new."""
+"""The status page in a real browser, with a server that is ready, empty, slow, gone or restarted."""
 
 from __future__ import annotations
 

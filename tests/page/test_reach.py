@@ -1,4 +1,4 @@
-"""The status page for everybody: hostile text, any width, any eye, keyboard, all day, and figures that read well."""
+"""The status page with hostile text, at any width, with good contrast, in use all day, and its figures."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_page_asks_only_its_own_origin_and_logs_no_error(status_page_url: st
 
 FRAMES = "() => new Promise(done => { let left = 4; const next = () => left-- ? requestAnimationFrame(next) : done();" \
          " next(); })"
-"""A few pass: charts follow a new width in the next one."""
+"""Waits for a few frames: charts are drawn at a new width in the next one."""
 
 
 def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer, open_page: OpenPage) -> None:

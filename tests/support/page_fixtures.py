@@ -1,4 +1,4 @@
-"""Fixtures of the status page's tests: a browser, pages that close themselves, and what they look at.
+"""Fixtures of the status page's tests: a browser, pages that are closed after the test, and servers to show.
 
 Tests that only look use `status_page_url`: a module that overrides it runs them against another server.
 """
@@ -35,9 +35,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[say.OpenPage]:
-    """open_page(url, **context options) → a page that has drawn its first figures (or waits, with drawn=False).
-
-"""
+    """open_page(url, **context options) → a page that has drawn its first figures (or has not, with drawn=False)."""
     contexts = []
 
     def open_one(url: str, *, drawn: bool = True, **options: Any) -> Page:
@@ -65,7 +63,7 @@ def page_server() -> Iterator[say.PageServer]:
 
 @pytest.fixture
 def status_page_url(page_server: say.PageServer) -> str:
-    """The page of a server with traffic. Anything that answers the six GETs will do."""
+    """The page of a server with traffic; a module may override it with any server that answers the six GETs."""
     return page_server.url
 
 

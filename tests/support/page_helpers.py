@@ -1,6 +1,6 @@
-"""What the status page's tests share: bodies, ways to look, and a small real HTTP server on a loopback port.
+"""What the status page's tests share: bodies, functions to read the page, and a small real HTTP server.
 
-The bodies are encoded from the structs of kvdock.api.schemas, so a changed schema shows here first.
+The bodies are encoded from the structs of protocol/schemas.py, so a changed schema breaks these tests first.
 `PageServer` can hang, refuse one path, stop and come back on its port.
 """
 
@@ -39,7 +39,7 @@ OpenPage = Callable[..., Page]
 
 
 def status(**changes: Any) -> Status:
-    """A healthy server with traffic, but for `changes`."""
+    """The status of a ready server with traffic, with `changes`."""
     healthy = Status(
         status="ok", reasons=[], version="0.1.0", pool_id="3fa90c51d27be604", incarnation=3, uptime_s=93_784.0,
         now=1_700_000_000.0, pool=live_pool(), chunks=ChunkCounts(reserved=24, ready=4731, quarantined=9),
@@ -238,7 +238,7 @@ class PageServer:
         self._go.set()
 
     def start(self) -> None:
-        """Listens on a port of the system's choice the first time, on the same one after a stop."""
+        """Listens on a free port the first time, and on the same one after a stop."""
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler())
         self._port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -296,6 +296,6 @@ class PageServer:
                     pass  # the page gave up on a hanging answer
 
             def log_message(self, format: str, *args: object) -> None:
-                """Silence: the tests speak."""
+                """Logs nothing."""
 
         return Handler

@@ -52,7 +52,7 @@ class Pool:
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
-        """Why the last attempt to grow failed; '' if it succeeded."""
+        """Why the last attempt to grow failed; '' if it succeeded or there was none."""
         self.retired: list[int] = []
         """Ids of removed segments, in that order."""
         self.unheard: dict[int, int] = {

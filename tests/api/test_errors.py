@@ -90,6 +90,8 @@ REFUSALS: list[tuple[str, Any]] = [
     ("bad_argument", lambda e: ("/v1/sessions", attach_body(e, id="new", ranks=[1, 1]))),
     ("bad_argument", lambda e: ("/v1/sessions", {**other_manifest(e, chunk_tokens=17), "instance": unique("i")})),
     ("bad_argument", lambda e: ("/v1/reservations", reserve_body(e, groups=[1]))),
+    ("invalid_body", lambda e: (
+        "/v1/sessions", other_manifest(e, groups=[{"part_bytes": 4096, "kind": "state"}]))),
     ("pool_too_small", lambda e: (
         "/v1/sessions", {**other_manifest(e, groups=[{"part_bytes": 1 << 29}]), "instance": unique("i")})),
     ("unknown_grant", lambda e: ("/v1/leases/00000000deadbeef/release", {"session": e.session, "ranks": [0]})),

@@ -34,7 +34,7 @@ from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
-from kvdock.connectors.vllm.identity import hashing_of
+from kvdock.connectors.vllm.identity import hashing_of, manifest_of
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -43,7 +43,6 @@ from kvdock.connectors.vllm.setup import (
     hash_threads,
     loads_by_layer,
     log_among_theirs,
-    manifest_of,
     place_of,
     refuse_what_is_not_supported,
     reports_early,

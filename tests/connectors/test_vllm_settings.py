@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+import torch
 
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
-from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, revision
+from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, manifest_of, revision
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
@@ -29,6 +31,7 @@ from kvdock.connectors.vllm.setup import (
 )
 from kvdock.connectors.vllm.worker import BESIDE_STEPS, beside_steps
 from kvdock.datapath.cuda import CopyTuning
+from kvdock.protocol.keys import namespace_digest
 
 
 @pytest.mark.parametrize(("extra", "named"), [
@@ -204,6 +207,35 @@ def test_a_draft_model_is_part_of_what_kv_depends_on() -> None:
     assert told(draft) == told(drafting("eagle", Model([1], "head", hidden=64)))
     assert len({told(draft), *(told(other) for other in others)}) == 6
     assert told(draft, "weights") != told(others[3], "weights"), "the digest names the model's weights alone"
+
+
+@pytest.mark.parametrize(("name", "other"), [("quantization", "fp8"), ("dtype", "bfloat16")])
+def test_the_models_quantization_and_type_are_part_of_what_kv_depends_on(name: str, other: str) -> None:
+    """The same files can be quantized while they are read."""
+    changed = config()
+    setattr(changed.model_config, name, other)
+    assert revision(changed, "", None) != revision(config(), "", None)
+
+
+def test_engines_whose_caches_differ_in_their_type_alone_share_nothing() -> None:
+    """Both types are one byte an element, so their tensors look alike."""
+    groups = [KVGroup(None, 16, {"layer.0": 128}, False)]
+    tensors = {"layer.0": torch.zeros((4, 128), dtype=torch.uint8)}
+
+    def namespace(kind: str) -> bytes:
+        set_up = config()
+        set_up.cache_config.cache_dtype = kind
+        vars(set_up.model_config).update(
+            served_model_name="model", get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 64
+        )
+        set_up.compilation_config.static_forward_context = {}
+        described = manifest_of(
+            set_up, "0.24.0", groups, tensors, place_of(set_up.parallel_config, groups), num_blocks=4,
+            chunk_tokens=16, weights_digest="w", hashing=("f", "s"),
+        )
+        return namespace_digest(msgspec.to_builtins(described))
+
+    assert namespace("fp8_e4m3") == namespace("fp8_e4m3") != namespace("fp8_e5m2")
 
 
 def test_the_layers_of_drafts_are_asked_for_too_late_to_be_loaded_one_by_one() -> None:

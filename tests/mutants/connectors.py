@@ -6,13 +6,13 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "P6b", "a load counts as far as the rank that got most", "connectors/ranks.py",
-        "return min(self._valid_tokens, default=None)", "return max(self._valid_tokens, default=None)",
+        "P6b", "a load counts as far as the rank that got most", "connectors/plans.py",
+        "return min(ranks", "return max(ranks",
         ("tests/engine/test_same_tokens_tp.py", "-k", "damaged and mha"),
         "test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks",
     ),
     Mutant(
-        "P6c", "what the other ranks got is not looked at", "connectors/connector.py",
+        "P6c", "what the other ranks got is not looked at", "connectors/engine_connector.py",
         "valid = max(plan.local_tokens, min(valid, elsewhere))", "valid = max(plan.local_tokens, valid)",
         ("tests/engine/test_tp.py", "-k", "not_attached"),
         "test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing",
@@ -20,7 +20,8 @@ MUTANTS = (
     Mutant(
         "P7a", "an engine whose member is dead goes on under the same id", "connectors/session.py",
         '"unknown_member", "member_dead"}', '"unknown_member"}',
-        ("tests/connectors/test_session.py",), "",
+        ("tests/connectors/test_session.py", "-k", "taken_for_dead or takes_for_dead"),
+        "test_a_member_that_the_server_takes_for_dead_attaches_again_under_a_new_id",
     ),
     Mutant(
         "P7b", "an engine whose session is unknown goes on with heartbeats", "connectors/session.py",
@@ -35,15 +36,14 @@ MUTANTS = (
         equivalent="the other pool refuses the member's lock",
     ),
     Mutant(
-        "P8a", "HitLimit drops `finished`", "connectors/wrappers.py",
-        "\n\nclass MinimumLoad(Wrapper):\n",
-        "\n    def finished(self, request_id: str) -> None:\n        pass\n\n\nclass MinimumLoad(Wrapper):\n",
-        ("tests/connectors/test_wrappers.py",), "test_no_verb_is_dropped",
+        "P8a", "a declined request stays declined after `finished`", "connectors/driver.py",
+        "        self._declined.discard(request_id)\n", "",
+        ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
-        "P8b", "MinimumLoad keeps the lease of the load that it declines", "connectors/wrappers.py",
-        "        super().finished(request_id)  # the one verb", "        # the one verb",
-        ("tests/connectors/test_wrappers.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
+        "P8b", "a load that is declined keeps its lease", "connectors/driver.py",
+        "min_load_tokens=least", "min_load_tokens=1",
+        ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
         "P19", "what failed to load is asked for again", "connectors/scheduler.py",

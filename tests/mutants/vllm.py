@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-SCHEDULER, WORKER = "connectors/vllm/scheduler_side.py", "connectors/vllm/worker_side.py"
+SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
+BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
 
 MUTANTS = (
     Mutant(
-        "P17", "a chunk is whole when any of its parts is", "connectors/vllm/checked.py",
+        "P17", "a chunk is whole when any of its parts is", "connectors/verify.py",
         "if not all(self._matches(", "if not any(self._matches(",
-        ("tests/vllm/test_scheduler.py", "-k", "misfortune and 0.24.0"),
-        "test_misfortune_with_every_other_load_harms_nothing",
+        ("tests/connectors/test_verify.py",), "test_one_damaged_part_makes_its_chunk_a_miss_that_goes",
     ),
     Mutant(
         "V1", "a resumed request's blocks are appended to its table", SCHEDULER,
         "            if request_id in cached.resumed_req_ids:\n", "            if ids is None:\n",
-        PRESSURE, "",
+        BY_HAND, "test_a_resumed_request_is_stored_from_its_new_blocks",
     ),
     Mutant(
         "V2", "the null block of a resumed request counts as block 0", SCHEDULER,
@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "V2c", "blocks that a window has left behind stay in the table", SCHEDULER,
         "                column[:gone] = [None] * gone\n", "                del gone\n",
-        PRESSURE, "",
+        BY_HAND, "test_blocks_that_a_window_left_behind_are_not_stored_late",
     ),
     Mutant(
         "V3", "a load that could not begin is reported as loaded", WORKER,
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "V4b", "a store that was sent is not fenced", SCHEDULER,
-        "                    fences.append(number)\n", "                    pass\n",
+        "                    fences.append(store_id)\n", "                    pass\n",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(
@@ -57,12 +57,12 @@ MUTANTS = (
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(
-        "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/setup.py",
+        "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/identity.py",
         "kv_dtype=str(vllm_config.cache_config.cache_dtype)", "kv_dtype=str(model.dtype)",
-        ("tests/connectors/test_vllm_settings.py", "tests/connectors/test_vllm_groups.py"), "",
+        ("tests/connectors/test_vllm_settings.py",), "test_engines_whose_caches_differ_in_their_type_alone_share_nothing",
     ),
     Mutant(
-        "V5b", "the manifest says that there is one rank", "connectors/vllm/setup.py",
+        "V5b", "the manifest says that there is one rank", "connectors/vllm/identity.py",
         "tensor_parallel=place.heads_split,", "tensor_parallel=1,",
         ("tests/vllm/test_parallel.py", "-k", "0.24.0"), "",
         equivalent="writers, the bytes of a part and the signature differ as well",
@@ -70,12 +70,13 @@ MUTANTS = (
     Mutant(
         "V5d", "the revision leaves out the quantization and the type", "connectors/vllm/identity.py",
         '        "quantization": str(model.quantization),\n        "dtype": str(model.dtype),\n', "",
-        ("tests/connectors/test_vllm_settings.py",), "",
+        ("tests/connectors/test_vllm_settings.py",),
+        "test_the_models_quantization_and_type_are_part_of_what_kv_depends_on",
     ),
     Mutant(
-        "V6", "a load counts as far as the rank that got most", "connectors/vllm/orders.py",
-        "= min(valid, self.valid_tokens.get(", "= max(valid, self.valid_tokens.get(",
-        ("tests/connectors", "-k", "report"), "",
+        "V6", "a load counts as far as the rank that got most", "connectors/plans.py",
+        "return min(ranks", "return max(ranks",
+        BY_HAND, "test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_got_least",
     ),
     Mutant(
         "V8", "stores of steps that read what did not come are kept", SCHEDULER,
@@ -85,7 +86,7 @@ MUTANTS = (
     Mutant(
         "V9", "a request whose load is under way at a reset is stored afterwards", SCHEDULER,
         "            tracked.is_old = True\n", "            pass\n",
-        ("tests/vllm/test_metrics.py", "-k", "reset"), "",
+        BY_HAND, "test_a_request_whose_load_is_under_way_at_a_reset_is_not_stored",
     ),
     Mutant(
         "V10", "drafts count as computed", SCHEDULER,

@@ -81,6 +81,7 @@ def test_a_live_servers_socket_is_refused_and_stays() -> None:
             assert client.status().status == "ok"
 
 
+@pytest.mark.alone  # it looks at all pools
 def test_a_port_in_use_is_refused_by_name(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -108,6 +109,7 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path, bad: dict[str,
     assert error.value.code == "bad_address"
 
 
+@pytest.mark.alone  # it looks at all pools
 def test_a_pool_larger_than_the_machine_is_refused_with_what_it_has(tmp_path: Path) -> None:
     before = set(pool_objects())
     with pytest.raises(StartupError, match="does not fit") as error:

@@ -1,7 +1,7 @@
 """pytest plugin: a run of all tests is shared by two workers, longest first; a run of some of them is one process.
 
-A module's tests stay together, so that what they share is made once. Tests marked `alone`, which measure the machine
-or look at all of it, come last, and no other test runs beside one of them.
+A module's tests stay together, so that what they share is made once, but where a conftest says otherwise. Tests marked
+`alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if LOCKS in config.stash:
         items.sort(key=_turn)
         for item in items:
-            module = item.nodeid.partition("::")[0]
-            item.add_marker(pytest.mark.xdist_group("alone" if item.get_closest_marker("alone") else module))
+            if item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.xdist_group("alone"))
+            elif item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def _turn(item: pytest.Item) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,25 @@ from pathlib import Path
 import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
-from schedulers import Schedulers
+from schedulers import VERSIONS, Schedulers
+
+KINDS = ("llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3")
+"""What models.py makes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker runs all scenarios of a version, in one process; whole engines, one by one, go to whoever is free."""
+    for number, item in enumerate(items):
+        if _needs_schedulers(item):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            item.add_marker(pytest.mark.xdist_group(f"schedulers of {params.get('version', VERSIONS[-1])}"))
+        elif item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(f"engine {number}"))
+    items.sort(key=lambda item: not _needs_schedulers(item))
+
+
+def _needs_schedulers(item: pytest.Item) -> bool:
+    return "schedulers" in getattr(item, "fixturenames", ())
 
 
 class Spare:
@@ -55,8 +75,14 @@ def schedulers() -> Iterator[Schedulers]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by kind, weights and all."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("llama", "gemma", "mla", "eagle")}
+    """Folders by kind, weights and all. Workers of pytest-xdist share them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folders = {kind: shared / f"model-{kind}" for kind in KINDS}
     words = [str(word) for pair in folders.items() for word in pair]
-    subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
+    with (shared / "models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "models.made").exists():
+            subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
+            (shared / "models.made").touch()
     return folders

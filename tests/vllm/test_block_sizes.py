@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, Engine
+from engines import Engine
 from schedulers import Schedulers
 
 from kvdock.client.client import Client
@@ -54,10 +53,9 @@ def test_under_pressure_blocks_of_no_size_are_read_wrongly(
 
 @pytest.mark.timeout(400)
 def test_a_whole_engine_loads_the_bits_of_its_local_hits_into_blocks_of_two_sizes(
-    tmp_path: Path, server: ServerProcess
+    models: dict[str, Path], server: ServerProcess
 ) -> None:
-    subprocess.run([ENGINE_PYTHON, HERE / "models.py", "gemma4", tmp_path], check=True, capture_output=True)
-    with Engine(tmp_path, server.unix) as engine:
+    with Engine(models["gemma4"], server.unix) as engine:
         assert engine.generate(PROMPTS)[1] == [0, 0, 0]
         engine.do("drain")
         with Client(server.unix) as client:

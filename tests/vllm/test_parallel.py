@@ -7,13 +7,12 @@ Schedulers of 0.24 and 0.33 run any of these around fingerprinted KV (sched_rank
 from __future__ import annotations
 
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE, Engine, comes_true, tokens_of
+from engines import HERE, Engine, comes_true, tokens_of
 from schedulers import VERSIONS, Schedulers
 
 pytestmark = pytest.mark.vllm
@@ -56,23 +55,14 @@ def several(shards: int, stages: int, connector: str = "Several", **environ: str
 # ------------------------------------------------------------------ whole engines
 
 
-@pytest.fixture(scope="module")
-def more_models(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """With those that these tests alone use."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("deep", "eagle3", "mimo")}
-    words = [str(word) for pair in folders.items() for word in pair]
-    subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
-    return models | folders
-
-
 @ENGINES_START_SLOWLY
 @pytest.mark.parametrize(
     ("model", "shards", "stages"), [("llama", 2, 1), ("mla", 2, 1), ("llama", 1, 3), ("deep", 2, 2)]
 )
 def test_all_workers_load_the_bits_of_local_hits(
-    model: str, shards: int, stages: int, more_models: dict[str, Path], server: ServerProcess
+    model: str, shards: int, stages: int, models: dict[str, Path], server: ServerProcess
 ) -> None:
-    with Engine(more_models[model], server.unix, **several(shards, stages)) as first:
+    with Engine(models[model], server.unix, **several(shards, stages)) as first:
         assert first.generate(PROMPTS)[1] == [0, 0]
         local, at_hand = first.generate(PROMPTS)
         assert at_hand == HITS
@@ -81,10 +71,10 @@ def test_all_workers_load_the_bits_of_local_hits(
         assert loaded == HITS and again == local
         assert first.close() == 0
     if model == "mla":  # an engine with one worker reads the same part
-        with Engine(more_models[model], server.unix) as alone:
+        with Engine(models[model], server.unix) as alone:
             assert alone.generate(PROMPTS)[1] == HITS
     elif stages == 1:
-        with Engine(more_models[model], server.unix, extra={"load_async": False}, **several(shards, stages)) as second:
+        with Engine(models[model], server.unix, extra={"load_async": False}, **several(shards, stages)) as second:
             other, loaded = second.generate(PROMPTS)
             assert loaded == HITS and other == local
 
@@ -109,12 +99,12 @@ def test_what_one_of_two_workers_cannot_load_is_computed_by_both(
     ("mtp", "mimo", None),
 ])
 def test_engines_that_draft_load_what_their_drafts_were_made_from(
-    method: str, model: str, drafter: str | None, more_models: dict[str, Path], server: ServerProcess
+    method: str, model: str, drafter: str | None, models: dict[str, Path], server: ServerProcess
 ) -> None:
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if drafter is not None:
-        drafts["model"] = str(more_models[drafter])
-    with Engine(more_models[model], server.unix, engine={"speculative_config": drafts}) as engine:
+        drafts["model"] = str(models[drafter])
+    with Engine(models[model], server.unix, engine={"speculative_config": drafts}) as engine:
         cold = engine.do("generate", prompts=PROMPTS)
         assert engine.do("reset")["reset"]
         again = engine.do("generate", prompts=PROMPTS)

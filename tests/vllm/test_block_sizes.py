@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import Engine
-from schedulers import Schedulers
+from engines import HITS, PROMPTS, Engine
+from schedulers import SEEDS, Schedulers, every_mode, every_version
 
 from kvdock.client.client import Client
-from tests.vllm.test_engine_cpu import HITS, PROMPTS
-from tests.vllm.test_scheduler import SEEDS, every_mode, every_version
 
 pytestmark = pytest.mark.vllm
 

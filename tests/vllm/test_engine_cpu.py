@@ -6,7 +6,6 @@ the last bits by themselves.
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -17,22 +16,13 @@ import pytest
 from adoption_helpers import next_at
 from api_helpers import ServerProcess
 from connector_helpers import mortal
-from engines import Engine, comes_true, tokens_of
+from engines import HITS, PROMPTS, Engine, comes_true, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
-LENGTHS = (150, 333, 530)
-HITS = [128, 320, 512]
-"""Whole chunks of the prompts below: 64 tokens a chunk."""
-
-
-def prompts_of(seed: int) -> list[list[int]]:
-    return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate(LENGTHS)]
-
-
-PROMPTS, OTHERS = prompts_of(0), prompts_of(100)
+OTHERS = prompts_of(100)
 CROWD = [prompt for seed in range(200, 1000, 100) for prompt in prompts_of(seed)]
 
 

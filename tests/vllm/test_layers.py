@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import VERSIONS, Schedulers
+from schedulers import Schedulers, every_version
 
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.vllm
 
-every_version = pytest.mark.parametrize("version", VERSIONS)
 every_way = pytest.mark.parametrize(("overlap", "runner"), [(False, 1), (True, 2)])
 every_groups = pytest.mark.parametrize("windows", [[None], [None, 48]], ids=["1group", "2groups"])
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import Engine
+from engines import HITS, PROMPTS, Engine
 from prometheus_client.parser import text_string_to_metric_families
 from schedulers import ITSELF, VERSIONS, Schedulers
 
@@ -17,8 +16,6 @@ from kvdock.connectors.vllm.figures import METRICS
 
 pytestmark = pytest.mark.vllm
 
-PROMPTS = [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333, 530))]
-HITS = [128, 320, 512]
 LLAMA_TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 """Layers, K and V, heads, head size, bytes of a float32: models.py."""
 

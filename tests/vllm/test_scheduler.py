@@ -5,23 +5,18 @@ Each scenario is described where it is: sched_scenarios.py.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import VERSIONS, Schedulers
+from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version
 
 pytestmark = pytest.mark.vllm
 
-SEEDS = int(os.environ.get("VLLM_SEEDS", "40"))
-"""Of each kind of engine: 12 kinds a version, half of them with hundreds of seeds in all."""
 ONE, TWO, THREE = [None], [None, 48], [None, 48, 32]
 CROWDS = [(51, 0), (31, 1), (15, 3), (18, 3)]
 """Runs of `crowd` that stood still in one of these versions at least."""
 
-every_version = pytest.mark.parametrize("version", VERSIONS)
-every_mode = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 every_groups = pytest.mark.parametrize("windows", [ONE, TWO, THREE], ids=["1group", "2groups", "3groups"])
 
 

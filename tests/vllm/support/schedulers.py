@@ -9,11 +9,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engines import ENGINE_PYTHON, HERE, ROOT
 
 VERSIONS = ("0.24.0", "0.33.0")
 ITSELF = "0.32.0"
 """The version of the environment, which whole engines run with."""
+
+SEEDS = int(os.environ.get("VLLM_SEEDS", "40"))
+"""For each kind of engine: 12 kinds a version, half of them with hundreds of seeds in all."""
+
+every_version = pytest.mark.parametrize("version", VERSIONS)
+every_mode = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
 
 
 class Schedulers:

@@ -78,7 +78,7 @@ class CacheService:
             self._table.report_pinned(member.table_id, body.pinned_through)
         for done in body.done:
             with ignore_unknown_grant():
-                self._table.done(member.table_id, grant_id(done.grant), done.ranks, now_ms)
+                self._table.done(member.table_id, grant_id(done.grant), done.ranks)
         for kept in body.keep:
             with ignore_unknown_grant():
                 self._table.keep(member.table_id, grant_id(kept), now_ms)
@@ -101,7 +101,7 @@ class CacheService:
                 )
             member_id = next(iter(session.members))
         member = session.member(member_id)
-        self._table.leave(member.table_id, self._clock.now_ms())
+        self._table.leave(member.table_id)
         del session.members[member_id]
         if not session.members:
             self._registry.drop_session(session)
@@ -137,7 +137,7 @@ class CacheService:
 
     def release(self, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
         session = self._registry.session(body.session)
-        remaining = self._table.release(session.table_id, grant_id(lease), body.ranks, self._clock.now_ms())
+        remaining = self._table.release(session.table_id, grant_id(lease), body.ranks)
         return s.ReleaseAnswer(remaining=remaining)
 
     def release_many(self, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
@@ -146,13 +146,11 @@ class CacheService:
     def cancel(self, lease: str, body: s.CancelLease) -> None:
         session = self._registry.session(body.session)
         member = session.member(body.member)
-        self._table.cancel(session.table_id, member.table_id, grant_id(lease), self._clock.now_ms())
+        self._table.cancel(session.table_id, member.table_id, grant_id(lease))
 
     def mismatch(self, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session)
-        quarantined = self._table.mismatch(
-            session.table_id, grant_id(body.lease), body.chunks, self._clock.now_ms()
-        )
+        quarantined = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         return s.MismatchAnswer(quarantined=quarantined)
 
     # ---------------------------------------------------------------- writing
@@ -204,14 +202,11 @@ class CacheService:
 
     def abort(self, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
         session = self._registry.session(body.session)
-        now_ms = self._clock.now_ms()
         if body.ranks is None:
             member = session.member(body.member)
-            self._table.cancel(session.table_id, member.table_id, grant_id(reservation), now_ms)
+            self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
             return s.ReleaseAnswer(remaining=[])
-        return s.ReleaseAnswer(
-            remaining=self._table.abort(session.table_id, grant_id(reservation), body.ranks, now_ms)
-        )
+        return s.ReleaseAnswer(remaining=self._table.abort(session.table_id, grant_id(reservation), body.ranks))
 
     # ---------------------------------------------------------------- helpers
 
@@ -238,7 +233,7 @@ class CacheService:
         refused: list[RefusedRelease] = []
         for release in body.releases:
             try:
-                self._table.release(session.table_id, grant_id(release.lease), release.ranks, self._clock.now_ms())
+                self._table.release(session.table_id, grant_id(release.lease), release.ranks)
             except (ApiError, TableError) as error:
                 refused.append(RefusedRelease(release.lease, error.code))
         return refused

@@ -125,22 +125,22 @@ class Table:
         session_cap: float = 0.25,
         total_cap: float = 0.75,
     ) -> tuple[Table, dict[str, int]]:
-        """Takes over what an earlier server of the pool left; its capacities are the region's.
+        """Takes over what an earlier server of the pool left behind; the capacities are the region's.
 
-        segments: (id, data_offset, data_bytes) of the live and retiring ones, as they lie in memory.
+        segments: (id, data_offset, data_bytes) of the live and retiring ones, as found in memory.
         Returns the table and what was found: clock_ms, and counts of chunks, dropped, aborted, replaced,
         leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was changed."""
     @staticmethod
     def stored_segments(region: Mapping, *, pool_id: int, lock_inode: int) -> list[tuple[int, str, int, int]]:
-        """(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes). TableError as adopt."""
+        """(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes) of each. Raises what adopt raises."""
     @property
     def incarnation(self) -> int: ...
     @property
     def first_incarnation(self) -> int:
-        """That of the pool's first server: all that adopted it have the same."""
+        """That of the pool's first server; it stays when another server adopts the pool."""
     @staticmethod
     def region_bytes(max_records: int, max_grants: int) -> int:
-        """Bytes a region for that many records (of up to 4 parts) and live grants needs."""
+        """Bytes that a region needs for that many records (of up to 4 parts) and live grants."""
 
     # -- pool
     def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
@@ -148,7 +148,7 @@ class Table:
     def segment_used_bytes(self, segment: int) -> int:
         """Bytes in slots that have an owner. `segment`: one that add_segment named."""
     def evict(self, target_free_bytes: int, max_chunks: int) -> int:
-        """Evict unpinned chunks, least recently used leaf first, until so much is free; returns how many went."""
+        """Evicts unpinned chunks, least recently used leaf first, until so much is free; returns their number."""
 
     # -- identity
     def add_namespace(
@@ -162,12 +162,12 @@ class Table:
     def add_member(
         self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
     ) -> int:
-        """Idempotent by (session, nonce): again is as good as a heartbeat, id_reused with other ranks or another
-        lock. rank_taken when another member has one of the ranks."""
+        """Idempotent by (session, nonce): a repeat counts as a heartbeat, or raises id_reused if ranks or lock differ.
+        rank_taken when another member has one of the ranks."""
     def find_member(self, session: int, nonce: bytes) -> int:
         """unknown_session, unknown_member."""
 
-    # -- life and death
+    # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
         """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
     def report_pinned(self, member: int, through: int) -> None:
@@ -176,13 +176,13 @@ class Table:
         Grants of its session name only segments below the least that its living members report."""
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
     def done(self, member: int, grant: int, ranks: Sequence[int]) -> None:
-        """D1: a member's promise. ranks []: the asker's own word."""
+        """D1: these ranks have ended their work. ranks []: the member that asked for the grant has."""
     def member_dead(self, member: int, now_ms: int) -> None:
-        """Its lock was seen free: reservations it has not finished close. GONE follows in tick()."""
+        """Its lock was found free: its unfinished reservations close. tick() makes it GONE later."""
     def leave(self, member: int) -> None:
-        """The member's word on everything it holds. The last one out closes the session."""
+        """D2: discharges all that the member holds. The last member to leave closes the session."""
     def tick(self, now_ms: int) -> None:
-        """Deadlines, missed heartbeats, settling."""
+        """Does what time demands: deadlines, missed heartbeats, dead members, kept chunks."""
 
     # -- grants
     def lookup(
@@ -190,14 +190,14 @@ class Table:
         readers: int, skip_tokens: int, now_ms: int,
     ) -> Lookup: ...
     def peek(self, namespace: int, keys: bytes) -> int:
-        """Hit length in tokens; locks nothing, stamps nothing."""
+        """The length of the hit in tokens. It locks nothing and counts as no use."""
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
-        """([(key, found from now on? else no more)], the next call's `since`, complete), oldest first. The latest
-        65,536 of a server's life are kept; complete is False, and the list empty, when others were meant."""
+        """([(key, found from now on? else no more)], the next call's `since`, complete), oldest first. A server keeps
+        its latest 65,536 changes; complete is False, and the list empty, if older ones were asked for."""
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks that remain. Repeating is harmless; foreign_grant for another session's."""
+        """Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant."""
     def cancel(self, session: int, member: int, grant: int) -> None:
-        """D3: by the asker, of a lease or reservation whose plan was never handed out."""
+        """D3: the member that asked for a lease or reservation, and never handed out its plan, cancels it."""
     def reserve(
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
         groups: int, temporary: bool, deadline_ms: int, now_ms: int,
@@ -208,24 +208,24 @@ class Table:
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
     def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
-        """Those ranks say done; the reservation closes, unpublished chunks go."""
+        """The reservation closes, its unpublished chunks go, and these ranks are discharged."""
     def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:
-        """Chunks (counted from token 0) of a lease failed their checksum: they are taken out of use."""
+        """Takes chunks of a lease (counted from token 0), whose checksums did not match, out of use."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes READY chunks of these keys (b'' = all of the namespace) out of use; returns how many."""
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
-        """READY chunks of these keys are not evicted before `until_ms` (0: unpin); returns how many were found.
-        It frees nobody's memory and holds nothing against delete, clear or a mismatch."""
+        """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many were found.
+        Delete, clear and a mismatch take a kept chunk out of use like any other."""
     def can_evict(self) -> bool:
-        """Whether some chunk that nobody pins or keeps is the last of its chain."""
+        """Whether there is a chunk to evict: not pinned, not kept, and the last of its chain."""
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
-        """New caps for grants to come; what is held stays held. bad_argument below what segments hold."""
+        """Caps for grants to come; what is held stays held. bad_argument if the segments hold more."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:
-        """No slot of it is given out any more, and up to `max_chunks` of its unpinned chunks go. Returns the
-        bytes of it still in use: 0 means that nobody holds any, and remove_segment may follow."""
+        """Gives out none of its slots any more and evicts up to `max_chunks` of its unpinned chunks. Returns how many
+        of its bytes are still in use: once they are 0, remove_segment may follow."""
     def remove_segment(self, segment: int) -> None:
         """Forgets a retired, empty segment. bad_argument while it is in use or was not retired."""
 
@@ -233,9 +233,9 @@ class Table:
     def sessions(self) -> list[SessionView]: ...
     def members(self) -> list[MemberView]: ...
     def grants(self, session: int = 0, *, from_place: int = 0, limit: int = ...) -> list[GrantView]:
-        """With a holder left, oldest first, from that place on, `limit` of them. session 0: of all."""
+        """Grants that have a holder, oldest first, from that place on, at most `limit`. session 0: of all sessions."""
     def grant(self, grant: int) -> GrantView | None:
-        """None when it was never given or everyone has said done."""
+        """None if it was never given, or if all its holders are discharged."""
     def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
         """How many grants of the session have a holder left; whether one was asked for as `request`."""
     def session_namespace(self, session: int) -> int: ...
@@ -243,7 +243,7 @@ class Table:
     def state_of(self, namespace: int, key: bytes) -> str:
         """'absent', 'reserved' or 'ready'."""
     def check_integrity(self) -> None:
-        """Walks everything, rebuilds what is derived and compares; raises TableError('corrupt', …)."""
+        """Computes all that is derived again and compares; raises TableError('corrupt', …)."""
 
 # ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 

@@ -4,8 +4,8 @@
 //   | SegmentHeader | 0…0 | slots, each at a multiple of kSlotAlign …    |
 //
 // Ownership: the server that creates the segment writes the header once; engines only read it.
-// Process safety: all fields but `version` are written first, `version` last with release order, and
-// read first with acquire order (SYNC POINT version). A fresh object is all zeros, so version 0 means
+// Process safety: `version` is written last, with release order, and read first, with acquire order (SYNC POINT
+// version), so a reader that sees it sees the other fields too. A fresh object is all zeros, so version 0 means
 // "not ready yet". Afterwards the header is constant.
 // Invariant: `crc` covers every field before it but `version`. A reader can tell a header that is
 // still being written, one of another build, and a damaged one apart.
@@ -52,10 +52,10 @@ inline uint32_t segment_crc(SegmentHeader header) {
   return crc32c(&header, offsetof(SegmentHeader, crc));
 }
 
+// REQUIRES: the object is fresh, so that its version is 0 until the last store here.
 inline void write_segment_header(void* base, uint64_t bytes, uint64_t pool_id, uint32_t segment,
                                  uint64_t data_offset) {
   auto* shared = static_cast<SegmentHeader*>(base);
-  std::atomic_ref<uint32_t>(shared->version).store(0, std::memory_order_release);
   SegmentHeader header{kSegmentMagic, 0, sizeof(SegmentHeader), pool_id, bytes, data_offset, kSlotAlign, segment, 0};
   header.crc = segment_crc(header);
   *shared = header;

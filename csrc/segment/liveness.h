@@ -1,8 +1,10 @@
-// Proof of life: an open-file-description lock on one byte of the pool's lock file.
+// Whether a member's process still exists: an open-file-description lock on one byte of the pool's lock file.
 //
-// The lock belongs to the open file, and a mapping keeps the file open after its descriptor is
-// closed. So it ends with the last address space that maps the page, forked children included: later
-// than the process's threads, its descriptors and its pid.
+// Ownership: a MemberLock holds its byte until close() or its end.
+// Thread safety: none; one thread uses a MemberLock at a time. lock_holder_alive() may be called from any thread.
+// Invariant: the lock belongs to the open file, and a mapping keeps the file open after its descriptor is closed. So
+//   the lock ends with the last address space that maps the page, those of forked children included: after the threads,
+//   the descriptors and the pid of the process.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +29,7 @@ class MemberLock {
   void* page_;
 };
 
-// True while someone else than `fd`'s own open file holds the byte.
+// True while an open file other than `fd`'s own holds the byte.
 bool lock_holder_alive(int fd, int64_t offset);
 
 }  // namespace kvdock

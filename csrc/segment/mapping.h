@@ -1,12 +1,11 @@
 // A shared mapping of an open file or shared-memory object.
 //
-// Ownership: the mapping keeps no descriptor; it ends with close() or the object. Buffers handed to
-//   Python and native users hold a pin; close() refuses while there is one.
+// Ownership: the mapping keeps no descriptor; it ends with close() or with the object. Buffers given to Python and to
+//   native code count as users; close() is refused while there is one.
 // Thread safety: populate() may run in many threads; close() must not race with other calls.
-// Process safety: MADV_DONTFORK. A forked child has no such pages, so it cannot touch memory that its
-//   parent's grants protect.
-// Invariant: the object is at least `bytes` long when mapped, so access within bounds never faults
-//   for want of a file behind it.
+// Process safety: MADV_DONTFORK. A forked child does not have these pages, so it cannot touch memory that its parent's
+//   grants protect.
+// Invariant: the object is at least `bytes` long when it is mapped, so access within bounds raises no SIGBUS.
 #pragma once
 
 #include <atomic>
@@ -27,10 +26,10 @@ class Mapping {
   bool writable() const { return writable_; }
 
   // Makes every page of [offset, offset + bytes) present and writable, or throws std::system_error.
-  // A kernel without MADV_POPULATE_WRITE does nothing here: the caller has fallocated the object, so
-  // later access costs minor faults but cannot fail.
+  // On a kernel without MADV_POPULATE_WRITE it does nothing: the caller has allocated the object's memory, so later
+  // access costs minor faults but cannot fail.
   void populate(size_t offset, size_t bytes);
-  // Whether the kernel took the advice; tmpfs may be mounted without huge pages.
+  // Returns whether the kernel accepted the advice; tmpfs may be mounted without huge pages.
   bool advise_huge();
 
   void pin() { ++pins_; }

@@ -1,7 +1,8 @@
-// What lookups begin to find and what they cease to find, in order, for engines that tell routers about it.
+// The keys that lookups have begun or ceased to find, in order, for engines that announce them to routers.
 //
-// Ownership: derived, and forgotten with the process; the latest kKept changes are known.
-// Thread safety: none; the table's mutex guards it.
+// Ownership: it is lost with the process.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariant: the latest kKept changes are known.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct Change {
 struct Changes {
   std::vector<Change> changes;  // oldest first
   uint64_t next = 0;            // what to ask from next time
-  bool complete = true;         // false: some are not known any more, and none is given
+  bool complete = true;         // false: some are not known any more, and `changes` is empty
 };
 
 class ChangeLog {
@@ -35,7 +36,7 @@ class ChangeLog {
     ++next_;
   }
 
-  // Of `space`, from number `from` on, `at_most` of them.
+  // At most `at_most` changes of `space`, from number `from` on.
   Changes since(uint32_t space, uint64_t from, size_t at_most) const {
     Changes out;
     out.complete = next_ - kept_.size() <= from && from <= next_;

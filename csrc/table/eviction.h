@@ -1,9 +1,9 @@
-// Which chunk goes first. The table decides what may go (READY leaves without pins); a policy decides the order.
+// Which chunk is evicted first. Chunks decides what may go (READY leaves without pins); a policy decides the order.
 //
 // Ownership: derived; rebuilt by offering every candidate again.
-// Thread safety: none; the table's mutex guards it.
-// Invariants: one entry per record and generation; an entry that is no longer a candidate is dropped when it
-//   surfaces; one used since it was listed is listed again: O(log n), amortised over the uses.
+// Thread safety: none of its own; the table's mutex guards every call.
+// Invariants: one entry per record and generation. When an entry comes to the top, it is dropped if it is no longer a
+//   candidate, and listed again if it was used since: O(log n), amortised over the uses.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline bool older(const Candidate& a, const Candidate& b) {
   return a.last_used != b.last_used ? a.last_used < b.last_used : a.generation < b.generation;
 }
 
-// Its last use, if the candidate may still be evicted.
+// Returns the candidate's last use, if it may still be evicted.
 using Probe = std::function<std::optional<uint64_t>(const Candidate&)>;
 
 class EvictionPolicy {
@@ -84,7 +84,7 @@ class LruPolicy final : public EvictionPolicy {
   void push(std::vector<Candidate>& heap, const Candidate& c) {
     heap.push_back(c);
     std::push_heap(heap.begin(), heap.end(), later);
-    // Entries of records that were deleted sink; sweep them out when they are the larger half.
+    // Entries of deleted records sink and stay. They are removed once the heap has doubled since the last time.
     if (heap.size() >= 1024 && heap.size() > 2 * swept_) sweep(heap);
   }
   void sweep(std::vector<Candidate>& heap) {

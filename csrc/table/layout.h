@@ -1,11 +1,11 @@
 // The chunk table's region: the one description of what lies where.
 //
-// Ownership: only the server maps the region. Everything in it is primary; whatever can be computed
-//   from it (key index, pins, children, free lists, eviction order, byte sums) lives on the heap.
-// Crash safety: a body is written first, with a CRC-32C over body and generation, then the 64-bit word
-//   that makes it live is stored with release order. Every transition is one such store. Fields named
-//   "mutable" may change while the word is live and stand outside the CRC. The next server trusts none of
-//   it unseen (table_adopt.cpp): words carry a check of themselves, holders stand there twice.
+// Ownership: only the server maps the region. Everything in it is primary; whatever can be computed from it (key index,
+//   pins, children, free lists, eviction order, byte sums) lives on the heap.
+// Crash safety: a body is written first, with a CRC-32C over body and generation; then one 64-bit store makes it live.
+//   Every transition is one such store. Fields named "mutable" may change while the word is live; the CRC leaves them
+//   out. The next server checks all of it before it trusts any (csrc/table/adopt.cpp): a word contains a check of
+//   itself, and the holders of a grant are written twice.
 // No pointers: things are named by index; index 0 is valid, kNone is none.
 #pragma once
 
@@ -88,8 +88,8 @@ struct Record {
   Key key;
   Key parent;              // zeros: the chunk starts its sequence
   uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
-  uint64_t kept_until_ms;  // mutable: an administrator's wish, on the server clock
-  // From here to the end of the first part: all that a lookup or release touches, 64 bytes.
+  uint64_t kept_until_ms;  // mutable: an administrator keeps it until then, on the server clock
+  // A lookup or release touches no more than the 64 bytes from here to the end of the first part.
   uint64_t word;  // sealed: generation << 3 | state; 0 = FREE
   uint32_t crc;
   uint16_t space;  // namespace
@@ -108,7 +108,7 @@ constexpr uint64_t kTempKept = ~0ull;
 enum class GrantState : uint64_t { kAbsent = 0, kOpen = 1, kClosed = 2 };
 enum class GrantKind : uint32_t { kLease = 1, kReservation = 2 };
 
-struct Line {  // what a grant lets its holders touch
+struct Line {  // one chunk that a grant lets its holders touch
   uint64_t generation;
   uint32_t record;
   uint16_t groups;
@@ -132,10 +132,10 @@ struct Grant {
   uint32_t epoch;
   Id16 request;        // request or store id
   uint64_t body_hash;  // reservation: of its keys and options
-  uint64_t session_use;  // … and which of its sessions
+  uint64_t session_use;  // … and which of the sessions that used the cell
   uint64_t opened_ms;
   uint64_t holders[2];   // mutable: a set bit is a rank that has not said done …
-  uint64_t released[2];  // mutable: … and here one that has, set a moment later
+  uint64_t released[2];  // mutable: … here it is one that has: set just after the other is cleared
   uint64_t deadline_ms;  // mutable, reservation
   uint64_t asked_ms;     // mutable, lease: opened or last kept
   uint32_t line_count;   // mutable: stored after the line
@@ -152,12 +152,12 @@ struct Grant {
   bool holds(uint32_t rank) const { return holders[rank / 64] >> (rank % 64) & 1; }
 };
 
-// Sealed with its cell, and in every cell from the start: a promise must not vanish with a word that was lost.
+// Sealed with its cell, in every cell from the start: if a word is lost, adoption must not take its cell for empty.
 constexpr uint64_t grant_word(uint32_t cell, uint64_t use, GrantState state) {
   return sealed(use << 2 | static_cast<uint64_t>(state), cell + 1);
 }
 
-// ---- identity, life ----------------------------------------------------------------------------
+// ---- identity, sessions, members ----------------------------------------------------------------------------
 enum class GroupKind : uint32_t { kFull = 0, kWindow = 1 };
 
 struct Group {
@@ -207,7 +207,7 @@ struct Member {
   uint64_t lock_offset;   // the byte of the lock file that it holds while it lives
   uint64_t heartbeat_ms;  // mutable
   uint64_t dead_ms;       // mutable
-  uint32_t pinned_through;  // mutable: it has pinned all segments with ids below; kNone: it needs no pinning
+  uint32_t pinned_through;  // mutable: it has page-locked all segments with ids below; kNone: it locks none
   uint32_t spare_end;
 
   MemberState state() const { return static_cast<MemberState>(word & 7); }
@@ -232,7 +232,7 @@ struct Slab {     // slots of one size, side by side in a segment
 
 // ---- the region --------------------------------------------------------------------------------
 struct TableHeader {
-  uint64_t magic;      // these two never move: other builds look here
+  uint64_t magic;      // this and the next never move: other builds look here
   uint32_t version;    // stored last
   uint32_t crc;        // of what follows, as far as it is constant
   uint64_t geometry;   // sizes of all structures, folded: builds that disagree refuse each other

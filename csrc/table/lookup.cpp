@@ -126,7 +126,8 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
 
   Scan s = scan(space, call.keys);
   LookupResult out;
-  uint32_t hit = limit_hit(s, asker.session, call.skip_tokens, best_hit(s, static_cast<uint32_t>(s.found.size())), &out);
+  uint32_t hit = best_hit(s, static_cast<uint32_t>(s.found.size()));
+  hit = limit_hit(s, asker.session, call.skip_tokens, hit, &out);
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;
   counters_.hit_tokens += out.hit_tokens;
   uint64_t tick = ++region_.header.use_tick;

@@ -147,7 +147,7 @@ std::optional<SlotAllocator::Window> SlotAllocator::oldest_window(uint64_t bytes
   return best;
 }
 
-// Slides over the segment's extents in address order; a pinned slab ends every window before it.
+// Walks over the segment's extents in address order. No window contains a slab with a pinned or kept record.
 void SlotAllocator::scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const {
   struct Extent {
     uint64_t bytes;

@@ -1,10 +1,9 @@
-// Slot allocator: cuts the pool's segments into slabs, and slabs into slots of one size.
+// Cuts the pool's segments into slabs, and slabs into slots of one size.
 //
-// Ownership: the slab entries live in the table's region (primary); everything else here is derived from
-//   them and from the records, and is dropped and rebuilt with them.
+// Ownership: the slab entries lie in the table's region; everything else is derived from them and from the records.
 // Thread safety: none of its own; the table's mutex guards every call.
-// Invariants: extents and slabs of a segment are disjoint and cover it; a slab has count slots, `used` of
-//   which have an owner; an empty slab does not exist; slots are multiples of kSlotAlign.
+// Invariants: free extents and slabs of a segment are disjoint and cover it; some slot of each slab has an owner; the
+//   size of a slot is a multiple of kSlotAlign.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +34,9 @@ class SlotAllocator {
 
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
 
-  // Adoption: the segments first, then every slab with a live word, then the slots that records name; `adopted`
-  // makes the rest free and closes slabs in which nobody owns a slot. False: it cannot be so, and nothing changed.
+  // Adoption: add the segments first, then every slab with a live word, then the slots that records name; adopted()
+  // makes the rest free and closes slabs without an owned slot. adopt_slab() returns false, and changes nothing, if the
+  // slab cannot lie there.
   bool adopt_slab(uint32_t slab);
   bool can_own(const StoredPart& part) const;  // the slot exists, has the part's size and no owner
   void own(const StoredPart& part, uint32_t record);
@@ -50,12 +50,13 @@ class SlotAllocator {
   void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
   void pin(uint32_t slab) { ++live_[slab].pinned; }
   void unpin(uint32_t slab) { --live_[slab].pinned; }
-  void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // by an administrator, not by a grant
+  void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // one more or one less kept record in the slab
 
   // No slot of the segment is given out any more; remove_segment once used_bytes(segment) is 0.
   void retire_segment(uint32_t segment);
   void remove_segment(uint32_t segment);
-  uint32_t segment_end() const { return segments_.empty() ? 0 : segments_.rbegin()->first + 1; }  // ids are below it
+  // Every segment's id is below it.
+  uint32_t segment_end() const { return segments_.empty() ? 0 : segments_.rbegin()->first + 1; }
   bool knows(uint32_t segment) const { return segments_.count(segment) != 0; }
   bool retired(uint32_t segment) const { return segments_.at(segment).retired; }
   std::vector<uint32_t> records_in(uint32_t segment) const;
@@ -64,12 +65,13 @@ class SlotAllocator {
     uint64_t newest;  // use tick of the most recently used record in it
     std::vector<uint32_t> records;
   };
-  // The unpinned run of neighbouring slabs whose newest use is oldest and that, once emptied, holds a slot of `bytes`.
+  // The run of neighbouring unpinned slabs that, once emptied, has room for a slot of `bytes`; of several runs, the one
+  // whose newest use is oldest.
   std::optional<Window> oldest_window(uint64_t bytes) const;
 
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
-  uint64_t free_bytes() const;  // that could be given out: none in a retired segment
+  uint64_t free_bytes() const;  // without those of retired segments
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t used_bytes(uint32_t segment) const;
 

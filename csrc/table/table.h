@@ -4,7 +4,7 @@
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
 //   uses the other two; neither knows Grants. Table has the calls, and with them the rules that span the parts.
-// Thread safety: every call but incarnation() and first_incarnation() takes the one mutex; none waits for anything else.
+// Thread safety: every call takes the one mutex, but for incarnation() and first_incarnation(), which return constants.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
 //   and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.

@@ -31,7 +31,7 @@ def pinned_is_not_free(model: Model, s: State) -> bool:
 
 def copies_touch_their_own(model: Model, s: State) -> bool:
     owner = {r.slot: r.generation for r in s.records if r.state != "FREE"}
-    return s.said != "I3" and all(owner.get(c.slot, c.generation) == c.generation for c in s.copies)
+    return s.broken != "I3" and all(owner.get(c.slot, c.generation) == c.generation for c in s.copies)
 
 
 def ready_is_whole(model: Model, s: State) -> bool:
@@ -45,7 +45,7 @@ def one_record_a_key(model: Model, s: State) -> bool:
 
 
 def only_evidence_discharges(model: Model, s: State) -> bool:
-    return s.said != "I6"
+    return s.broken != "I6"
 
 
 def caps_hold(model: Model, s: State) -> bool:
@@ -53,7 +53,7 @@ def caps_hold(model: Model, s: State) -> bool:
 
 
 def children_went_first(model: Model, s: State) -> bool:
-    return s.said != "I8"
+    return s.broken != "I8"
 
 
 def _rests(model: Model, s: State) -> bool:

@@ -63,7 +63,7 @@ class State(NamedTuple):
     epoch: int = 1
     last: int = 0
     left: tuple[int, ...] = ()  # how often each of BUDGETS may still happen
-    said: str = ""  # an invariant of steps that the last one broke
+    broken: str = ""  # an invariant about steps that the last step broke
 
 
 BUDGETS = ("stores", "lookups", "crashes", "rank deaths", "scheduler deaths", "deletes", "deadlines", "network",
@@ -172,17 +172,17 @@ class Model(NamedTuple):
             family = any(o.state in ("RESERVED", "READY") and o.key == r.key + 1 for o in s.records)
             if self.has("children go first") and (family or key == r.key + 1):
                 continue
-            said = "I8" if family else ""
+            broken = "I8" if family else ""
             waits = r._replace(state="QUARANTINED")
             gone: tuple[tuple[object, ...], ...] = (("record", cell, waits), ("record", cell, FREE))
-            room.append((r.slot, gone, said))
-        for slot, gone, said in room:
+            room.append((r.slot, gone, broken))
+        for slot, gone, broken in room:
             if not cells:
                 continue
             made = Record("RESERVED", key, number, slot)
             stored = (("record", cells[0], made),)
             order = (*gone, *stored) if self.has("a slot is freed before it is given") else (*stored, *gone)
-            t = s._replace(last=number, said=said)
+            t = s._replace(last=number, broken=broken)
             yield f"reserve key {key} as grant {number}", self._give(t, Grant(number, True, cells[0], number, 0), order)
 
     def _lookup(self, s: State, key: int) -> Iterator[Step]:
@@ -240,16 +240,16 @@ class Model(NamedTuple):
     def _planned(self, s: State, number: int) -> Step:
         if number in s.refused:
             return f"rank refuses grant {number}", s
-        # The plan is what the answer said: it names the place, whatever the server knows by now.
+        # The plan is what the answer named: that slot, whatever the server knows by now.
         for g in s.grants:
             if g.number == number:
                 return f"rank starts grant {number}", self._start_copy(s, g)
-        return f"rank starts grant {number}, which no server knows", s._replace(said="I3")
+        return f"rank starts grant {number}, which no server knows", s._replace(broken="I3")
 
     def _start_copy(self, s: State, g: Grant) -> State:
         r = s.records[g.cell]
         if r.generation != g.generation:
-            return s._replace(said="I3")  # its place went to somebody else, or to nobody, before it was used
+            return s._replace(broken="I3")  # its slot was given to another grant, or to none, before it was used
         written = _put(s.written, r.slot, 0) if g.writes else s.written
         copy = Copy(g.number, g.writes, r.slot, g.generation, len(s.copies))
         return s._replace(copies=(*s.copies, copy), written=written)
@@ -308,8 +308,8 @@ class Model(NamedTuple):
                 yield f"scheduler is asked about grant {g.number}, says done", s._replace(handed=s.handed | {g.number})
             asked = not g.open or not s.scheduler or g.number in s.handed
             busy = any(c.grant == g.number for c in s.copies)
-            said = any(n == g.number and k not in ("answer", "plan") for k, n in s.messages)
-            if asked and s.rank == "LIVE" and not busy and not said:
+            answered = any(n == g.number and k not in ("answer", "plan") for k, n in s.messages)
+            if asked and s.rank == "LIVE" and not busy and not answered:
                 promise = {g.number} if self.has("done is a promise") else set()
                 t = s._replace(messages=s.messages | {("done", g.number)}, refused=s.refused | promise)
                 yield f"rank is asked about grant {g.number}, says done", t
@@ -364,7 +364,7 @@ class Model(NamedTuple):
                 yield f"delete of key {r.key}", t._replace(stores=(("record", cell, gone),))
         held = [g for g in s.grants if g.held]
         if held and s.rank == "LIVE" and not self.has("heartbeats discharge nobody") and (t := _spend(s, "misses")):
-            t = t._replace(said="I6", stores=(("grant", held[0].number, held[0]._replace(held=False)),))
+            t = t._replace(broken="I6", stores=(("grant", held[0].number, held[0]._replace(held=False)),))
             yield "heartbeats are missed", t
 
 

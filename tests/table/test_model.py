@@ -375,7 +375,7 @@ class TableAgainstModel(RuleBasedStateMachine):
             while ahead:
                 changes, following, complete = self.table.changes(space, self.since[i], 3)
                 assert complete == (i in self.followed) and len(changes) <= 3
-                if not complete:  # the first question of a server's life
+                if not complete:  # the first question to a new server
                     self.followed[i] = set(there)
                 for key, is_there in changes:
                     (self.followed[i].add if is_there else self.followed[i].discard)(key)

@@ -209,16 +209,16 @@ def test_lower_caps_leave_what_is_held_and_refuse_more() -> None:
     table.check_integrity()
 
 
-def test_who_asks_too_late_what_has_changed_is_told_so() -> None:
+def test_asking_too_late_for_changes_answers_that_some_are_missing() -> None:
     client = Client(new_table(4096 * PAGE), PAGE)
     (_, since, complete), kept = client.table.changes(client.space, 0, 10), 1 << 16
-    assert not complete, "nobody was told anything yet"
+    assert not complete, "nobody has asked yet"
     first = [key("first", i) for i in range(4096)]
     for batch in range(8):  # after the first, each replaces the one before: 4,096 changes, then 8,192 each
         assert client.store([key(batch, i) for i in range(4096)] if batch else first) == 4096
-    told, following, complete = client.table.changes(client.space, since, 5000)
-    assert complete and [one for one, _ in told[:4096]] == first and all(is_there for _, is_there in told[:4096])
-    assert {one for one, is_there in told if not is_there} <= set(first) and following == since + 5000
+    changes, following, complete = client.table.changes(client.space, since, 5000)
+    assert complete and [one for one, _ in changes[:4096]] == first and all(is_there for _, is_there in changes[:4096])
+    assert {one for one, is_there in changes if not is_there} <= set(first) and following == since + 5000
     assert client.store([key("last", i) for i in range(2048)]) == 2048
     assert client.table.changes(client.space, since, 1) == ([(first[0], True)], since + 1, True), f"all {kept} are kept"
     assert client.store([key("one more")]) == 1

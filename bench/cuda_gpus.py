@@ -22,7 +22,7 @@ PASSES = 4
 """Copies in a round, so that the two workers' rounds overlap except at their ends."""
 
 
-def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: Barrier, told: Connection) -> None:
+def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: Barrier, results: Connection) -> None:
     """Times plain copies and ours in rounds that both workers begin together; sends the medians in ms a byte."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=f"cuda:{device}")
@@ -66,7 +66,7 @@ def work(device: int, pool_id: int, infos: list[SegmentInfo], seed: int, start: 
     for part in parts["shared"]:
         if not copier.scatter([part]).result()[0].ok:
             raise AssertionError("a part that both read has other bytes")
-    told.send({name: statistics.median(values) for name, values in took.items()})
+    results.send({name: statistics.median(values) for name, values in took.items()})
     copier.close()
     memory.close()
 
@@ -81,11 +81,11 @@ def measure(seed: int) -> dict[str, object]:
             context.Process(target=work, args=(device, pool_id, infos, seed, start, pipes[device][1]))
             for device in range(2)
         ]
-        for worker, (_, told) in zip(workers, pipes, strict=True):
+        for worker, (_, results) in zip(workers, pipes, strict=True):
             worker.start()
-            told.close()  # so that a worker that ends without figures is noticed
+            results.close()  # so that a worker that ends without figures is noticed
         try:
-            found = [hears.recv() for hears, _ in pipes]
+            found = [pipe.recv() for pipe, _ in pipes]
         except EOFError as error:
             raise RuntimeError("a worker ended without figures: see above") from error
         finally:

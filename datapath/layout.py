@@ -1,9 +1,9 @@
-"""Any engine's paged KV as strides. A named format is a constructor of that description, nothing more.
+"""Any engine's paged KV described by strides. A named format only says how to build that description.
 
-A plane is one K or V (or one latent) of one layer; its blocks lie `block_stride` bytes apart and consist
-of equal runs. Slots hold planes in one canonical order: layer by layer, K before V. So formats that
-order the elements inside a block alike ("NHD": token, head, element; "HND": head, token, element) have
-equal slot bytes, and what was gathered from one can be scattered into another.
+A plane is the K or the V (or the one latent) of one layer; its blocks are `block_stride` bytes apart and consist
+of equal runs. Slots hold planes in one canonical order: layer by layer, K before V. So formats with the same order of
+elements inside a block ("NHD": token, head, element; "HND": head, token, element) have equal slot bytes: what was
+gathered from one can be scattered into another.
 
 Tensors are duck-typed (data_ptr, shape, stride, element_size): torch is never imported here. Strides are
 read from the tensors, so views and padding work as long as the runs inside a block are regular.
@@ -20,7 +20,7 @@ from kvdock.datapath.errors import layout_error
 
 
 class PagedTensor(Protocol):
-    """What a torch tensor answers; strides in elements."""
+    """What copies need of a torch tensor; strides in elements."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -32,17 +32,17 @@ class PagedTensor(Protocol):
 Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
 Plane: TypeAlias = tuple[int, int, int, int, int]
 """(base address, block stride, run bytes, run count, run stride), bytes."""
-Place: TypeAlias = dict[str, int]
-"""Where something stands along the dimensions L (layer) and T (0: K, 1: V)."""
+Index: TypeAlias = dict[str, int]
+"""Index along each known dimension of L (layer) and T (0: K, 1: V)."""
 
 
 @dataclass(frozen=True)
 class PagedLayout:
-    """Where an engine's paged KV lies. Holds its tensors, so the addresses stay valid as long as it lives."""
+    """Where an engine's paged KV is in memory. It holds the tensors, so the addresses stay valid while it exists."""
 
     name: str
     token_order: str
-    """'NHD', 'HND', or 'ND' for layouts without heads (equal in both)."""
+    """'NHD', 'HND', or 'ND' for layouts without heads, which have only one order."""
     planes: tuple[Plane, ...]
     num_blocks: int
     block_tokens: int
@@ -61,7 +61,7 @@ class PagedLayout:
 
 @dataclass(frozen=True)
 class _Format:
-    """How one format's tensors nest and what each dimension of a tensor means, outermost first."""
+    """How a format's tensors are nested, and what each dimension of a tensor means, outermost first."""
 
     nesting: tuple[str, ...]
     dims: tuple[str, ...]
@@ -98,31 +98,31 @@ def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayo
     leaves = _leaves(tensors, form.nesting, {})
     _check_alike([tensor for _, tensor in leaves], form, block_tokens)
     described: dict[tuple[int, int], Plane] = {}
-    for place, tensor in leaves:
-        for place_inside, plane in _planes_of(tensor, form, block_tokens):
-            both = {**place, **place_inside}
-            described[both.get("L", 0), both.get("T", 0)] = plane
-    # Layers that share their memory (cross-layer KV sharing) are one plane: stored once, written once.
+    for outer, tensor in leaves:
+        for inner, plane in _planes_of(tensor, form, block_tokens):
+            index = {**outer, **inner}
+            described[index.get("L", 0), index.get("T", 0)] = plane
+    # Layers that share their memory (cross-layer KV sharing) are one plane, copied once.
     planes = tuple(dict.fromkeys(described[at] for at in sorted(described)))
     num_blocks = _num_blocks(leaves[0][1], form, block_tokens)
     core = _core.PagedLayout(planes, num_blocks=num_blocks, block_tokens=block_tokens)
     return PagedLayout(name, form.order, planes, num_blocks, block_tokens, tensors, core)
 
 
-def _leaves(tensors: Tensors, nesting: tuple[str, ...], place: Place) -> list[tuple[Place, PagedTensor]]:
-    """Every tensor with its place in the lists around it."""
+def _leaves(tensors: Tensors, nesting: tuple[str, ...], outer: Index) -> list[tuple[Index, PagedTensor]]:
+    """Every tensor with its index in the lists around it."""
     if not nesting:
         if isinstance(tensors, Sequence):
             raise layout_error("nesting", found=type(tensors).__name__, wanted="a tensor")
-        return [(place, tensors)]
+        return [(outer, tensors)]
     wanted = "K and V" if nesting[0] == "T" else "at least one layer"
     if not isinstance(tensors, Sequence):
         raise layout_error("nesting", found="a tensor", wanted=f"a list of {wanted}")
     if not tensors or (nesting[0] == "T" and len(tensors) != 2):
         raise layout_error("list length", found=len(tensors), wanted=wanted)
-    found: list[tuple[Place, PagedTensor]] = []
+    found: list[tuple[Index, PagedTensor]] = []
     for index, item in enumerate(tensors):
-        found += _leaves(item, nesting[1:], {**place, nesting[0]: index})
+        found += _leaves(item, nesting[1:], {**outer, nesting[0]: index})
     return found
 
 
@@ -158,8 +158,8 @@ def _num_blocks(tensor: PagedTensor, form: _Format, block_tokens: int) -> int:
     return slots // block_tokens
 
 
-def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[Place, Plane]]:
-    """The planes inside one tensor, each with its place along the L and T dimensions."""
+def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[Index, Plane]]:
+    """The planes inside one tensor, each with its index along the L and T dimensions."""
     element = tensor.element_size()
     size = dict(zip(form.dims, tensor.shape, strict=True))
     step = {dim: stride * element for dim, stride in zip(form.dims, tensor.stride(), strict=True)}
@@ -171,19 +171,19 @@ def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tu
         inside = []
     inside += [(size[dim], step[dim]) for dim in form.dims if dim in "thd1"]
     run_bytes, run_count, run_stride = _runs(inside, element)
-    planes: list[tuple[Place, Plane]] = []
+    planes: list[tuple[Index, Plane]] = []
     for layer in range(size.get("L", 1)):
         for kv in range(size.get("T", 1)):
             base = tensor.data_ptr() + layer * step.get("L", 0) + kv * step.get("T", 0)
-            place = {dim: index for dim, index in (("L", layer), ("T", kv)) if dim in size}
-            planes.append((place, (base, block_stride, run_bytes, run_count, run_stride)))
+            inner = {dim: index for dim, index in (("L", layer), ("T", kv)) if dim in size}
+            planes.append((inner, (base, block_stride, run_bytes, run_count, run_stride)))
     return planes
 
 
 def _runs(inside: Sequence[tuple[int, int]], element_bytes: int) -> tuple[int, int, int]:
     """(run bytes, run count, run stride) of dimensions (size, stride in bytes), outermost first.
 
-    Dimensions that continue each other are merged; what is left may be one run, or runs at one stride.
+    Dimensions that continue each other are merged; the rest must be one run, or runs at one stride.
     """
     merged: list[tuple[int, int]] = [(1, element_bytes)]  # innermost first: (count, stride)
     for count, stride in reversed(inside):

@@ -1,5 +1,5 @@
-// Bindings of what moves and guards bytes. Shapes are checked here; the GIL is dropped around every
-// call that can take more than a few microseconds.
+// Bindings of csrc/segment and csrc/copy. Shapes are checked here; the GIL is released around every call that can take
+// more than a few microseconds.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -160,7 +160,7 @@ void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, 
 }
 
 uint64_t checksum_buffer(const py::buffer& data) {
-  // Any exporter of contiguous bytes, asked for as such: its element type does not matter.
+  // From any object that exports contiguous bytes, whatever its element type.
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
   struct Release {
@@ -181,7 +181,7 @@ void set_keys(const py::bytes& nh, const py::bytes& level2) {
   set_checksum_keys(first.data(), second.data(), second.size() / 32);
 }
 
-// A negative number has no place in a layout: it is named, not wrapped around.
+// Numbers of a layout are not negative: one that is gets refused by name instead of wrapping around.
 size_t natural(long long value, const char* name) {
   if (value < 0)
     throw Refused(Refusal::layout, std::string(name) + ": found " + std::to_string(value) + ", wanted at least 0",

@@ -1,4 +1,4 @@
-// Bindings of the GPU copy path. Everything imports on a machine without a GPU; asking for one says why not.
+// Bindings of csrc/cuda. The module imports on a machine without a GPU; opening one there throws the reason.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -19,7 +19,7 @@ using cuda::Device;
 using cuda::MemoryKind;
 
 using Timeout = std::optional<double>;
-double or_for_ever(Timeout timeout_s) { return timeout_s ? std::max(*timeout_s, 0.0) : -1.0; }
+double or_forever(Timeout timeout_s) { return timeout_s ? std::max(*timeout_s, 0.0) : -1.0; }
 
 MemoryKind kind_of(bool host) { return host ? MemoryKind::host : MemoryKind::device; }
 
@@ -81,11 +81,11 @@ void bind_copier(py::module_& m) {
   py::class_<cuda::Copy, std::shared_ptr<cuda::Copy>>(m, "CudaCopy")
       .def("done", &cuda::Copy::done)
       .def(
-          "wait", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait(or_for_ever(timeout_s)); },
+          "wait", [](const cuda::Copy& self, Timeout timeout_s) { return self.wait(or_forever(timeout_s)); },
           py::arg("timeout_s") = py::none(), Nogil())
       .def(
           "wait_verified",
-          [](const cuda::Copy& self, Timeout timeout_s) { return self.wait_verified(or_for_ever(timeout_s)); },
+          [](const cuda::Copy& self, Timeout timeout_s) { return self.wait_verified(or_forever(timeout_s)); },
           py::arg("timeout_s") = py::none(), Nogil())
       .def("order", &cuda::Copy::order, py::arg("stream"), py::arg("band") = py::none(), Nogil())
       .def("checksums", &cuda::Copy::checksums, Nogil())

@@ -1,4 +1,4 @@
-// How Python hands over parts: flat buffers of 8-byte integers, checked here.
+// Parts as Python passes them: flat buffers of 8-byte integers, checked here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@ namespace kvdock {
 
 namespace py = pybind11;
 
-// A one-dimensional, contiguous buffer of 8-byte integers; keeps its owner alive.
+// A one-dimensional, contiguous buffer of 8-byte integers; it keeps the exporting object alive.
 template <class T>
 class Integers {
  public:

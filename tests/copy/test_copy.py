@@ -68,11 +68,11 @@ def check_scatter(name: str, dtype: torch.dtype, content: bytes, expected: int, 
     assert result.ok and result.checksum == expected
     size = len(target.block_bytes(0, 0, 0))
     for (layer, kv, block), found in target.blocks_now().items():
-        place = into.index(block) if block in into else -1
-        if place < skip:
+        position = into.index(block) if block in into else -1
+        if position < skip:
             assert found == bytes([GUARD]) * size, (layer, kv, block)
         else:
-            start = ((layer * kv_of(name) + kv) * len(into) + place) * size
+            start = ((layer * kv_of(name) + kv) * len(into) + position) * size
             assert found == content[start : start + size], (layer, kv, block)
 
 

@@ -35,16 +35,16 @@ def test_every_format_and_type_moves_bitwise_with_every_skip(name: str, dtype: t
     wanted = [paged.reference(ids) for ids in lists]
     sums = [checksum(part) for part in wanted]
     for way, tuning in WAYS.items():
-        for place in ("host", "device"):
-            with slots_in(place, len(lists), paged.layout.part_bytes(5)) as slots:
+        for kind in ("host", "device"):
+            with slots_in(kind, len(lists), paged.layout.part_bytes(5)) as slots:
                 with cuda_copier(paged.layout, tuning) as copier:
                     parts = [PartCopy(slots.address(i), ids) for i, ids in enumerate(lists)]
                     found = [result.checksum for result in copier.gather(parts).result()]
                 for index, part in enumerate(wanted):
-                    assert slots.read(index)[: len(part)] == part, (way, place, index)
-                assert found == sums, (way, place)
+                    assert slots.read(index)[: len(part)] == part, (way, kind, index)
+                assert found == sums, (way, kind)
                 assert slots.guards_intact(len(lists))
-                if way == "staged" or place == "host":
+                if way == "staged" or kind == "host":
                     check_scatter(name, dtype, slots, wanted, sums, tuning)
 
 
@@ -63,8 +63,8 @@ def check_scatter(
         for (layer, kv, block), found in target.blocks_now().items():
             wanted = bytes([GUARD]) * size
             for part in range(2):
-                if block in into[part] and (place := into[part].index(block)) >= skips[part]:
-                    start = ((layer * kv_of(name) + kv) * len(into[part]) + place) * size
+                if block in into[part] and (position := into[part].index(block)) >= skips[part]:
+                    start = ((layer * kv_of(name) + kv) * len(into[part]) + position) * size
                     wanted = contents[part][start : start + size]
             assert found == wanted, (skips, layer, kv, block)
 
@@ -72,7 +72,7 @@ def check_scatter(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 256), (3, 2, 136), (16, 8, 128), (256, 1, 576)])
 def test_words_that_name_their_place_arrive_there(way: str, tokens: int, heads: int, size: int) -> None:
-    """Each 8-byte word says its plane, block and offset, so a word in a wrong place shows where it came from."""
+    """Each 8-byte word says its plane, block and offset, so a word in the wrong position shows where it came from."""
     blocks, layers, part = 40, 5, 11
     shape = (blocks, 2, tokens, heads, size)
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(layers)]
@@ -280,22 +280,22 @@ def test_random_layouts_move_as_the_cpu_moves_them(round_: int) -> None:
         paged = host[at : at + case.bytes].cuda()
         on_cpu, on_gpu = case.layout(host.data_ptr() + at), case.layout(paged.data_ptr())
         most = on_gpu.part_bytes(32)
-        told = f"seed {seed}, case {number}"
+        label = f"seed {seed}, case {number}"
         with slots_in("host", 4, most) as slots, cuda_copier(on_gpu, case.tuning) as copier:
             got = copier.gather([PartCopy(slots.address(i), ids) for i, ids in enumerate(case.lists)]).result()
             cpu = CpuCopier(on_cpu, threads=1)
             plain = _cpu_gather(cpu, case.lists, most)
             for i, (sum_, data) in enumerate(plain):
-                assert got[i].checksum == sum_ and slots.read(i)[: len(data)] == data, told
+                assert got[i].checksum == sum_ and slots.read(i)[: len(data)] == data, label
                 slots.write(i, random.bytes(len(data)).ljust(most, b"\0"))
             # Blocks that two parts write would be either's: each part alone.
             for i, ids in enumerate(case.lists):
                 expected = checksum(slots.read(i)[: len(plain[i][1])])
                 part = PartCopy(slots.address(i), ids, case.skips[i], expected)
                 handle = copier.scatter([part], bands=case.bands, verified_after=case.verified_after)
-                assert handle.verified(None) == handle.result() == [PartResult(expected, True)], told
-                assert cpu.scatter([part]).result()[0].ok, told
-                assert torch.equal(paged.cpu(), host[at : at + case.bytes]), told
+                assert handle.verified(None) == handle.result() == [PartResult(expected, True)], label
+                assert cpu.scatter([part]).result()[0].ok, label
+                assert torch.equal(paged.cpu(), host[at : at + case.bytes]), label
             cpu.close()
 
 

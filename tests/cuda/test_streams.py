@@ -178,12 +178,12 @@ def test_a_load_that_ends_before_it_was_hashed_needs_no_hash() -> None:
 def test_what_cannot_be_hashed_beforehand_is_refused() -> None:
     paged = paged_kv()
     size, planes = paged.layout.part_bytes(4), len(paged.layout.planes)
-    for place, bands, verified_after, message in (
+    for kind, bands, verified_after, message in (
         ("host", [1, planes], 3, "verified_after .bands.: found 3, wanted at most 2"),
         ("host", [], 1, "verified_after .bands.: found 1, wanted at most 0"),
         ("device", [1, planes], 1, "wanted host memory"),
     ):
-        with slots_in(place, 1, size) as slots, cuda_copier(paged.layout) as copier:
+        with slots_in(kind, 1, size) as slots, cuda_copier(paged.layout) as copier:
             part = PartCopy(slots.address(0), range(4), 0, 0)
             with pytest.raises(CopyError, match=message):
                 copier.scatter([part], bands=bands, verified_after=verified_after)

@@ -40,15 +40,15 @@ def mapped(pool: SegmentPool) -> Iterator[AttachedSegments]:
 
 
 def test_segments_are_registered_in_the_order_of_their_ids(mapped: AttachedSegments) -> None:
-    before, told, asked = locked_bytes(), threading.Semaphore(0), list[int]()
+    before, registered, asked = locked_bytes(), threading.Semaphore(0), list[int]()
 
     def register(address: int, size_bytes: int) -> MemoryLock.Locked:
         assert size_bytes == MIB, "a segment is registered in one piece"
         asked.append(address)
         return MemoryLock()(address, size_bytes)
 
-    registrar = SegmentRegistrar(mapped, register, progress=told.release, piece_bytes=64 << 10)
-    assert all(told.acquire(timeout=10.0) for _ in range(3)), "each progress is told"
+    registrar = SegmentRegistrar(mapped, register, progress=registered.release, piece_bytes=64 << 10)
+    assert all(registered.acquire(timeout=10.0) for _ in range(3)), "`progress` is called for each"
     assert asked == [mapped.mapping(segment).address for segment in range(3)]
     assert registrar.pinned_through == 3 and locked_bytes() == before + 3 * MIB
     registrar.close()
@@ -101,7 +101,7 @@ def test_a_retired_segment_that_was_never_registered_does_not_hold_back_the_othe
     registrar.close()
 
 
-def test_what_the_kernel_refuses_is_told_once_with_advice_and_tried_again(
+def test_what_the_kernel_refuses_is_logged_once_with_advice_and_tried_again(
     mapped: AttachedSegments, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "kvdock.datapath")
@@ -111,8 +111,8 @@ def test_what_the_kernel_refuses_is_told_once_with_advice_and_tried_again(
         assert registrar.pinned_through == 0 and not registrar.is_registered(0)
     eventually(lambda: registrar.pinned_through == 3)
     registrar.close()
-    [told] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "ulimit -l" in told.getMessage() and "segment 0" in told.getMessage()
+    [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ulimit -l" in warning.getMessage() and "segment 0" in warning.getMessage()
 
 
 def test_it_ends_at_once_while_it_waits_to_try_again(mapped: AttachedSegments) -> None:

@@ -1,4 +1,4 @@
-"""Segments: made whole or not at all, told apart when unusable, gone when closed. Names of bytes too."""
+"""Segments are made whole or not at all, each unusable one has its own error, closed ones are gone; chunk keys."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ def test_a_segment_of_another_pool_id_or_size_is_corrupt(pool: SegmentPool, info
     stranger = AttachedSegments(pool.pool_id ^ 1)
     with pytest.raises(SegmentCorrupt, match="found pool"):
         stranger.attach(info)
-    for told in (replace(info, bytes=info.bytes - 4096), replace(info, id=1), replace(info, data_offset=8192)):
+    for described in (replace(info, bytes=info.bytes - 4096), replace(info, id=1), replace(info, data_offset=8192)):
         with pytest.raises(SegmentCorrupt):
-            AttachedSegments(pool.pool_id).attach(told)
+            AttachedSegments(pool.pool_id).attach(described)
 
 
 def test_a_truncated_segment_is_corrupt_and_never_faults(pool: SegmentPool, info: SegmentInfo) -> None:

@@ -53,9 +53,9 @@ class LockedBytes:
 
 
 @contextmanager
-def slots_in(place: str, count: int, slot_bytes: int, device: int = 0) -> Iterator[Slots]:
-    """`place`: "host" or "device"."""
-    memory = LockedBytes(host=place == "host", device=device)
+def slots_in(kind: str, count: int, slot_bytes: int, device: int = 0) -> Iterator[Slots]:
+    """`kind`: "host" or "device"."""
+    memory = LockedBytes(host=kind == "host", device=device)
     try:
         yield Slots(count, slot_bytes, memory)
     finally:

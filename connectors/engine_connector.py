@@ -40,7 +40,7 @@ class ConnectorSettings:
     device: str = "cpu"
     """Where the engine's blocks are: "cpu", "cuda" or "cuda:N"."""
     copy_threads: int = 2
-    """Of copies with the CPU."""
+    """Threads that copy when the blocks are in host memory."""
     copy_tuning: CopyTuning | None = None
     """For copies on a GPU; None: as measured. For stores only its `background_store_ctas` counts (for_stores())."""
     max_load_tokens: int = UNLIMITED

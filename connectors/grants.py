@@ -1,4 +1,4 @@
-"""What this member holds of the server's grants, and which it has promised never to touch.
+"""Which of the server's grants this member uses, and which it has promised never to touch.
 
 Invariant: "done" is a promise. A grant in `refused` is never begun; a grant that is active is never
 answered for. Checking and beginning happen under one lock, so no question can slip in between.
@@ -19,7 +19,7 @@ class GrantBook:
         self._refused: set[str] = set()
 
     def begin(self, grant: str) -> bool:
-        """False when this member has said done of the grant: the plan fails its load or drops its store."""
+        """False when this member has answered "done" for the grant: the load fails or the store is dropped."""
         with self._lock:
             if grant in self._refused:
                 return False
@@ -27,7 +27,7 @@ class GrantBook:
             return True
 
     def end(self, grant: str) -> None:
-        """After the copy's completion was seen and its word is on the way."""
+        """After the copy was seen to end and its release or commit is on the way."""
         with self._lock:
             self._active[grant] -= 1
             if self._active[grant] <= 0:

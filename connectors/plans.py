@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker halves: which slots, which blocks, under which grant.
+"""What the scheduler connector sends to the worker connectors: which slots, which blocks, under which grant.
 
 Plans are data: picklable, immutable, complete. A worker that gets one needs to ask nobody anything.
 A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens.

@@ -1,12 +1,11 @@
-"""The worker halves of the other ranks: orders go out to them, and their answers are joined.
+"""The worker connectors of the other ranks: orders are sent to them, and their answers are joined.
 
     rank 0      Peers.send ──► Order ─────► each rank …… Barrier.wait ◄── Answer ◄── each rank
     rank 1…     RankWorker.take ──► its own thread ──► WorkerConnector.load, store ──► Answer
 
 How messages travel is the engine's: it has a way to its ranks already. Invariants: every order that was sent has
 one answer, or its rank is lost; a rank that answers "not begun" has not touched the grant and never will, for
-an order is sent once, so rank 0 may give its word for it. Of a lost rank nobody gives a word: the server sees
-it gone.
+an order is sent once, so rank 0 may answer for it. Nobody answers for a lost rank: the server sees that it is gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An engine process's place at the server: attach, prove life, beat, answer questions, hear what changed, come back.
+"""An engine process's session at the server: it attaches, holds its lock, sends heartbeats, answers the server's
+questions, receives changes, and attaches again when the server was lost.
 
 A lost server is a miss: `attachment` is None until the session is attached again, by itself, with
 back-off and jitter. An Attachment is one server epoch as this process sees it. When only the line was
@@ -205,7 +206,7 @@ class EngineSession:
             self.lost(attachment, error)
 
     def close(self) -> None:
-        """Leaves the server: this process's word on everything it holds. Call it when no copy is in flight."""
+        """Leaves the server, which gives back everything this process holds. Call it when no copy is in flight."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():

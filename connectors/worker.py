@@ -1,6 +1,6 @@
 """The worker connector: carries out plans with the copier, and says when it is done.
 
-Each rank has one. It decides nothing: a plan names slots, blocks and checksums. Its word to the
+Each rank has one. It decides nothing: a plan names slots, blocks and checksums. What it reports to the
 server (release, commit) follows the copy's observed completion (W1, W2); a chunk whose bytes do not
 hash to what the lease promised is reported and never counted as loaded (W3).
 

@@ -1,11 +1,12 @@
-"""What a router is told: which chunks this instance can load instead of computing them.
+"""What is announced to a router: which chunks this instance can load instead of computing them.
 
 The server says with each heartbeat which chunks of the namespace its lookups began and ceased to find, whoever stored
-them. A router knows blocks by vLLM's hashes and their tokens, which this instance has of the chunks that it looked up
-or computed: of these it tells. What is there already says the server when it is looked up or stored again.
+them. A router knows blocks by vLLM's hashes and their tokens, and this instance knows those only of the chunks that it
+looked up or computed. Only these are announced. Chunks stored before this instance attached are announced when a
+lookup or store next meets them.
 
-Invariants: a chunk is told as stored and as removed in turns; what a lookup saw is not told when a heartbeat that came
-since has said that it is gone, for that is said once. Threads: any; one lock.
+Invariants: stored and removed events alternate for each chunk; a lookup's result is dropped if a later heartbeat
+reported the eviction, for evictions are reported once. Thread-safe: one lock.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ BY_LAYER = ("eager", "piecewise", "never")
 @dataclass(frozen=True)
 class Settings:
     address: str = ""
-    """Of the server: unix:/path or http://host:port. Must be given."""
+    """The server's address: unix:/path or http://host:port. Must be given."""
     timeout_s: float = 2.0
-    """Of every call to the server."""
+    """Bounds every call to the server."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True
@@ -35,7 +35,7 @@ class Settings:
     vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs; "never". Where
     vLLM asks for each layer (setup.loads_by_layer)."""
     copy_threads: int = 2
-    """Of copies with the CPU."""
+    """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
     """Names the weights; empty: taken from the model's revision, or from its files."""
     max_load_tokens: int = UNLIMITED
@@ -211,9 +211,9 @@ def _asks(layer: object) -> bool:
 
 
 def reports_early(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
-    """Whether a load may be reported before it has ended. Not by a rank that others store for: each publishes what it
-    saw to be whole, and nobody what others did. Not in a pipeline, where a step that computes nothing is no sign that
-    nobody waits. Not where vLLM zeroes blocks that it gives out, before anything was ordered after a load."""
+    """Whether a load may be reported before it has ended. Not if other ranks store on this rank's behalf: they would
+    publish bytes that only this rank has verified. Not in a pipeline, where another stage may be waiting although a
+    step computes nothing. Not where vLLM zeroes the blocks that it gives out, which is not ordered after loads."""
     zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
     return place.ranks == place.writers and vllm_config.parallel_config.pipeline_parallel_size == 1 and not zeroes
 
@@ -229,9 +229,9 @@ def undoes_steps(vllm_config: Any) -> bool:
 # ---------------------------------------------------------------------- threads that hash
 
 MOST_HASH_THREADS = 8
-"""As many as were tried on an H200's host (bench/LOG.md)."""
+"""The most that were tried on an H200's host (bench/LOG.md)."""
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Of a container with version 2 of control groups: microseconds of CPU, or "max", and of time."""
+"""A container's CPU quota (control groups, version 2): microseconds of CPU, or "max", and of time."""
 
 
 def hash_threads(cores: float) -> int:
@@ -240,8 +240,9 @@ def hash_threads(cores: float) -> int:
 
 
 def cores_of(workers: int, *, bound: int | None = None, installed: int | None = None, quota: Path = QUOTA) -> float:
-    """What one of so many workers of this machine can count on: its share of the machine and of the container's quota,
-    but no more cores than it is `bound` to. None: as the operating system says of this process."""
+    """CPU cores available to each of `workers` workers on this machine: its share of the machine and of the
+    container's quota, but no more cores than it is `bound` to. None: as the operating system reports for this
+    process."""
     if bound is None:
         bound = len(os.sched_getaffinity(0))
     shared = min(installed or os.cpu_count() or 1, _cores_within(quota))

@@ -48,13 +48,13 @@ TELL_AFTER_S = 0.02
 
 
 class LoadLostError(ConnectorError, RuntimeError):
-    """A load failed that this vLLM cannot be told of: better no engine than one that computes from what is missing."""
+    """vLLM cannot be told that this load failed, so the engine is stopped instead of computing on missing KV."""
 
 
 @dataclass
 class _Load:
     """`loading`: None when it could not begin. `is_early`: it may be reported before it has ended; `reported`: it was.
-    `ordered`: all work of the engine from now on comes after it, or layer by layer."""
+    `ordered`: the engine's later work runs after it, or each layer's work after that layer's KV."""
 
     order: LoadOrder
     loading: Loading | None

@@ -59,7 +59,8 @@ MUTANTS = (
     Mutant(
         "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/identity.py",
         "kv_dtype=str(vllm_config.cache_config.cache_dtype)", "kv_dtype=str(model.dtype)",
-        ("tests/connectors/test_vllm_settings.py",), "test_engines_whose_caches_differ_in_their_type_alone_share_nothing",
+        ("tests/connectors/test_vllm_settings.py",),
+        "test_engines_whose_caches_differ_in_their_type_alone_share_nothing",
     ),
     Mutant(
         "V5b", "the manifest says that there is one rank", "connectors/vllm/identity.py",

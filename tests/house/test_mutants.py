@@ -14,7 +14,7 @@ from paths import ROOT
 from tests.mutants import ROOMS
 from tests.mutants.mutant import DoesNotApply, Mutant, Outcome, Verdict, outcome_of
 
-AWAITED = {"C3a", "C11", "C18", "P2c", "P7a", "V1", "V2c", "V5a", "V5d", "V6", "V9"}
+AWAITED = {"C3a", "C11", "C18", "P2c"}
 """Breaks that no test notices yet."""
 MUTANTS = [mutant for mutants in ROOMS.values() for mutant in mutants]
 

@@ -31,11 +31,11 @@ from rich.table import Table
 
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
+from kvdock.api.errors import StartupError
 from kvdock.api.settings import effective
 from kvdock.cli.outcome import DONE, FAILED, CommandError
 from kvdock.client.client import Client
 from kvdock.engine import tokenizer
-from kvdock.protocol.errors import StartupError
 
 CHUNK_TOKENS = 256
 ANSWER_TOKENS = 24

@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
 from kvdock.api.errors import StartupError

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from peer_helpers import listener, reply
 
 from kvdock.client.transport import MAX_HEAD_BYTES, Address, Transport
 from kvdock.protocol.errors import ServerUnavailable
-from tests.client.test_client import listener, reply
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 

@@ -12,12 +12,7 @@ import pytest
 from api_helpers import ServerProcess, unique
 from connector_helpers import Spectator, kvdock_of
 from engine_helpers import prompt, run_one, sampling
-from tp_helpers import crew_engine, shared
-
-from kvdock.client.client import Client
-from kvdock.engine.crew import Crew
-from kvdock.engine.engine import Engine
-from tests.engine.test_same_tokens_matrix import (
+from same_tokens_helpers import (
     LENGTH,
     MODELS,
     STORED,
@@ -28,6 +23,11 @@ from tests.engine.test_same_tokens_matrix import (
     assert_same,
     served,
 )
+from tp_helpers import crew_engine, shared
+
+from kvdock.client.client import Client
+from kvdock.engine.crew import Crew
+from kvdock.engine.engine import Engine
 
 pytestmark = pytest.mark.same_tokens
 

@@ -35,9 +35,12 @@ LOCKS: Final = pytest.StashKey[tuple[Path, Path]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """To start workers takes longer than most parts of the tests do."""
+    return WORKERS if _wants_all(config) else 0
+
+
+def _wants_all(config: pytest.Config) -> bool:
     is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    options = config.option
-    return WORKERS if is_all and not (options.keyword or options.markexpr or options.lf) else 0
+    return is_all and not (config.option.keyword or config.option.markexpr or config.option.lf)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """The extension of the kill tests compiles while others wait; their build() waits for it or says what failed."""
     config = session.config
-    if config.option.numprocesses and "tests/kill" in config.getini("testpaths"):
+    if config.option.numprocesses and _wants_all(config) and "tests/kill" in config.getini("testpaths"):
         config.stash[BUILDER] = subprocess.Popen(
             ["nice", sys.executable, SUPPORT / "kill_build.py"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,

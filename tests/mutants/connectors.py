@@ -46,6 +46,11 @@ MUTANTS = (
         ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
+        "P8c", "the share that a load may have is not limited", "connectors/limits.py",
+        "min(int(len(tokens) * self.max_load_share), self.max_load_tokens)", "self.max_load_tokens",
+        ("tests/connectors/test_limits.py",), "test_a_limit_caps_what_is_loaded",
+    ),
+    Mutant(
         "P19", "what failed to load is asked for again", "connectors/scheduler.py",
         "request.ceiling = min(request.ceiling, valid_tokens // self.chunk_tokens)",
         "request.ceiling = request.ceiling",

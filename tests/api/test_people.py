@@ -85,7 +85,9 @@ def test_history_is_bounded() -> None:
 
 
 def test_metrics_are_prometheus_text_with_base_units(server: ServerProcess, client: Client, engine: Engine) -> None:
-    engine.store(keys(2, unique("metrics")))
+    stored = keys(2, unique("metrics"))
+    engine.store(stored)
+    assert engine.lookup(stored, request=unique("metrics")).hit_tokens > 0
     status, headers, content = get(server, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=")
     families = {family.name: family for family in text_string_to_metric_families(content.decode())}

@@ -32,7 +32,6 @@ from rich.table import Table
 from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
-from kvdock.api.errors import StartupError
 from kvdock.api.settings import effective
 from kvdock.cli.outcome import DONE, FAILED, CommandError
 from kvdock.client.client import Client

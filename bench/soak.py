@@ -2,17 +2,16 @@
 
     python -m bench.soak --minutes 30 --json
 
-Some processes run a connector each, over paged memory of their own: conversations of random length out of a common
-set are looked up, loaded, compared byte by byte with what their tokens say, extended and stored. Each leaves after
-a random number of turns and a new one takes its place: half of them say goodbye, half are killed. Now and then the
-server is killed too (`--server-kills`), and the next adopts the pool. Figures: lookups as a worker sees them, from
-the question to the answer; private memory and descriptors of the server, medians over the first and the last tenth.
+Each worker process has a connector over its own paged memory. It looks up conversations of random length out of a
+common set, loads them, compares every byte with what the tokens say, extends and stores them. A worker ends after a
+random number of turns, or is killed, and a new one replaces it. `--server-kills` kills the server as well, and the
+next one adopts the pool. Figures: the time of a lookup in a worker, from the question to the answer; private memory and
+descriptors of the server, as medians over the first and the last tenth.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -25,25 +24,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from bench.paged_engine import BLOCK, LONGEST_CHUNKS, PagedEngine, content_of, tokens_of
 from bench.serving import MIB
 from kvdock.client.client import Client
-from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
-from kvdock.connectors.interface import Hit, LoadDone, Pending, StoreDone
-from kvdock.connectors.session import Identity
-from kvdock.datapath.layout import paged_layout
+from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.protocol.reports import Status
-from kvdock.protocol.schemas import Group, Manifest
 
-BLOCK, CHUNK, HEAD = 16, 64, 512
-PLANES = 4
 BLOCKS = 2048
 CONVERSATIONS = 400
-LONGEST_CHUNKS = 12
 POOL_BYTES = 192 * MIB
 SAMPLE_S = 2.0
 WAIT_S = 30.0
@@ -52,54 +42,12 @@ WAIT_S = 30.0
 # ------------------------------------------------------------------ a worker
 
 
-class Array:
-    """A numpy array as the layout reads tensors."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-        self.shape: tuple[int, ...] = array.shape
-
-    def data_ptr(self) -> int:
-        return int(self._array.ctypes.data)
-
-    def stride(self) -> list[int]:
-        return [step // self._array.itemsize for step in self._array.strides]
-
-    def element_size(self) -> int:
-        return int(self._array.itemsize)
-
-
-def tokens_of(conversation: int, chunks: int) -> list[int]:
-    found: list[int] = np.random.default_rng(conversation).integers(0, 50_000, LONGEST_CHUNKS * CHUNK).tolist()
-    return found[: chunks * CHUNK]
-
-
-def content_of(tokens: list[int]) -> Any:
-    """uint8 [planes, blocks, bytes of a block]: bytes that only this prefix has."""
-    running = hashlib.blake2b(digest_size=16)
-    blocks = []
-    for at in range(0, len(tokens), BLOCK):
-        running.update(np.array(tokens[at : at + BLOCK]).tobytes())
-        stream = hashlib.shake_128(running.digest()).digest(PLANES * BLOCK * HEAD)
-        blocks.append(np.frombuffer(stream, dtype=np.uint8).reshape(PLANES, BLOCK * HEAD))
-    return np.stack(blocks, axis=1)
-
-
-class Worker:
-    """One engine: a connector, its blocks, and turns of conversations."""
+class Worker(PagedEngine):
+    """An engine that takes turns of conversations."""
 
     def __init__(self, address: str, seed: int) -> None:
+        super().__init__(ConnectorSettings(address), "soak", seed, blocks=BLOCKS, wait_s=WAIT_S)
         self._random = random.Random(seed)
-        self._memory = np.zeros((PLANES, BLOCKS, BLOCK, HEAD), dtype=np.uint8)
-        layout = paged_layout("NL_X_NB_BS_HS", [Array(plane) for plane in self._memory], block_tokens=BLOCK)
-        manifest = Manifest(
-            model="soak", revision="1", kv_dtype="uint8", layers=PLANES, kv_heads=1, head_size=HEAD,
-            token_order=layout.token_order, chunk_tokens=CHUNK, block_tokens=BLOCK,
-            groups=(Group(part_bytes=layout.part_bytes(CHUNK // BLOCK)),),
-        )
-        nonce = f"soak-{seed}-{os.getpid()}"
-        self._connector = EngineConnector(ConnectorSettings(address), manifest, Identity(nonce, nonce), [layout])
-        self._done: list[LoadDone | StoreDone] = []
 
     def turn(self, number: int) -> None:
         """Looks up, loads, compares, computes the rest, stores."""
@@ -108,44 +56,15 @@ class Worker:
         wanted = content_of(tokens)
         table = self._random.sample(range(BLOCKS), len(tokens) // BLOCK)
         request = f"r{number}"
-        self._memory[:, table] = 0xEE
         began = time.perf_counter()
-        while isinstance(found := self._connector.lookup(request, tokens, 0), Pending):
-            self._poll()
-        hit = found.tokens if isinstance(found, Hit) else 0
+        hit = self.look(request, tokens)
         lookup_ms = (time.perf_counter() - began) * 1e3
-        valid = 0
-        if hit > 0:
-            self._connector.begin_load(request, [table], 0, hit)
-            done = self._wait(request, LoadDone)
-            assert isinstance(done, LoadDone)
-            valid = done.valid_tokens
-        blocks = valid // BLOCK
-        loaded = self._memory[:, table[:blocks]].reshape(PLANES, blocks, BLOCK * HEAD)
-        wrong = int((loaded != wanted[:, :blocks]).any(axis=(0, 2)).sum())
-        self._memory[:, table[blocks:]] = wanted[:, blocks:].reshape(PLANES, -1, BLOCK, HEAD)
-        if self._connector.begin_store(request, tokens, [table], len(tokens)):
-            self._wait(request, StoreDone)
-        self._connector.finished(request)
+        valid = self.fetch(request, table, hit)
+        wrong = self.wrong_blocks(table, wanted, valid)
+        self.compute(table, wanted, begin=valid)
+        self.save(request, table, tokens)
+        self.finish(request)
         print(json.dumps([round(lookup_ms, 3), len(tokens), hit, valid, wrong]), flush=True)
-
-    def leave(self) -> None:
-        self._connector.close()
-
-    def _poll(self) -> None:
-        news = self._connector.poll(0.05)
-        self._done += [*news.loads, *news.stores]
-
-    def _wait(self, request: str, kind: type[LoadDone] | type[StoreDone]) -> LoadDone | StoreDone:
-        until = time.monotonic() + WAIT_S
-        while True:
-            for done in self._done:
-                if isinstance(done, kind) and done.request_id == request:
-                    self._done.remove(done)
-                    return done
-            if time.monotonic() > until:
-                raise RuntimeError(f"no {kind.__name__} of {request} within {WAIT_S} s")
-            self._poll()
 
 
 def work(address: str, seed: int, turns: int) -> None:
@@ -167,7 +86,7 @@ class Sample:
 
 @dataclass
 class Totals:
-    """What was seen; lookups in (seconds since the start, ms)."""
+    """What was measured; a lookup is (seconds since the start, ms)."""
 
     lookups: list[tuple[float, float]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -199,7 +118,7 @@ class Server:
         while self.status() is None:
             if time.monotonic() > until or self.process.poll() is not None:
                 raise RuntimeError(f"the server did not start: {Path(self._folder, 'server.log').read_text()[-2000:]}")
-            time.sleep(0.05)  # between two questions whether it is up
+            time.sleep(0.05)  # until the next try to reach it
 
     def status(self) -> Status | None:
         try:
@@ -235,16 +154,16 @@ def server() -> Iterator[Server]:
                 running.stop()
 
 
-class Crew:
-    """Worker processes, one replaced when it ends. Their lines are read without waiting."""
+class Workers:
+    """Worker processes; one that ends is replaced. Their output is read without waiting."""
 
     def __init__(self, address: str, count: int, source: random.Random, totals: Totals) -> None:
         self._address, self._random, self._totals = address, source, totals
         self._members = [self._start() for _ in range(count)]
-        self._halves = [b""] * count
+        self._partial = [b""] * count
 
     def _start(self) -> tuple[subprocess.Popen[bytes], float]:
-        """A worker, and when it shall be killed (or never)."""
+        """A worker, and the time when it will be killed (or never)."""
         program = [sys.executable, "-m", "bench.soak", "--worker", self._address, str(self._random.getrandbits(40))]
         process = subprocess.Popen([*program, str(self._random.randint(50, 400))], stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -255,15 +174,15 @@ class Crew:
     def turn(self, at_s: float) -> None:
         for index, (process, kill_at) in enumerate(self._members):
             assert process.stdout is not None
-            # A line may come in two halves, and its end never: then the worker was killed.
-            *lines, self._halves[index] = (self._halves[index] + (process.stdout.read() or b"")).split(b"\n")
+            # A line may arrive in two parts; the second never does when the worker was killed.
+            *lines, self._partial[index] = (self._partial[index] + (process.stdout.read() or b"")).split(b"\n")
             for line in lines:
                 self._totals.add(at_s, line.decode())
             if process.poll() is not None:
                 if process.returncode not in (0, -9):
                     raise RuntimeError(f"a worker ended with {process.returncode}")
                 self._totals.counts["killed" if process.returncode else "left"] += 1
-                self._members[index], self._halves[index] = self._start(), b""
+                self._members[index], self._partial[index] = self._start(), b""
             elif time.monotonic() > kill_at:
                 process.kill()
 
@@ -278,27 +197,27 @@ def run(minutes: float, workers: int, server_kills: int, seed: int) -> dict[str,
     length_s = minutes * 60
     kills = sorted(source.uniform(0.2, 0.8) * length_s for _ in range(server_kills))
     with server() as running:
-        crew = Crew(running.unix, workers, source, totals)
+        team = Workers(running.unix, workers, source, totals)
         began = time.monotonic()
         try:
             while (at_s := time.monotonic() - began) < length_s:
-                crew.turn(at_s)
+                team.turn(at_s)
                 if kills and at_s > kills[0]:
                     kills.pop(0)
                     running.kill()
                     totals.counts["server_kills"] += 1
                 if not totals.samples or at_s > totals.samples[-1].at_s + SAMPLE_S:
                     totals.samples.append(running.sample(at_s))
-                time.sleep(0.05)  # between two looks at workers that run by themselves
+                time.sleep(0.05)  # the workers run by themselves
         finally:
-            crew.stop()
+            team.stop()
         left = settle(running)
         running.stop()
     return {**figures(totals, length_s), **left, "workers": workers, "seed": seed}
 
 
 def settle(running: Server) -> dict[str, int]:
-    """What is still held once all workers are known to be dead: nothing, or it is a leak."""
+    """What is still held when the server knows that all workers are dead; anything is a leak."""
     until = time.monotonic() + WAIT_S
     while (status := running.status()) is None or status.leases + status.reservations + status.sessions:
         if time.monotonic() > until:

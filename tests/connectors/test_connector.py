@@ -26,10 +26,9 @@ from engine_helpers import config
 
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
-from kvdock.connectors.errors import RefusedError
+from kvdock.connectors.errors import LayoutMismatchError, RefusedError
 from kvdock.connectors.interface import Hit, Miss, Pending
 from kvdock.connectors.session import Identity
-from kvdock.connectors.worker import LayoutMismatchError
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of

@@ -50,11 +50,11 @@ def test_one_namespace_is_cleared_and_no_other(server: ServerProcess) -> None:
 def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: ServerProcess) -> None:
     with Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
-        assert clearing.ask([7, 8]) and not over(clearing)
+        assert clearing.ask(["7", "8"]) and not over(clearing)
         store(rig, "late")
-        clearing.store_ended(7)
+        clearing.store_ended("7")
         assert not clearing.starts_again()
-        clearing.store_ended(8)
+        clearing.store_ended("8")
         assert clearing.starts_again() and not clearing.starts_again()
         assert not over(clearing)
         clearing.again()
@@ -65,13 +65,13 @@ def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: 
 def test_a_second_reset_waits_for_its_own_stores(server: ServerProcess) -> None:
     with Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
-        assert clearing.ask([1])
-        clearing.store_ended(1)
+        assert clearing.ask(["1"])
+        clearing.store_ended("1")
         assert clearing.starts_again()
-        assert clearing.ask([2])  # while again() is about to run
+        assert clearing.ask(["2"])  # while again() is about to run
         clearing.again()
         assert not over(clearing)
-        clearing.store_ended(2)
+        clearing.store_ended("2")
         assert clearing.starts_again()
         clearing.again()
         assert over(clearing)
@@ -152,9 +152,9 @@ def test_a_pause_is_short_again_after_a_try_that_succeeded(server: ServerProcess
         rig.attachment.namespace = known
         now_s += 5.0
         assert clearing.starts_again()
-        clearing._stores.add(1)  # a store went to the workers: the next try clears, but it is not over
+        clearing._stores.add("1")  # a store went to the workers: the next try clears, but it is not over
         clearing.again()
-        clearing.store_ended(1)
+        clearing.store_ended("1")
         rig.attachment.namespace = bytes(32)
         assert not over(clearing) and clearing.starts_again()
         clearing.again()

@@ -23,7 +23,7 @@ log = logging.getLogger("kvdock.connector")
 
 @dataclass
 class ChunkUse:
-    """Of one chunk, or of all. `hit`: a lookup could have it, from the server or from the engine's own cache."""
+    """The counts of one chunk, or of all. `hit`: a lookup found it, at the server or in the engine's cache."""
 
     key: str
     end_tokens: int

@@ -35,7 +35,7 @@ class Answer:
     rank: int
     begun: bool
     valid_tokens: int = 0
-    """Of a load."""
+    """How far a load has come; 0 for a store."""
 
 
 class Barrier:

@@ -38,7 +38,7 @@ CallFailed = (ServerUnavailable, ApiError)
 CopyFailed = (DatapathError, ShmError, CopyError, CudaError, OSError, MemoryError)
 
 FIRST_PARTS = 16
-"""Of a load's first copy. Each part costs its caller some microseconds, and takes longer than that to copy."""
+"""How many parts a load's first copy has: to submit one takes microseconds, to copy it takes longer."""
 
 Piece = TypeVar("Piece", LoadPiece, StorePiece)
 AnyPart = TypeVar("AnyPart", Part, WritePart)

@@ -39,7 +39,7 @@ class KVCache:
         self.block_tokens = config.block_tokens
         self.num_blocks = config.num_blocks
         self.block_bytes = config.block_tokens * model.kv_bytes_per_token // len(model.groups)
-        """Of one block over all rows."""
+        """Bytes of one block over all rows."""
         self.tensors = allocate(form.lists, [sizes[axis] for axis in form.axes], sizes, getattr(torch, model.dtype))
         rows = range(model.rows)
         self.k = [view(form, self.tensors, sizes, {"NL": row, "TWO": 0}) for row in rows]

@@ -126,4 +126,4 @@ class Completion:
     """'stop' (EOS), 'length' or 'aborted'."""
     metrics: Metrics
     logits: list[torch.Tensor]
-    """Of each sampled token, with keep_logits."""
+    """One row for each sampled token, with keep_logits."""

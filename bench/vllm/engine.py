@@ -55,7 +55,7 @@ class Watch:
             self._replace(scheduler.connector, "update_state_after_alloc", self._admitted)
             self._replace(scheduler.connector, "build_connector_meta", self._ordered)
         warnings = logging.Handler(logging.WARNING)
-        warnings.emit = lambda record: self.counts.update(["warnings"])  # type: ignore[method-assign]  # its only method
+        warnings.emit = lambda record: self.counts.update(["warnings"])  # type: ignore[method-assign]  # it has one
         logging.getLogger("kvdock").addHandler(warnings)
 
     def take(self) -> dict[str, int]:

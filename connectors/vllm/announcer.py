@@ -53,7 +53,7 @@ class Announcer:
         self._news: dict[bytes, bool] = {}
         """By key, since they were last taken: whether it is there."""
         self._gone: dict[bytes, int] = {}
-        """Of what is known: the heartbeat that said so last, unless it was said to be there since."""
+        """Known chunks that were removed, with the number of the heartbeat that said so last."""
         self._beats = self._all_gone = 0
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()

@@ -96,7 +96,7 @@ MEDIUM = "CPU"
 
 
 class Events:
-    """Of an engine of `kv_cache_config`, from what `announcer` says; vLLM makes a hash of `hash_tokens` tokens."""
+    """Turns what `announcer` says into vLLM's events. vLLM makes one hash for each `hash_tokens` tokens."""
 
     def __init__(self, announcer: Announcer, groups: Sequence[KVGroup], kv_cache_config: Any, hash_tokens: int) -> None:
         self.announcer, self._hash_tokens = announcer, hash_tokens
@@ -107,7 +107,7 @@ class Events:
         ]
 
     def take(self) -> list[KVCacheEvent]:
-        """Of chunks that can be loaded since they were last taken, and that cannot any more."""
+        """The events since the last call: chunks that can be loaded now, and chunks that no longer can."""
         return [self._event(told, *group) for told in self.announcer.take() for group in self._groups]
 
     def _event(self, told: Told, group: int, kind: str, step: int) -> KVCacheEvent:

@@ -46,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 class Figures:
-    """Of one side. Thread-safe."""
+    """The counts of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,14 +75,14 @@ class Figures:
 
 
 class CopyFigures(Figures):
-    """Of the worker of `rank`."""
+    """The counts of the worker of `rank`."""
 
     def __init__(self, manifest: Manifest, rank: int) -> None:
         super().__init__()
         self._manifest, self._rank = manifest, rank
 
     def loaded(self, plan: LoadPlan, valid_tokens: int, seconds: float) -> None:
-        """Of the plan, tokens up to `valid_tokens` are there."""
+        """Counts a load that has ended; `valid_tokens` of the request are there now."""
         groups = [piece.group for piece in plan.pieces if piece.chunk * plan.chunk_tokens < valid_tokens]
         self.add("load_tokens", valid_tokens - plan.local_tokens if self._rank == 0 else 0)
         self.add("load_bytes", sum(self._manifest.groups[group].part_bytes for group in groups))

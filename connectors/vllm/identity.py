@@ -20,9 +20,9 @@ from kvdock.protocol.schemas import Group, Manifest
 
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
-"""Of each weights file so many pieces are hashed, evenly spread: other weights differ in nearly every byte."""
+"""Evenly spread pieces of each weights file are hashed: other weights differ in nearly every byte."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
-"""Of vLLM's hash algorithms. Whoever can choose prompts can make two of them meet under another one."""
+"""vLLM's hash algorithms under which nobody can find two prompts that have one hash."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -137,7 +137,7 @@ def manifest_of(
 
 
 def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
-    """Of every attention layer: some backends reorder the elements of a page without its shape showing it."""
+    """The backends of all attention layers: some reorder the elements of a page without its shape showing it."""
     layers = vllm_config.compilation_config.static_forward_context
     names = set()
     for group in groups:

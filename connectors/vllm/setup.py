@@ -97,8 +97,8 @@ MOST_RANKS = 128
 
 @dataclass(frozen=True)
 class Place:
-    """Of one worker among those of its engine. `rank` counts the pipeline stages first: where all workers of a stage
-    hold the same bytes (MLA), ranks 0 … writers - 1 are one of each stage, and rank r reads part r mod writers."""
+    """Where a worker stands among those of its engine. `rank` counts the pipeline stages first: where all workers of a
+    stage hold the same bytes (MLA), ranks 0 … writers - 1 are one of each stage; rank r reads part r mod writers."""
 
     rank: int
     ranks: int
@@ -132,7 +132,7 @@ def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
 
 
 def workers_here(vllm_config: Any) -> int:
-    """Of this engine and of those beside it in data parallelism, on this machine."""
+    """How many workers this engine and its data-parallel peers have on this machine."""
     parallel = vllm_config.parallel_config
     return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
 

@@ -33,8 +33,9 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class Orders:
-    """Of one step. `fences`: stores that must have ended before this step writes anything. `is_idle`: the step
-    computes nothing. `alone`: the one request that it computes. `gone`: requests that have ended since the last."""
+    """What the workers do in one step. `fences`: stores that must have ended before this step writes anything.
+    `is_idle`: the step computes nothing. `alone`: the one request that it computes. `gone`: requests that have ended
+    since the last step."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
@@ -46,7 +47,7 @@ class Orders:
 
 @dataclass
 class Report:
-    """Of one step, of one worker or summed over some."""
+    """What workers report of one step: one worker, or several added up."""
 
     valid_tokens: dict[str, int] = field(default_factory=dict)
     """Loads that fell short, by request: the least of the ranks."""

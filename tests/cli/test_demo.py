@@ -67,7 +67,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.5, 1.0, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("after_s", [0.1, 1.0, 4.0])
 def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path, after_s: float) -> None:
     program = ["env", "--block-signal=INT", *KVDOCK, "demo", "--port", "0", "--pool-bytes", "64MiB"]
     with subprocess.Popen(
@@ -85,20 +85,13 @@ def test_ctrl_c_at_any_moment_ends_all_of_it_without_a_traceback(tmp_path: Path,
     assert processes_of(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_group_ends_all_of_it_without_a_warning(tmp_path: Path, number: signal.Signals) -> None:
     with lingering(tmp_path) as (demo, pool, _):
         os.killpg(demo.pid, number)
         _, err = demo.communicate(timeout=TIMEOUT_S)
         assert (demo.returncode, complaints(err)) == (0, [])
         assert pool not in pool_objects() and processes_of(tmp_path) == []
-
-
-def test_the_last_hint_runs_as_it_is_printed(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (_, _, said):
-        hint = said.partition("or ask it: ")[2].splitlines()[0]
-        done = subprocess.run(shlex.split(hint), env=clean_environ(PATH=""), capture_output=True, text=True)
-        assert done.returncode == 0 and "engine A" in done.stdout, (hint, done.stderr)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -110,8 +103,11 @@ def test_a_signal_ends_all_of_it(tmp_path: Path, number: signal.Signals) -> None
         assert pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*"))
 
 
-def test_its_server_ends_with_a_demo_that_was_killed(tmp_path: Path) -> None:
-    with lingering(tmp_path) as (demo, pool, _):
+def test_its_last_hint_runs_as_printed_and_its_server_ends_with_a_demo_that_was_killed(tmp_path: Path) -> None:
+    with lingering(tmp_path) as (demo, pool, said):
+        hint = said.partition("or ask it: ")[2].splitlines()[0]
+        done = subprocess.run(shlex.split(hint), env=clean_environ(PATH=""), capture_output=True, text=True)
+        assert done.returncode == 0 and "engine A" in done.stdout, (hint, done.stderr)
         demo.kill()
         eventually(lambda: pool not in pool_objects() and not list(tmp_path.glob("kvdock-demo-*/kvdock.sock")))
 

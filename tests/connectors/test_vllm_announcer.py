@@ -27,7 +27,7 @@ HEARTBEAT_S = 0.05
 
 
 def request_of(tokens: Sequence[int]) -> Any:
-    """Of vLLM's, what an announcer looks at: each hash covers all tokens before it."""
+    """What an announcer reads of a vLLM request: each hash covers all tokens before it."""
     ends = range(BLOCK, len(tokens) + 1, BLOCK)
     hashes = [hashlib.sha256(repr(list(tokens[:end])).encode()).digest() for end in ends]
     return SimpleNamespace(block_hashes=hashes, all_token_ids=list(tokens))

@@ -1,4 +1,4 @@
-"""Layer by layer: which bands a forward pass has waited for. The copies themselves: test_cuda_streams.py."""
+"""Layer by layer: which bands a forward pass has waited for. The copies themselves: tests/cuda/test_streams.py."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def test_a_real_server_with_two_engines_is_shown_whole(busy_server: ServerProces
     for label in ("writer <blink>", "reader"):
         expect(page.locator("#sessions")).to_contain_text(label)
     assert page.locator("#sessions blink").count() == 0, "a label is text, not markup"
-    expect(page.locator("#requests")).to_contain_text("lookup")
-    expect(page.locator("#requests")).to_contain_text("store")
+    expect(page.locator("#requests")).to_contain_text("Lookup")
+    expect(page.locator("#requests")).to_contain_text("Store")
     chunks = len(PROMPT.encode()) // CHUNK_TOKENS
     expect(page.locator("#pool")).to_contain_text(str(chunks))
     assert page.locator("#history svg").count() >= 3

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import server_forks
 import torch
 from api_helpers import Engine as Member, ServerProcess, attach, unique
 from bytes_helpers import open_descriptors
@@ -208,10 +209,19 @@ def no_trace() -> Iterator[None]:
     """Descriptors, threads and mappings afterwards are those of before, without a garbage collection.
 
     One before it takes what earlier tests left to the collector, which could go at any time."""
+    server_forks.start()  # what forks servers stays
     gc.collect()
     before = open_descriptors(), own_threads(), mapped_objects()
     yield
-    assert (open_descriptors(), own_threads(), mapped_objects()) == before
+    after = open_descriptors(), own_threads(), mapped_objects()
+    assert after == before
+
+
+@contextmanager
+def successor(server: ServerProcess) -> Iterator[ServerProcess]:
+    """Another server at the same socket, with a pool of its own."""
+    with ServerProcess(socket_path=server.settings["socket_path"], adopt="never") as second:
+        yield second
 
 
 def sweep(server: ServerProcess) -> None:

@@ -10,11 +10,17 @@ import sys
 from collections.abc import Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 _forkserver = get_context("forkserver")
 _forkserver.set_forkserver_preload(["kvdock.api.server"])
+
+
+def start() -> None:
+    """The process that servers are forked from runs after this; otherwise the first server starts it."""
+    ensure_running()
 
 
 def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
@@ -40,6 +46,7 @@ class ServerFork:
         pid = self._process.pid
         assert pid is not None
         self.pid = pid
+        self._status: int | None = None
 
     def addresses(self) -> dict[str, Any] | None:
         """Where it serves, or None if it ended before it did."""
@@ -51,11 +58,17 @@ class ServerFork:
         return found
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        """The exit status, and no descriptor of the process is left open; None while it runs."""
+        if self._status is None and (status := self._process.exitcode) is not None:
+            self._status = status
+            self._process.close()
+            self._ready.close()
+        return self._status
 
     def wait(self, timeout_s: float | None = None) -> int:
-        self._process.join(timeout_s)
-        status = self._process.exitcode
+        if self._status is None:
+            self._process.join(timeout_s)
+        status = self.poll()
         if status is None:
             raise subprocess.TimeoutExpired("a server", timeout_s or 0.0)
         return status

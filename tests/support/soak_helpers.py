@@ -229,6 +229,6 @@ def soak(seed: int, model: str, steps: int) -> Counter[str]:
 
 
 def seed_and_steps() -> tuple[int, int]:
-    """Of KVDOCK_SOAK_SEED and KVDOCK_SOAK_STEPS, or a fresh seed and about half a minute a model."""
+    """From KVDOCK_SOAK_SEED and KVDOCK_SOAK_STEPS, or a fresh seed and about half a minute a model."""
     seed = int(os.environ.get("KVDOCK_SOAK_SEED") or time.time_ns() % (1 << 32))
     return seed, int(os.environ.get("KVDOCK_SOAK_STEPS") or 1200)

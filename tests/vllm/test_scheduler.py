@@ -148,7 +148,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     """vLLM's reservation counts blocks that windows have left behind, so requests that hold blocks while they load can
-    wait for each other for ever. room.py is there for that."""
+    wait for each other for ever. connectors/vllm/block_budget.py prevents it."""
     assert schedulers.run(version, "crowd", server.unix, CROWDS, capped=False)["stuck"] != []
     capped = schedulers.run(version, "crowd", server.unix, CROWDS, capped=True)
     assert capped["stuck"] == []

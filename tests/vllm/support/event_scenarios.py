@@ -32,7 +32,7 @@ class Router:
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.there: dict[str, dict[Block, tuple[bytes | None, list[int]]]] = {"GPU": {}, "CPU": {}}
         self.ever: dict[Block, tuple[bytes | None, list[int]]] = {}
-        """Of the GPU."""
+        """All blocks that the GPU has announced."""
         self.wrong: list[str] = []
         self.kinds: set[str | None] = set()
 

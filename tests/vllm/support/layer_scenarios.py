@@ -164,7 +164,7 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
 
 
 def flip_as_it_begins(engine: SchedEngine) -> None:
-    """Of the next load, once."""
+    """Damages a byte of the next load as it begins."""
     chaos, worker = Chaos(engine, random.Random(0), 0.0), engine.worker._worker
     submit = worker._submit
 

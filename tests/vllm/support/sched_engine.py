@@ -285,7 +285,7 @@ class SchedEngine:
 
     @property
     def wrong_tokens(self) -> int:
-        """Of requests' outputs, against what a right engine generates."""
+        """How many output tokens differ from what a right engine generates."""
         wrong = 0
         for request in self.requests.values():
             made = list(request.output_token_ids)

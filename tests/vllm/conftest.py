@@ -83,6 +83,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with (shared / "models.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "models.made").exists():
+            for folder in folders.values():
+                folder.mkdir()
             subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
             (shared / "models.made").touch()
     return folders

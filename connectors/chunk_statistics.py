@@ -70,7 +70,9 @@ class ChunkStatistics:
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         with self._lock:
-            first, keys = self._loaded.pop(request_id, (0, []))
+            if request_id not in self._loaded:
+                return  # finished meanwhile
+            first, keys = self._loaded[request_id]
             valid = max(0, valid_tokens // self.chunk_tokens - first)
             self._loaded[request_id] = first, keys[:valid]
             for at, key in enumerate(keys[valid:], first + valid):

@@ -22,22 +22,23 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.limits import LoadLimits
-from kvdock.connectors.plans import LoadPlan, StorePlan
-from kvdock.connectors.scheduler import Fetch, SchedulerConnector, StoreBatch, StoreOffer
+from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
+from kvdock.connectors.scheduler import Fetch, SchedulerConnector, StoreOffer
 from kvdock.connectors.session import Attachment
 
 NO_LIMITS = LoadLimits()
 
 
 class Driver:
-    """`answered`: called in the background with the seconds that each lookup took. `statistics`: counts chunks, or
-    None."""
+    """`answered`: called in the background with the seconds that each lookup took. `verifies_all`: each answer is
+    verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
-        statistics: ChunkStatistics | None = None, clock: Callable[[], float] = time.perf_counter,
+        verifies_all: bool = False, statistics: ChunkStatistics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler, self.statistics = scheduler, statistics
+        self.scheduler, self.statistics, self._verifies_all = scheduler, statistics, verifies_all
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
         self._asking, self._storing = Background("kvdock-ask"), Background("kvdock-store")
@@ -72,6 +73,10 @@ class Driver:
         if self.scheduler.starts_verifying(request_id):
             self._question = self._asking.run(self.scheduler.verify, request_id)
         return False
+
+    def is_verifying(self, request_id: str) -> bool:
+        """Whether what the request's lookup found is being verified now: nobody may load it meanwhile."""
+        return self.scheduler.is_verifying(request_id)
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Waits for the last question, if there was one."""
@@ -143,6 +148,8 @@ class Driver:
     def _fetch(self, fetch: Fetch, asked_s: float) -> None:
         try:
             self.scheduler.fetch(fetch)
+            if self._verifies_all and self.scheduler.starts_verifying(fetch.request_id):
+                self.scheduler.verify(fetch.request_id)
         finally:
             self._answered(self._clock() - asked_s)
 

@@ -20,9 +20,9 @@ from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
-from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.scheduler import SchedulerConnector, StoreBatch, StoreOffer
+from kvdock.connectors.scheduler import SchedulerConnector, StoreOffer
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
@@ -116,8 +116,8 @@ class EngineConnector:
         self._driver.finished(request_id)
 
     def close(self) -> None:
-        self._driver.close()
         self._loading.close()
+        self._driver.close()
         self.peers.close()
         self.worker.close()
         self.session.close()

@@ -1,13 +1,14 @@
 """What the scheduler connector sends to the worker connectors: which slots, which blocks, under which grant.
 
 Plans are data: picklable, immutable, complete. A worker that gets one needs to ask nobody anything.
-A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens.
+A piece is one chunk of one KV group: a part for each writer, and the engine's blocks for its tokens. A batch is what
+one reservation asks the server for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdock.protocol.schemas import Part, WritePart
 
@@ -55,3 +56,15 @@ def valid_in_all(ranks: Iterable[int]) -> int | None:
     """How far a load is valid that has so many valid tokens in each of these ranks: as far as in the rank that got
     least. None: there are no ranks."""
     return min(ranks, default=None)
+
+
+@dataclass(frozen=True)
+class StoreBatch:
+    """Neighbouring chunks of which the engine has the same groups: what one reservation can hold."""
+
+    store_id: str
+    groups: tuple[int, ...]
+    parent: bytes | None
+    keys: tuple[bytes, ...]
+    block_ids: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
+    """Per key and group."""

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
 from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, Hit, LookupResult, Miss, Pending
-from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
+from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.verify import VerifiedByWorkers, Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -105,18 +105,6 @@ class Fetch:
     attachment: Attachment
     keys: tuple[bytes, ...]
     body: Lookup
-
-
-@dataclass(frozen=True)
-class StoreBatch:
-    """Neighbouring chunks of which the engine has the same groups: what one reservation can hold."""
-
-    store_id: str
-    groups: tuple[int, ...]
-    parent: bytes | None
-    keys: tuple[bytes, ...]
-    block_ids: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
-    """Per key and group."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +210,13 @@ class SchedulerConnector:
                 request is None or request.answer is None or request.answer.lease is None
                 or request.verified is request.answer
             )
+
+    def is_verifying(self, request_id: str) -> bool:
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is None or request.answer.lease is None:
+                return False
+            return request.verifying is request.answer and request.verified is not request.answer
 
     def starts_verifying(self, request_id: str) -> bool:
         """Whether verify() is to be called for the answer to the request's lookup: True once for each answer."""

@@ -194,7 +194,8 @@ class EngineSession:
     def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
         """Says that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is published.
         """
-        if self._attachment is not attachment:
+        is_handed_out = ranks is not None
+        if self._attachment is not attachment and not (is_handed_out and self._suspended is attachment):
             return  # nobody listens; if that server returns, it asks
         body = Abort(session=attachment.session, member=attachment.member)
         if ranks is not None:

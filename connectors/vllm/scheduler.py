@@ -23,8 +23,8 @@ from typing import Any
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Miss, Pending
-from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePlan
-from kvdock.connectors.scheduler import Chain, SchedulerConnector, StoreBatch, chain_of_tokens
+from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePlan
+from kvdock.connectors.scheduler import Chain, SchedulerConnector, chain_of_tokens
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
@@ -96,7 +96,8 @@ class VllmScheduler:
         )
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings.limits,
-            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None, clock=clock,
+            verifies_all=self._verifies_all, clock=clock,
+            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
         )
         self._clearing = Clearing(session)
         self._loads: list[LoadOrder] = []
@@ -137,6 +138,8 @@ class VllmScheduler:
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             return 0, False  # vLLM has no way back from such a load: it had better not fail
         if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
+            return None, False
+        if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -63,6 +64,26 @@ def test_what_is_whole_is_promised_once_it_is_verified(rig: Rig, client: Client,
     assert verified(driver, "r") == HIT and leases(client, rig) == 1
     driver.finished("r")
     assert asked(driver, "r") == HIT and not driver.is_verified("r"), "another lease is verified anew"
+
+
+def test_an_answer_that_is_always_verified_is_promised_by_the_next_lookup(rig: Rig) -> None:
+    """Each further lookup would cost its request a step of the engine."""
+    session = rig.connector.session
+    scheduler = SchedulerConnector(session, verifier=ChecksumVerifier(session))
+    driver = Driver(scheduler, answered=lambda seconds: None, verifies_all=True)
+    assert driver.lookup("r", TOKENS, 0) == Pending()
+    driver.wait_for_answer(PATIENCE_S)
+    assert driver.lookup("r", TOKENS, 0) == HIT and driver.is_verified("r")
+    driver.close()
+
+
+def test_what_is_being_verified_is_known_until_the_verification_ends(rig: Rig, driver: Driver) -> None:
+    assert asked(driver, "r") == HIT and not driver.is_verifying("r")
+    go = threading.Event()
+    driver.ask(go.wait, PATIENCE_S)
+    assert not driver.is_verified("r") and driver.is_verifying("r"), "it waits behind another question"
+    go.set()
+    assert verified(driver, "r") == HIT and not driver.is_verifying("r")
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -80,7 +80,11 @@ def test_an_answer_that_is_always_verified_is_promised_by_the_next_lookup(rig: R
 def test_what_is_being_verified_is_known_until_the_verification_ends(rig: Rig, driver: Driver) -> None:
     assert asked(driver, "r") == HIT and not driver.is_verifying("r")
     go = threading.Event()
-    driver.ask(go.wait, PATIENCE_S)
+
+    def hold() -> None:
+        go.wait(PATIENCE_S)
+
+    driver.ask(hold)
     assert not driver.is_verified("r") and driver.is_verifying("r"), "it waits behind another question"
     go.set()
     assert verified(driver, "r") == HIT and not driver.is_verifying("r")

@@ -65,8 +65,8 @@ def run(scratch: Scratch, mutants: list[Mutant]) -> int:
 def pass_unbroken(scratch: Scratch, mutants: list[Mutant]) -> int:
     """Runs each guard once, however many mutants share it."""
     failed = 0
+    scratch.build()
     for guard, mutant in {mutant.guard: mutant for mutant in mutants}.items():
-        scratch.use_extension(built_here=mutant.native)
         outcome, detail = outcome_of(mutant, scratch.pytest(mutant))
         failed += outcome is not Outcome.SURVIVED
         print("passes" if outcome is Outcome.SURVIVED else f"FAILS: {detail}:", " ".join(guard), flush=True)

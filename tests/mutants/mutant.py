@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-NATIVE_SUFFIXES = (".cpp", ".h")
 VLLM_TESTS = "tests/vllm/"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
 _PASSED = re.compile(r"\b\d+ passed\b")
@@ -34,10 +33,6 @@ class Mutant:
     """The name of the test, or of its class, that fails, without parameters."""
     equivalent: str = ""
     """Why no test can notice; empty where one can."""
-
-    @property
-    def native(self) -> bool:
-        return self.file.endswith(NATIVE_SUFFIXES)
 
     @property
     def in_vllm(self) -> bool:

@@ -83,17 +83,14 @@ class Scratch:
         for package, room in packages.items():
             _link(self._path / package, self.checkout / room)
 
-    def use_extension(self, *, built_here: bool) -> None:
-        """The copy's own, compiled now, or the one that `make setup` has made."""
-        source = Path(sysconfig.get_path("platlib")) / "kvdock" / EXTENSION
-        if built_here:
-            build = "import kill_build; print(kill_build.build('core', ''))"
-            environ = {**os.environ, "PYTHONPATH": str(self.checkout / "tests" / "support")}
-            done = subprocess.run([sys.executable, "-c", build], env=environ, capture_output=True, text=True)
-            if done.returncode:
-                raise BuildFailed(done.stderr)
-            source = Path(done.stdout.strip().splitlines()[-1])
-        _link(self._path / "kvdock" / EXTENSION, source)
+    def build(self) -> None:
+        """Compiles what has changed of the copy's extension: minutes the first time, then as long as a file takes."""
+        build = "import kill_build; print(kill_build.build('core', ''))"
+        environ = {**os.environ, "PYTHONPATH": str(self.checkout / "tests" / "support")}
+        done = subprocess.run([sys.executable, "-c", build], env=environ, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildFailed(done.stderr)
+        _link(self._path / "kvdock" / EXTENSION, Path(done.stdout.strip().splitlines()[-1]))
 
     def pytest(self, mutant: Mutant) -> str:
         """What the guard printed, the copy being as it is."""
@@ -116,7 +113,7 @@ class Scratch:
         whole = file.read_text()
         try:
             file.write_text(broken)
-            self.use_extension(built_here=mutant.native)
+            self.build()
             outcome, detail = outcome_of(mutant, self.pytest(mutant))
         except BuildFailed as error:
             outcome, detail = Outcome.DOES_NOT_BUILD, str(error)

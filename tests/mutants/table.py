@@ -76,14 +76,14 @@ MUTANTS = (
     Mutant(
         "C15", "settling counts from the last heartbeat", "csrc/table/members.cpp",
         "now >= m.dead_ms + options.settle_ms", "now >= m.heartbeat_ms + options.settle_ms",
-        MODEL, MODEL_TEST,
+        GRANTS, "test_what_a_dead_member_held_is_released_a_settling_time_after_its_death_was_seen",
     ),
     Mutant(
         "C16", "adoption takes a rank for done when its last part is committed", "csrc/table/grants_adopt.cpp",
         "      if (!committed) busy[r.parts[p].writer / 64] |= 1ull << (r.parts[p].writer % 64);\n",
         "      uint64_t bit = 1ull << (r.parts[p].writer % 64), &word = busy[r.parts[p].writer / 64];\n"
         "      word = committed ? word & ~bit : word | bit;\n",
-        MODEL, MODEL_TEST,
+        GRANTS, "test_adoption_keeps_a_rank_that_has_committed_the_later_of_two_chunks_only",
     ),
     Mutant(
         "C18", "a late repeat of a commit does not compare generations", "csrc/table/store.cpp",

@@ -11,16 +11,20 @@ from kvdock._core import Lookup, Mapping, Reservation, Table
 PAGE = 4096
 
 
-def new_table(pool_bytes: int, *, segments: int = 1, records: int = 4096) -> Table:
-    """A table over `segments` equal segments, its caps wide open."""
+def new_region(records: int = 4096) -> Mapping:
     size = Table.region_bytes(records, 256)
     fd = os.memfd_create("kvdock-table")
     os.ftruncate(fd, size)
     region = Mapping(fd, size)
     os.close(fd)
+    return region
+
+
+def new_table(pool_bytes: int, *, segments: int = 1, records: int = 4096, region: Mapping | None = None) -> Table:
+    """A table over `segments` equal segments, without caps."""
     table = Table(
-        region, pool_id=1, incarnation=3, limit_bytes=pool_bytes, max_records=records, max_grants=256,
-        session_cap=1.0, total_cap=1.0,
+        region or new_region(records), pool_id=1, incarnation=3, limit_bytes=pool_bytes, max_records=records,
+        max_grants=256, session_cap=1.0, total_cap=1.0,
     )
     for segment in range(segments):
         table.add_segment(segment, PAGE, pool_bytes // segments // PAGE * PAGE)

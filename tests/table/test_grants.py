@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from table_helpers import PAGE, Client, key, new_table
+from table_helpers import PAGE, Client, key, new_region, new_table
 
-from kvdock._core import TableError
+from kvdock._core import Table, TableError
 
 pytestmark = pytest.mark.table_model
 
@@ -72,3 +72,28 @@ def test_a_skip_that_ends_inside_a_chunk_leases_that_chunk() -> None:
 
     assert [look(skip, skip) for skip in (12, 16, 20, 44)] == [(48, 0, 3), (48, 1, 2), (48, 1, 2), (48, 2, 1)]
     engine.table.check_integrity()
+
+
+def test_what_a_dead_member_held_is_released_a_settling_time_after_its_death_was_seen() -> None:
+    table = new_table(8 * PAGE)
+    engine = Client(table, PAGE)  # its last heartbeat is at 0
+    engine.store([key("one")])
+    assert engine.lookup([key("one")]).lease
+    table.member_dead(engine.member, 10_000)
+    table.tick(12_999)
+    assert table.stats()["leases"] == 1
+    table.tick(13_000)
+    assert table.stats()["leases"] == 0
+
+
+def test_adoption_keeps_a_rank_that_has_committed_the_later_of_two_chunks_only() -> None:
+    region = new_region()
+    engine = Client(new_table(8 * PAGE, region=region), PAGE)
+    granted = engine.reserve([key("first"), key("second")])
+    engine.table.commit(engine.session, granted.grant, 0, [(1, 0, 7)], 0)
+    table, _ = Table.adopt(
+        region, pool_id=1, lock_inode=0, segments=[(0, PAGE, 8 * PAGE)], limit_bytes=8 * PAGE, session_cap=1.0,
+        total_cap=1.0,
+    )
+    view = table.grant(granted.grant)
+    assert view is not None and view.remaining == [0], "it may still be writing the first chunk"

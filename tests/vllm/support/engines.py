@@ -31,6 +31,11 @@ def prompts_of(seed: int) -> list[list[int]]:
 PROMPTS = prompts_of(0)
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with `folders` before those that it has."""
+    return ":".join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
     """The tokens of what Engine.generate gives."""
     return [[token for token, _ in run] for run in runs]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_PYTHON, HERE, ROOT
+from engines import ENGINE_PYTHON, HERE, ROOT, python_path
 
 VERSIONS = ("0.24.0", "0.33.0")
 ITSELF = "0.32.0"
@@ -76,5 +76,5 @@ class Schedulers:
             ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
             return subprocess.Popen(
                 [ENGINE_PYTHON, HERE / "sched_process.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                text=True, env={**ours, "PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"},
+                text=True, env={**ours, "PYTHONPATH": python_path(*folders), "OMP_NUM_THREADS": "1"},
             )

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -131,6 +132,8 @@ def serve(said: dict[str, Any]) -> None:
         "seed": 0, "num_gpu_blocks_override": said.get("blocks", 200), "max_num_seqs": 4, "max_num_batched_tokens": 256,
         "disable_log_stats": True, **transfer, **said.get("engine", {}),
     }
+    if "kv_lora_rank" in json.loads((Path(said["model"]) / "config.json").read_text()):
+        wanted["attention_backend"] = "CPU_MLA"  # on a CPU with AMX the usual one is another, which takes no float32
     llm = LLM(model=said["model"], tokenizer=said["model"], **wanted)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     groups = scheduler.kv_cache_config.kv_cache_groups

@@ -110,15 +110,8 @@ def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, statu
     os._exit(0)
 
 
-def serve(said: dict[str, Any]) -> None:
-    os.environ.update(said.get("environ", {}))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    import torch
-    from vllm import LLM, SamplingParams
-
-    if "OMP_NUM_THREADS" in said.get("environ", {}):  # read when torch was loaded, before the fork
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+def settings_of(said: dict[str, Any]) -> dict[str, Any]:
+    """What the engine is made with."""
     transfer: dict[str, Any] = {}
     if said["address"]:
         extra = {"address": said["address"], "chunk_tokens": 64, "timeout_s": 20.0, **said.get("extra", {})}
@@ -134,7 +127,19 @@ def serve(said: dict[str, Any]) -> None:
     }
     if "kv_lora_rank" in json.loads((Path(said["model"]) / "config.json").read_text()):
         wanted["attention_backend"] = "CPU_MLA"  # on a CPU with AMX the usual one is another, which takes no float32
-    llm = LLM(model=said["model"], tokenizer=said["model"], **wanted)
+    return wanted
+
+
+def serve(said: dict[str, Any]) -> None:
+    os.environ.update(said.get("environ", {}))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import torch
+    from vllm import LLM, SamplingParams
+
+    if "OMP_NUM_THREADS" in said.get("environ", {}):  # read when torch was loaded, before the fork
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     groups = scheduler.kv_cache_config.kv_cache_groups
 

@@ -53,8 +53,7 @@ class StorePlan:
 
 
 def valid_in_all(ranks: Iterable[int]) -> int | None:
-    """How far a load is valid that has so many valid tokens in each of these ranks: as far as in the rank that got
-    least. None: there are no ranks."""
+    """Tokens of a load that are valid in every rank: the least of `ranks`. None: there are no ranks."""
     return min(ranks, default=None)
 
 

@@ -75,8 +75,8 @@ class _Announcing:
 
 
 class VllmScheduler:
-    """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: vLLM makes a hash of
-    so many tokens, and keys come from its hashes; `announcer`: of an engine that publishes KV cache events."""
+    """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
+    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,

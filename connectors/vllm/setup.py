@@ -31,9 +31,8 @@ class Settings:
     load_async: bool = True
     """False: a request that loads does so in the step that runs it, and holds that step up."""
     load_by_layer: str = "never"
-    """When each layer of a step waits for its own KV of a load that has not ended, instead of all of it: "eager": if
-    vLLM runs without CUDA graphs; "piecewise": always, and vLLM is told to do without full graphs; "never". Where
-    vLLM asks for each layer (setup.loads_by_layer)."""
+    """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
+    without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""

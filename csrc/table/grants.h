@@ -50,7 +50,7 @@ class Grants {
   void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // TableError not_a_holder
 
   // -- opening: prepare, add lines, fill in what is the caller's, open
-  void require_lines(uint32_t count);  // TableError table_full unless so many more lines have room
+  void require_lines(uint32_t count);  // TableError table_full without room for `count` more lines
   Grant& prepare(const NewGrant& wanted);
   void give_up(Grant& g);  // prepared, but without a line
   void open(Grant& g);     // the store that makes it live: it happens before the answer is sent

@@ -169,7 +169,7 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
   std::vector<NewPart> fresh = fresh_parts(lines, rank, parts);
   if (g->state() != GrantState::kOpen) {
     if (g->completed && fresh.empty()) return {static_cast<uint32_t>(lines.size()), grants_.remaining(*g)};
-    grants_.discharge(*g, {&rank, 1});  // late, but the rank says done all the same (D1)
+    grants_.discharge(*g, {&rank, 1});  // a late commit still discharges the rank (D1)
     throw TableError("grant_closed", "the reservation was aborted or is past its deadline");
   }
   for (const NewPart& part : fresh) {

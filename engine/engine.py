@@ -32,7 +32,8 @@ class TokenOutput:
 
 class Engine:
     """A connector that copies to and from the KV memory needs it first: make the KVCache, then the
-    connector, and pass both. With several ranks, make a Crew (crew.py) and its `runner`, and pass that instead of `kv`.
+    connector, and pass both. With several ranks, make a ProcessGroup (process_group.py) and its `runner`, and pass that
+    instead of `kv`.
     Sets torch's thread count for the whole process.
 
     Raises ConfigError when `kv` was made for another config."""

@@ -10,8 +10,8 @@ from kvdock.connectors.ranks import Peers
 from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import EngineConfig
-from kvdock.engine.crew import Crew
 from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.process_group import ProcessGroup
 from kvdock.engine.rank import Rank
 from kvdock.protocol.schemas import Group, Manifest
 
@@ -45,16 +45,16 @@ def manifest_of(config: EngineConfig, layout: PagedLayout, chunk_tokens: int, ca
 
 def connect(
     config: EngineConfig, kv: KVCache, settings: ConnectorSettings, identity: Identity, *, chunk_tokens: int,
-    cache_salt: str = "", crew: Crew | None = None,
+    cache_salt: str = "", process_group: ProcessGroup | None = None,
 ) -> EngineConnector:
-    """A connector for an engine over `kv`, and with a `crew` for all its ranks. Raises what EngineConnector raises,
-    LayoutError and RankLost."""
+    """A connector for an engine over `kv`; with a `process_group`, for all its ranks. Raises what EngineConnector
+    raises, LayoutError and RankLost."""
     manifest, layouts = _described(config, kv, chunk_tokens, cache_salt)
     peers = None
-    if crew is not None:
-        peers = Peers(range(1, crew.size), crew.post)
-        crew.listen(peers.answered, peers.lost)
-        crew.ask(partial(_connect_rank, settings, identity, chunk_tokens, cache_salt))
+    if process_group is not None:
+        peers = Peers(range(1, process_group.size), process_group.post)
+        process_group.listen(peers.answered, peers.lost)
+        process_group.ask(partial(_connect_rank, settings, identity, chunk_tokens, cache_salt))
     return EngineConnector(settings, manifest, identity, layouts, peers=peers)
 
 

@@ -23,11 +23,11 @@ from same_tokens_helpers import (
     assert_same,
     served,
 )
-from tp_helpers import crew_engine, shared
+from tp_helpers import engine_of_ranks, shared
 
 from kvdock.client.client import Client
-from kvdock.engine.crew import Crew
 from kvdock.engine.engine import Engine
+from kvdock.engine.process_group import ProcessGroup
 
 pytestmark = pytest.mark.same_tokens
 
@@ -36,11 +36,11 @@ FOUR = [("mha", 4), ("mla", 4)]
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, Crew]]:
-    found = {size: Crew(size) for size in (2, 4)}
+def process_groups() -> Iterator[dict[int, ProcessGroup]]:
+    found = {size: ProcessGroup(size) for size in (2, 4)}
     yield found
-    for crew in found.values():
-        crew.close()
+    for process_group in found.values():
+        process_group.close()
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,12 @@ def mismatches(place: ServerProcess) -> int:
         return client.status().counters["mismatches"]
 
 
-def with_ranks(place: ServerProcess, crew: Crew, model: str, damage: Damage, writer: int = 0) -> tuple[Served, Served]:
+def with_ranks(
+    place: ServerProcess, process_group: ProcessGroup, model: str, damage: Damage, writer: int = 0
+) -> tuple[Served, Served]:
     """`writer`: the rank whose bytes are damaged in the server."""
-    config, salt, tokens = shared(MODELS[model], crew.size), unique("ranks"), prompt(8, LENGTH)
-    storing = crew_engine(crew, config, place.unix, salt=salt)
+    config, salt, tokens = shared(MODELS[model], process_group.size), unique("ranks"), prompt(8, LENGTH)
+    storing = engine_of_ranks(process_group, config, place.unix, salt=salt)
     inner = kvdock_of(storing)
     if damage == "before":
         storing.connector = storing.scheduler.connector = Spoiler(inner, storing.kv)
@@ -69,15 +71,15 @@ def with_ranks(place: ServerProcess, crew: Crew, model: str, damage: Damage, wri
             spectator.flip(part, part.length - 100)
     storing.close()
 
-    loading = crew_engine(crew, config, place.unix, salt=salt)
+    loading = engine_of_ranks(process_group, config, place.unix, salt=salt)
     found = served(run_one(loading, tokens, sampling(TOKENS)))
     assert loading.drain(20.0)
     loading.close()
-    return found, reference(crew, model, tokens, found.at_hand)
+    return found, reference(process_group, model, tokens, found.at_hand)
 
 
-def reference(crew: Crew, model: str, tokens: list[int], at_hand: int) -> Served:
-    alone: Engine = crew_engine(crew, shared(MODELS[model], crew.size), None)
+def reference(process_group: ProcessGroup, model: str, tokens: list[int], at_hand: int) -> Served:
+    alone: Engine = engine_of_ranks(process_group, shared(MODELS[model], process_group.size), None)
     run_one(alone, tokens, sampling(1))
     found = served(run_one(alone, tokens, sampling(TOKENS, max_local_hit_tokens=at_hand)))
     assert found.at_hand == at_hand, "the reference cannot take the same shapes"
@@ -86,10 +88,10 @@ def reference(crew: Crew, model: str, tokens: list[int], at_hand: int) -> Served
 
 @pytest.mark.parametrize(("model", "size"), TWO + FOUR)
 def test_ranks_that_load_have_the_same_tokens_and_logits(
-    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+    place: ServerProcess, process_groups: dict[int, ProcessGroup], model: str, size: int
 ) -> None:
     before = mismatches(place)
-    found, wanted = with_ranks(place, crews[size], model, "none")
+    found, wanted = with_ranks(place, process_groups[size], model, "none")
     assert found.at_hand == STORED
     assert_same(found, wanted)
     assert mismatches(place) == before
@@ -97,10 +99,10 @@ def test_ranks_that_load_have_the_same_tokens_and_logits(
 
 @pytest.mark.parametrize(("model", "size"), TWO + FOUR)
 def test_one_byte_that_no_checksum_can_catch_changes_the_logits(
-    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+    place: ServerProcess, process_groups: dict[int, ProcessGroup], model: str, size: int
 ) -> None:
     before = mismatches(place)
-    found, wanted = with_ranks(place, crews[size], model, "before")
+    found, wanted = with_ranks(place, process_groups[size], model, "before")
     assert found.at_hand == STORED
     assert mismatches(place) == before, "the control must not be caught"
     assert not (found.logits == wanted.logits).all(), "the damaged byte was not seen"
@@ -108,11 +110,11 @@ def test_one_byte_that_no_checksum_can_catch_changes_the_logits(
 
 @pytest.mark.parametrize(("model", "size"), TWO + FOUR)
 def test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks(
-    place: ServerProcess, crews: dict[int, Crew], model: str, size: int
+    place: ServerProcess, process_groups: dict[int, ProcessGroup], model: str, size: int
 ) -> None:
     """The damage is in the last rank's part, which only that rank reads; a latent has one part, which all read."""
     before = mismatches(place)
-    found, wanted = with_ranks(place, crews[size], model, "after", writer=0 if model == "mla" else size - 1)
+    found, wanted = with_ranks(place, process_groups[size], model, "after", writer=0 if model == "mla" else size - 1)
     assert mismatches(place) > before
     assert 0 < found.at_hand < STORED
     assert_same(found, wanted)

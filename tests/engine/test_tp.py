@@ -16,13 +16,13 @@ from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import assert_same_bits, config, make_engine, prompt, run_one, sampling
 from paths import SUPPORT
-from tp_helpers import Verb, crew_engine, shared, stick
+from tp_helpers import Verb, engine_of_ranks, shared, stick
 
 from kvdock.client.client import Client
 from kvdock.engine.config import ConfigError, EngineConfig, preset
-from kvdock.engine.crew import Crew
 from kvdock.engine.engine import Engine
 from kvdock.engine.model import Model
+from kvdock.engine.process_group import ProcessGroup
 from kvdock.engine.rank import Rank
 from kvdock.engine.request import Completion
 from kvdock.engine.team import RankLost
@@ -44,10 +44,10 @@ class Share:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
+def pair() -> Iterator[ProcessGroup]:
+    process_group = ProcessGroup(2)
+    yield process_group
+    process_group.close()
 
 
 def serve(engine: Engine, tokens: list[int], max_tokens: int = 6) -> Completion:
@@ -81,8 +81,8 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mla", "tiny-hybrid2"])
-def test_two_ranks_say_what_one_says_within_rounding(pair: Crew, name: str) -> None:
-    found = serve(crew_engine(pair, shared(name, 2), None), TOKENS)
+def test_two_ranks_say_what_one_says_within_rounding(pair: ProcessGroup, name: str) -> None:
+    found = serve(engine_of_ranks(pair, shared(name, 2), None), TOKENS)
     wanted = run_one(make_engine(preset(name)), TOKENS, sampling(6))
     assert found.output_tokens == wanted.output_tokens
     for one, other in zip(found.logits, wanted.logits, strict=True):
@@ -92,10 +92,10 @@ def test_two_ranks_say_what_one_says_within_rounding(pair: Crew, name: str) -> N
 # ---------------------------------------------------------------------- one server
 
 
-def test_engines_of_other_sizes_on_one_server_never_hit_each_other(server: ServerProcess, pair: Crew) -> None:
+def test_engines_of_other_sizes_on_one_server_never_hit_each_other(server: ServerProcess, pair: ProcessGroup) -> None:
     """The same model and salt, an instance each; then each engine finds what it stored itself."""
     salt = unique("sizes")
-    two = crew_engine(pair, shared("tiny-mla", 2), server.unix, salt=salt)
+    two = engine_of_ranks(pair, shared("tiny-mla", 2), server.unix, salt=salt)
     one = engine_over(server.unix, preset("tiny-mla"), salt=salt)
     for engine in (two, one):
         assert serve(engine, TOKENS).metrics.loaded_tokens == 0
@@ -109,9 +109,9 @@ def test_engines_of_other_sizes_on_one_server_never_hit_each_other(server: Serve
         assert client.status().counters["mismatches"] == 0
 
 
-def test_a_chunk_has_a_part_of_each_rank_and_of_a_latent_one(server: ServerProcess, pair: Crew) -> None:
+def test_a_chunk_has_a_part_of_each_rank_and_of_a_latent_one(server: ServerProcess, pair: ProcessGroup) -> None:
     for name, writers in (("tiny", [0, 1]), ("tiny-mla", [0])):
-        engine = crew_engine(pair, shared(name, 2), server.unix)
+        engine = engine_of_ranks(pair, shared(name, 2), server.unix)
         serve(engine, TOKENS)
         with Client(server.unix) as client, Spectator(client, kvdock_of(engine).session.manifest) as spectator:
             parts = spectator.slots(TOKENS)
@@ -119,10 +119,10 @@ def test_a_chunk_has_a_part_of_each_rank_and_of_a_latent_one(server: ServerProce
         engine.close()
 
 
-def test_no_lease_and_no_member_remain_once_all_ranks_have_loaded(server: ServerProcess, pair: Crew) -> None:
+def test_no_lease_and_no_member_remain_once_all_ranks_have_loaded(server: ServerProcess, pair: ProcessGroup) -> None:
     with Client(server.unix) as client:
         for name in ("tiny", "tiny-mla"):
-            engine = crew_engine(pair, shared(name, 2), server.unix, salt=unique("leases"))
+            engine = engine_of_ranks(pair, shared(name, 2), server.unix, salt=unique("leases"))
             serve(engine, TOKENS)
             assert serve(engine, TOKENS).metrics.loaded_tokens == STORED
             eventually(lambda: client.status().leases == 0)
@@ -134,9 +134,11 @@ def test_no_lease_and_no_member_remain_once_all_ranks_have_loaded(server: Server
             assert all(view.instance != session for view in client.sessions().sessions)
 
 
-def test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing(server: ServerProcess, pair: Crew) -> None:
+def test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing(
+    server: ServerProcess, pair: ProcessGroup
+) -> None:
     """Rank 1 has lost its server, so rank 0 releases the lease for it."""
-    engine = crew_engine(pair, shared("tiny", 2), server.unix, salt=unique("apart"))
+    engine = engine_of_ranks(pair, shared("tiny", 2), server.unix, salt=unique("apart"))
     first = serve(engine, TOKENS)
     pair.ask(forget_attachment)
     again = serve(engine, TOKENS)
@@ -159,9 +161,9 @@ def forget_attachment(rank: Rank) -> None:
 # ---------------------------------------------------------------------- a rank is killed
 
 
-def killed(crew: Crew, rank: int) -> float:
+def killed(process_group: ProcessGroup, rank: int) -> float:
     """Sends SIGKILL and returns the time."""
-    pid = crew.processes[rank].pid
+    pid = process_group.processes[rank].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
@@ -191,13 +193,13 @@ def test_a_rank_killed_in_the_middle_of_a_copy(
     """The others get an error at once, no incomplete chunk is published, and all memory is released."""
     settings = shared(name, size)
     with ServerProcess() as server, Client(server.unix) as client:
-        crew = Crew(size)
-        engine = crew_engine(crew, settings, server.unix, salt="killed")
+        process_group = ProcessGroup(size)
+        engine = engine_of_ranks(process_group, settings, server.unix, salt="killed")
         if verb == "load":
             serve(engine, TOKENS)
         published = client.status().chunks.ready
         sign = tmp_path / "stuck"
-        stick(crew, verb, victim, sign)
+        stick(process_group, verb, victim, sign)
         engine.add_request(TOKENS, sampling(6, max_local_hit_tokens=0), "r")
         held = engine.scheduler.loading if verb == "load" else engine.scheduler.storing
         step_until(engine, lambda: bool(held))
@@ -206,12 +208,12 @@ def test_a_rank_killed_in_the_middle_of_a_copy(
         if verb == "store":
             assert client.status().chunks.reserved > 0
 
-        at = killed(crew, victim)
+        at = killed(process_group, victim)
         with pytest.raises(RankLost, match=str(victim)):
             step_until(engine, lambda: False)
         assert engine.drain(SECONDS), "somebody waits for the dead"
         engine.close()
-        crew.close()
+        process_group.close()
         assert time.monotonic() - at < SECONDS
         assert_all_comes_back(client)
         assert client.status().chunks.ready == published, "a part of the dead was published"
@@ -221,28 +223,28 @@ def test_a_rank_killed_in_the_middle_of_a_copy(
 
 def stores_again(server: ServerProcess, settings: EngineConfig) -> int:
     """How many tokens an engine of this kind loads after another has stored them."""
-    crew = Crew(settings.tensor_parallel)
-    engine = crew_engine(crew, settings, server.unix, salt="killed")
+    process_group = ProcessGroup(settings.tensor_parallel)
+    engine = engine_of_ranks(process_group, settings, server.unix, salt="killed")
     first = serve(engine, TOKENS)
     again = serve(engine, TOKENS)
     assert first.output_tokens == again.output_tokens
     engine.close()
-    crew.close()
+    process_group.close()
     return again.metrics.loaded_tokens
 
 
 def test_a_rank_killed_while_all_compute_is_an_error_at_once(server: ServerProcess) -> None:
-    crew = Crew(4)
-    engine = crew_engine(crew, shared("tiny-mha", 4), server.unix)
+    process_group = ProcessGroup(4)
+    engine = engine_of_ranks(process_group, shared("tiny-mha", 4), server.unix)
     engine.add_request(TOKENS, sampling(200), "r")
     step_until(engine, lambda: len(engine.requests["r"].output) > 3)
-    at = killed(crew, 2)
+    at = killed(process_group, 2)
     with pytest.raises(RankLost):
         step_until(engine, lambda: False)
     engine.close()
-    crew.close()
+    process_group.close()
     assert time.monotonic() - at < SECONDS
-    assert all(process.exitcode is not None for process in crew.processes.values())
+    assert all(process.exitcode is not None for process in process_group.processes.values())
 
 
 def test_the_first_rank_killed_takes_the_others_with_it() -> None:

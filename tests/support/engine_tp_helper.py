@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 
 from engine_helpers import prompt, sampling
-from tp_helpers import crew_engine, shared
+from tp_helpers import engine_of_ranks, shared
 
-from kvdock.engine.crew import Crew
+from kvdock.engine.process_group import ProcessGroup
 
 
 def main(address: str) -> None:
-    crew = Crew(4)
-    engine = crew_engine(crew, shared("tiny-mla", 4), address)
+    process_group = ProcessGroup(4)
+    engine = engine_of_ranks(process_group, shared("tiny-mla", 4), address)
     said = False
     number = 0
     while True:
@@ -25,7 +25,7 @@ def main(address: str) -> None:
             engine.step()
             if not said and engine.scheduler.storing:
                 said = True
-                print(*(process.pid for process in crew.processes.values()), flush=True)
+                print(*(process.pid for process in process_group.processes.values()), flush=True)
 
 
 if __name__ == "__main__":

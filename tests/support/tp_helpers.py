@@ -17,9 +17,9 @@ from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnecto
 from kvdock.connectors.session import Identity
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy
 from kvdock.engine.config import EngineConfig, preset
-from kvdock.engine.crew import Crew
 from kvdock.engine.engine import Engine
 from kvdock.engine.kvdock import connect
+from kvdock.engine.process_group import ProcessGroup
 from kvdock.engine.rank import Rank
 
 Verb = Literal["load", "store"]
@@ -30,17 +30,19 @@ def shared(name: str, size: int, **changes: Any) -> EngineConfig:
     return dataclasses.replace(preset(name), tensor_parallel=size, num_blocks=200, **changes)
 
 
-def crew_engine(crew: Crew, config: EngineConfig, address: str | None, *, salt: str = "") -> Engine:
+def engine_of_ranks(
+    process_group: ProcessGroup, config: EngineConfig, address: str | None, *, salt: str = ""
+) -> Engine:
     """An engine on poisoned memory in every rank, with kvdock when there is an address."""
-    runner = crew.runner(config)
+    runner = process_group.runner(config)
     poison(runner.kv)
-    crew.ask(poison_rank)
+    process_group.ask(poison_rank)
     connector: EngineConnector | None = None
     if address is not None:
-        identity = Identity(unique("instance"), unique("member"), label=f"{crew.size} ranks")
+        identity = Identity(unique("instance"), unique("member"), label=f"{process_group.size} ranks")
         connector = connect(
             config, runner.kv, ConnectorSettings(address, timeout_s=PATIENCE_S), identity, chunk_tokens=CHUNK,
-            cache_salt=salt, crew=crew,
+            cache_salt=salt, process_group=process_group,
         )
     return Engine(config, connector, runner=runner)
 
@@ -72,9 +74,9 @@ class StuckCopier:
         raise AssertionError("it waits for ever")
 
 
-def stick(crew: Crew, verb: Verb, number: int, sign: Path) -> None:
+def stick(process_group: ProcessGroup, verb: Verb, number: int, sign: Path) -> None:
     """From now on rank `number` gets stuck in the middle of its copies; `sign` is there once it is."""
-    crew.ask(partial(_stuck_in, verb, number, sign))
+    process_group.ask(partial(_stuck_in, verb, number, sign))
 
 
 def _stuck_in(verb: Verb, number: int, sign: Path, rank: Rank) -> None:

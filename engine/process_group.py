@@ -3,7 +3,7 @@
 Owns the processes and a pipe to each. One thread listens to all pipes; one that ends says at once that its rank is
 lost. Then the team is lost: the others are told to end too, and one that cannot hear, for it waits for the dead inside
 a sum, is killed, which the server takes as it takes any death. Invariant: every rank gets Asks, Steps and Orders in the
-order they were posted. One engine at a time uses a crew.
+order they were posted. One engine at a time uses a process group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDING_S = 3.0
 """What a rank that is to end gets for copies in flight and a word to the server."""
 
 
-class Crew:
+class ProcessGroup:
     """Starts ranks 1 to `size` - 1; returns when all are there. RankLost when one does not come, or ever stays away
     from the others for `timeout_s`."""
 
@@ -50,7 +50,7 @@ class Crew:
             process.start()
             theirs.close()
             self.processes[rank] = process
-        self._listener = threading.Thread(target=self._listen, name="kvdock-crew", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="kvdock-ranks", daemon=True)
         self._listener.start()
         try:
             self.team = GlooTeam(store, 0, size, timeout_s)
@@ -58,10 +58,10 @@ class Crew:
             self.close()
             raise
 
-    def runner(self, config: EngineConfig) -> CrewRunner:
+    def runner(self, config: EngineConfig) -> ProcessGroupRunner:
         """The model and fresh KV memory in every rank; what the ranks had before is gone. RankLost."""
         self.ask(partial(set_up, config))
-        return CrewRunner(self, config)
+        return ProcessGroupRunner(self, config)
 
     def ask(self, what: Callable[[Rank], None]) -> None:
         """Runs a function that can be pickled in every other rank, and waits for all. RankLost when one fails."""
@@ -138,18 +138,18 @@ class Crew:
             self.post(other, None)
 
 
-class CrewRunner(Runner):
+class ProcessGroupRunner(Runner):
     """Runs a step in all ranks."""
 
-    def __init__(self, crew: Crew, config: EngineConfig) -> None:
-        super().__init__(config, team=crew.team)
-        self._crew = crew
+    def __init__(self, process_group: ProcessGroup, config: EngineConfig) -> None:
+        super().__init__(config, team=process_group.team)
+        self._process_group = process_group
 
     def check(self) -> None:
-        self._crew.check()
+        self._process_group.check()
 
     def run(self, step: Step) -> Tensor:
-        for rank in self._crew.processes:
-            if not self._crew.post(rank, step):
-                raise RankLost(f"rank {rank} of {self._crew.size} is gone")
+        for rank in self._process_group.processes:
+            if not self._process_group.post(rank, step):
+                raise RankLost(f"rank {rank} of {self._process_group.size} is gone")
         return super().run(step)

@@ -60,7 +60,6 @@ class Manifest(Identity, frozen=True, kw_only=True):
     revision: str = ""
     adapter: str = ""
     kv_dtype: Name
-    scale_mode: str = ""
     layers: Count
     kv_heads: Count
     head_size: Count

@@ -1,39 +1,49 @@
 """`kvdock bench`: how fast a running server answers and copies on this machine, beside plain memcpy; some seconds.
 
 Two engines of the benchmark's own attach. One stores many tiny chunks and times lookups of them. The other stores and
-loads synthetic KV through the connector, into blocks that are wiped in between and compared afterwards, so that a
+loads synthetic KV through the connectors, into blocks that are wiped in between and compared afterwards, so that a
 fast copy of wrong bytes cannot score. Everything stored is deleted at the end.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import secrets
 import statistics
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from kvdock import _core
-from kvdock.cli.bench_engine import BLOCK_TOKENS, BenchEngine, Shape
-from kvdock.cli.operator import print_json, reached
+from kvdock.cli.operator import delete, print_json, reached
 from kvdock.cli.outcome import FAILED, CommandError
 from kvdock.cli.words import size
 from kvdock.client.client import Client
+from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.errors import RefusedError
+from kvdock.connectors.interface import Hit
+from kvdock.connectors.scheduler import Fetch, SchedulerConnector
+from kvdock.connectors.session import Attachment, Identity, SessionObserver
+from kvdock.datapath.layout import PagedLayout, Plane
 from kvdock.protocol import schemas as s
+from kvdock.protocol.keys import chunk_keys
 
 LOOKUP_KEYS = (2, 32, 512)
-TINY = Shape(layers=1, heads=1, head_size=16, chunk_blocks=1)
-"""Chunks of 1 KiB: their number matters here, not their size."""
+BLOCK_TOKENS = 16
 WARM_UP = 20
 COPY_ROUNDS = 5
 POOL_SHARE = 0.5
 """The benchmark uses at most this share of what one session may hold."""
+REQUEST = "bench"
+_NO_ROOM = "the pool has no room for the benchmark's chunks: try a smaller --mib, or an idle server"
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -46,67 +56,180 @@ class Figures(msgspec.Struct, kw_only=True):
     lookup_512_p50_ms: float
     lookup_512_p99_ms: float
     store_gb_s: float
-    """From `begin_store` to its `StoreDone`: reserve, copy, checksum, commit."""
+    """Reserve, copy, checksum, commit."""
     load_gb_s: float
-    """From `begin_load` to its `LoadDone`: the blocks are filled and checked, and the lease is released."""
+    """The blocks are filled and checked, and the lease is released."""
     memcpy_gb_s: float
     """memcpy of the same pieces with as many threads."""
     moved_bytes: int
     """Stored once and loaded once, per round."""
 
 
-def run_bench(
-    server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console
-) -> None:
+@dataclass(frozen=True)
+class Shape:
+    """The KV's dimensions; by default a small model's: 2 MiB a chunk."""
+
+    planes: int = 8
+    run_bytes: int = 16 << 10
+    """Bytes of a block in one plane."""
+    chunk_blocks: int = 16
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.chunk_blocks * BLOCK_TOKENS
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_blocks * self.planes * self.run_bytes
+
+    def manifest(self) -> s.Manifest:
+        """The same for every run, so that the server gets no new namespace each time."""
+        return s.Manifest(
+            model=f"kvdock-bench-{self.chunk_bytes}", kv_dtype="bytes", layers=self.planes // 2, kv_heads=1,
+            head_size=self.run_bytes // BLOCK_TOKENS, chunk_tokens=self.chunk_tokens, block_tokens=BLOCK_TOKENS,
+            groups=(s.Group(part_bytes=self.chunk_bytes),),
+        )
+
+
+TINY = Shape(planes=2, run_bytes=512, chunk_blocks=1)
+"""Chunks of 1 KiB: their number matters here, not their size."""
+
+
+def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console) -> None:
     """Raises CommandError when no server answers, when the pool has no room or wrong bytes are loaded; ApiError."""
     with reached(server) as client:
         status = client.status()
         if status.status != "ok":
             raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
-        budget_bytes = min(mib << 20, _room_bytes(client))
+        limits = client.config().limits
+        room_bytes = int(POOL_SHARE * min(limits.session_cap, limits.total_cap) * limits.pool_bytes)
         lookups = _lookups(client, rounds)
-        chunks = budget_bytes // Shape().chunk_bytes
-        figures = Figures(
-            **lookups, **_copies(client, chunks, threads), moved_bytes=chunks * Shape().chunk_bytes
-        )
+        chunks = min(mib << 20, room_bytes) // Shape().chunk_bytes
+        copies = _copies(client, chunks, threads)
+        figures = Figures(**lookups, **copies, moved_bytes=chunks * Shape().chunk_bytes)
     if as_json:
         print_json(console, figures)
     else:
         console.print(_table(figures))
 
 
-def _room_bytes(client: Client) -> int:
-    limits = client.config().limits
-    return int(POOL_SHARE * min(limits.session_cap, limits.total_cap) * limits.pool_bytes)
+class _Engine:
+    """An engine without a model: paged memory, a layout over it, and both connectors, called in turn.
+
+    It is attached from its construction to close(). Raises CommandError when the server refuses it. It owns `memory`,
+    and a spare mapping of the same size for plain copies.
+    """
+
+    def __init__(self, client: Client, shape: Shape, chunks: int, threads: int) -> None:
+        self.shape, self.chunks, self._people, self._threads = shape, chunks, client, threads
+        self.tokens: list[int] = []
+        blocks = chunks * shape.chunk_blocks
+        self.memory, self._spare = (mmap.mmap(-1, chunks * shape.chunk_bytes) for _ in range(2))
+        self._spare[:] = bytes(len(self._spare))  # touched: no page faults while it is measured
+        self._order = random.Random(7).sample(range(blocks), blocks)
+        name, run = f"bench-{secrets.token_hex(8)}", shape.run_bytes
+        self._bases = [_address_of(self.memory) + plane * blocks * run for plane in range(shape.planes)]
+        planes: tuple[Plane, ...] = tuple((base, run, run, 1, run) for base in self._bases)
+        core = _core.PagedLayout(planes, num_blocks=blocks, block_tokens=BLOCK_TOKENS)
+        layout = PagedLayout("pages", "NHD", planes, blocks, BLOCK_TOKENS, [], core)
+        self.session, self._worker = open_worker(
+            ConnectorSettings(client.address, copy_threads=threads), shape.manifest(),
+            Identity(name, name, label="kvdock bench"), [layout],
+        )
+        self._scheduler = SchedulerConnector(self.session)
+        try:
+            start(self.session, self._worker, SessionObserver(self._scheduler.keeps_lease))
+        except RefusedError as error:
+            raise CommandError(str(error), FAILED) from error
+
+    @property
+    def attachment(self) -> Attachment:
+        found = self.session.attachment
+        if found is None:
+            raise CommandError("the server was lost while it was measured", FAILED)
+        return found
+
+    def close(self) -> None:
+        self._worker.close()
+        self.session.close()
+        self.session.client.close()
+
+    @contextmanager
+    def stored(self) -> Iterator[list[bytes]]:
+        """Stores all blocks under random tokens, whose keys are in no pool; yields the keys, and deletes their chunks
+        at the end."""
+        source = random.Random(secrets.randbits(64))
+        self.tokens = [source.randrange(1 << 32) for _ in range(self.chunks * self.shape.chunk_tokens)]
+        namespace = self.attachment.namespace
+        keys = chunk_keys(namespace, self.tokens, self.shape.chunk_tokens)
+        try:
+            offer = self._scheduler.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
+            if offer is not None:
+                for batch in offer.batches:
+                    if (plan := self._scheduler.reserve(offer, batch)) is not None:
+                        self._worker.store(offer.attachment, plan)
+                offer.attachment.release()
+            yield keys
+        finally:
+            self._scheduler.finished(REQUEST)
+            delete(self._people, namespace.hex(), keys)
+
+    def find(self) -> None:
+        """Looks up what was stored. Raises CommandError unless all of it is there. `load` uses the lease; otherwise it
+        ends with the session."""
+        found = self._scheduler.lookup(REQUEST, self.tokens, 0)
+        if isinstance(found, Fetch):
+            self._scheduler.fetch(found)
+            found = self._scheduler.lookup(REQUEST, self.tokens, 0)
+        if not isinstance(found, Hit) or found.tokens < len(self.tokens):
+            raise CommandError(_NO_ROOM, FAILED)
+
+    def load(self) -> None:
+        """Fills the blocks with what `find` found."""
+        begun = self._scheduler.begin_load(REQUEST, [self._order], 0, len(self.tokens))
+        if begun is None:
+            raise CommandError("the server was lost while it was measured", FAILED)
+        attachment, plan = begun
+        self._worker.load(attachment, plan)
+        self._worker.settle(attachment)
+        attachment.release()
+
+    def memcpy_s(self) -> float:
+        """Seconds to copy every run of the blocks, in the order in which they are stored, to the spare memory."""
+        run, spare = self.shape.run_bytes, _address_of(self._spare)
+        pieces = array("Q", (base + block * run for block in self._order for base in self._bases))
+        to = array("Q", range(spare, spare + len(self._spare), run))
+        began = time.perf_counter()
+        _core.memcpy_pieces(to, pieces, run, threads=self._threads)
+        return time.perf_counter() - began
 
 
-# --------------------------------------------------------------------------- lookups
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _lookups(client: Client, rounds: int) -> dict[str, float]:
     """Times round trips, the sizes in turn. Each call also releases the lease of the call before."""
-    tokens = _fresh_tokens(max(LOOKUP_KEYS), TINY)
     took_ms: dict[int, list[float]] = {count: [] for count in LOOKUP_KEYS}
-    with _engine(client, TINY, max(LOOKUP_KEYS), threads=1) as engine, engine.stored(client, tokens) as keys:
-        if engine.hit_chunks(tokens) < len(keys):
-            raise CommandError(_NO_ROOM, FAILED)
-        # The connector keeps this attachment alive; the leases end with its session.
-        session, member = engine.attachment.session, engine.attachment.member
+    with closing(_Engine(client, TINY, max(LOOKUP_KEYS), threads=1)) as engine, engine.stored() as keys:
+        engine.find()
+        # The session keeps this attachment alive; the leases end with it.
+        asked, session, member = engine.session.client, engine.attachment.session, engine.attachment.member
         for number in range(-WARM_UP, rounds):
             for count in LOOKUP_KEYS:
                 body = s.Lookup(
                     session=session, member=member, request=f"bench-{count}-{number}", keys=b"".join(keys[:count])
                 )
                 began = time.perf_counter_ns()
-                answer = engine.client.lookup(body)
+                answer = asked.lookup(body)
                 spent_ms = (time.perf_counter_ns() - began) / 1e6
                 if answer.lease is None or len(answer.chunks) != count:
                     found = f"a lookup found {len(answer.chunks)} of {count} chunks"
                     raise CommandError(f"{found}: other engines use the pool; try when it is idle", FAILED)
-                engine.client.release_later(answer.lease, session, [0])
+                asked.release_later(answer.lease, session, [0])
                 if number >= 0:
                     took_ms[count].append(spent_ms)
-        engine.client.flush(session)
+        asked.flush(session)
     return {
         f"lookup_{count}_p{percent}_ms": round(_quantile(spent, percent / 100), 4)
         for count, spent in took_ms.items() for percent in (50, 99)
@@ -117,70 +240,26 @@ def _quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
-# --------------------------------------------------------------------------- copies
-
-
 def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
-    shape = Shape()
     if chunks < 1:
         raise CommandError(_NO_ROOM, FAILED)
-    moved_bytes = chunks * shape.chunk_bytes
-    store_s: list[float] = []
-    load_s: list[float] = []
-    plain_s: list[float] = []
-    with _engine(client, shape, chunks, threads=threads) as engine:
+    spent_s: dict[str, list[float]] = {"store": [], "load": [], "memcpy": []}
+    with closing(_Engine(client, Shape(), chunks, threads)) as engine:
         for _ in range(1 + COPY_ROUNDS):  # the first round, which maps the pool's pages, is left out
-            tokens = _fresh_tokens(chunks, shape)
-            engine.fill(secrets.randbits(32))
-            before = engine.contents()
+            engine.memory[:] = before = random.randbytes(len(engine.memory))
             began = time.perf_counter()
-            with engine.stored(client, tokens):
-                store_s.append(time.perf_counter() - began)
-                if engine.hit_chunks(tokens) < chunks:
-                    raise CommandError(_NO_ROOM, FAILED)
-                engine.wipe()
+            with engine.stored():
+                spent_s["store"].append(time.perf_counter() - began)
+                engine.find()
+                engine.memory[:] = bytes(len(engine.memory))
                 began = time.perf_counter()
-                engine.load(chunks)
-                load_s.append(time.perf_counter() - began)
-                if engine.contents() != before:
+                engine.load()
+                spent_s["load"].append(time.perf_counter() - began)
+                if engine.memory[:] != before:
                     raise CommandError("loaded bytes differ from those stored: do not use this build", FAILED)
-            plain_s.append(_memcpy_s(engine, threads))
-    return {
-        "store_gb_s": _rate(moved_bytes, store_s),
-        "load_gb_s": _rate(moved_bytes, load_s),
-        "memcpy_gb_s": _rate(moved_bytes, plain_s),
-    }
-
-
-def _memcpy_s(engine: BenchEngine, threads: int) -> float:
-    """Copies every run of the engine's blocks to its spare memory."""
-    pieces, piece_bytes = engine.pieces()
-    to = array("Q", range(engine.spare, engine.spare + len(pieces) * piece_bytes, piece_bytes))
-    began = time.perf_counter()
-    _core.memcpy_pieces(to, pieces, piece_bytes, threads=threads)
-    return time.perf_counter() - began
-
-
-def _rate(moved_bytes: int, spent_s: list[float]) -> float:
-    return round(moved_bytes / statistics.median(spent_s[1:]) / 1e9, 2)
-
-
-_NO_ROOM = "the pool has no room for the benchmark's chunks: try a smaller --mib, or an idle server"
-
-
-def _fresh_tokens(chunks: int, shape: Shape) -> list[int]:
-    """Random, so that their keys are in no pool."""
-    source = random.Random(secrets.randbits(64))
-    return [source.randrange(1 << 32) for _ in range(chunks * shape.chunk_tokens)]
-
-
-@contextmanager
-def _engine(client: Client, shape: Shape, chunks: int, *, threads: int) -> Iterator[BenchEngine]:
-    engine = BenchEngine(client.address, shape, chunks * shape.chunk_tokens // BLOCK_TOKENS, threads=threads)
-    try:
-        yield engine
-    finally:
-        engine.close()
+            spent_s["memcpy"].append(engine.memcpy_s())
+    moved_bytes = chunks * Shape().chunk_bytes
+    return {f"{what}_gb_s": round(moved_bytes / statistics.median(s[1:]) / 1e9, 2) for what, s in spent_s.items()}
 
 
 def _table(figures: Figures) -> Table:

@@ -54,7 +54,7 @@ def test_a_plan_that_a_rank_has_seen_cannot_be_cancelled(server: ServerProcess, 
     engine.close()
 
 
-def test_a_table_without_room_for_another_grant_says_so() -> None:
+def test_a_table_without_space_for_another_grant_says_so() -> None:
     with ServerProcess(table_grants=16) as server, Client(server.unix) as client:
         engine = attach(client)
         chain = keys(1, "full")

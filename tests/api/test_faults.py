@@ -44,7 +44,7 @@ def connected(address: str) -> socket.socket:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small /dev/shm of its own")
-def test_a_full_shared_memory_shortens_answers_and_is_used_again_when_there_is_room() -> None:
+def test_a_full_shared_memory_shortens_answers_and_is_used_again_when_there_is_space() -> None:
     done = subprocess.run(
         ["unshare", "--mount", sys.executable, str(SUPPORT / "full_shm.py")],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(SUPPORT)}, check=False,

@@ -114,7 +114,7 @@ def test_a_session_of_several_wants_to_know_who_leaves(server: ServerProcess, cl
     second.close()
 
 
-def test_an_id_of_another_server_life_is_unknown(engine: Engine) -> None:
+def test_an_id_of_another_server_epoch_is_unknown(engine: Engine) -> None:
     with ServerProcess() as other, Client(other.unix) as client:
         first = attach(client, member=engine.member)  # as the fixture's was the first or so of its own server
         namesake = first.session.rpartition("-")[2]

@@ -95,7 +95,7 @@ def test_wrong_settings_are_a_problem_and_not_the_end_of_the_examination() -> No
     assert set(found) == CHECKS
 
 
-def test_a_server_that_answers_needs_no_room_for_another_pool(server: ServerProcess, tmp_path: Path) -> None:
+def test_a_server_that_answers_needs_no_memory_for_another_pool(server: ServerProcess, tmp_path: Path) -> None:
     environ = {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:"), "KVDOCK_POOL_BYTES": "64TiB"}
     found = checks_of(kvdock("doctor", "--json", **environ), 0)
     assert found["server"]["level"] == found["shared memory"]["level"] == "ok"

@@ -287,7 +287,7 @@ def test_shared_memory_that_cannot_be_used_is_one_sentence(tmp_path: Path, monke
     assert error.value.code == "no_shared_memory" and not (tmp_path / "kvdock.sock").exists()
 
 
-def test_a_pool_that_leaves_no_room_for_its_table_is_refused(tmp_path: Path) -> None:
+def test_a_pool_that_leaves_no_memory_for_its_table_is_refused(tmp_path: Path) -> None:
     there, records = os.statvfs("/dev/shm"), 1 << 20
     pool_bytes = there.f_bavail * there.f_frsize - Table.region_bytes(records, 64) // 2
     done = kvdock(

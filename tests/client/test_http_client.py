@@ -56,7 +56,7 @@ def test_the_three_clients_have_the_same_calls() -> None:
         assert inspect.iscoroutinefunction(awaited[name]) is (name != "release_later")
 
 
-def test_a_whole_life_through_httpx(address: str, engine: Engine) -> None:
+def test_a_whole_session_through_httpx(address: str, engine: Engine) -> None:
     with HttpClient(address) as client:
         mine = attach(client)
         wanted = keys(3, unique("life"))

@@ -145,7 +145,7 @@ def test_a_second_engine_storing_the_same_prompt_copies_nothing(
     assert torch.equal(rig.blocks(SECOND[:12]), rig.blocks(range(12))), "the second engine's bytes were taken"
 
 
-def test_a_store_that_finds_no_room_still_reports(client: Client) -> None:
+def test_a_store_that_finds_no_space_still_reports(client: Client) -> None:
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
         tokens = tokens_of(8, 30)
         blocks = rig.connector.begin_store("r", tokens, [range(120)], len(tokens))

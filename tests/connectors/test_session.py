@@ -133,7 +133,7 @@ def test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successo
             rig.close()
 
 
-def test_a_request_of_the_first_life_is_looked_up_again_in_the_second() -> None:
+def test_a_request_of_the_first_epoch_is_looked_up_again_in_the_second() -> None:
     with mortal() as server, Rig(server.unix) as rig:
         tokens = tokens_of(4, 2)
         rig.store("s", tokens, range(8))

@@ -237,7 +237,7 @@ def test_whoever_missed_changes_starts_again_with_nothing(quick: ServerProcess) 
         assert one.believes() == set()
 
 
-def test_what_an_earlier_server_life_said_late_is_not_heard(quick: ServerProcess) -> None:
+def test_what_an_earlier_server_epoch_said_late_is_not_heard(quick: ServerProcess) -> None:
     with Telling(quick.unix) as one, Telling(quick.unix) as other:
         one.knows(tokens_of(8, 2))
         keys = one.keys(tokens_of(8, 2))

@@ -116,45 +116,45 @@ def test_pages_that_are_no_single_run_are_refused(shape: Sequence[int], strides:
         layouts_of(groups_of(config_of(FULL_16)), {"layer.0": tensor}, BLOCKS, "order")
 
 
-def test_room_counts_the_blocks_of_each_group() -> None:
+def test_the_block_budget_counts_the_blocks_of_each_group() -> None:
     groups = [KVGroup(None, 16, {"a": 128}, False), KVGroup(40, 32, {"b": 256}, False)]
     request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
     need = (10 + 1) + (-(-(40 + 64 + 32) // 32) + 1)  # all of 160 tokens, and what a window and a step may hold
     for blocks, fits in ((need - 1, False), (need, True)):
-        room = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
-        room.add(request)
-        assert room.fits(request) == fits
+        budget = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        budget.add(request)
+        assert budget.fits(request) == fits
 
 
-def test_room_is_left_for_the_largest_request_that_does_not_load() -> None:
+def test_the_block_budget_leaves_blocks_for_the_largest_request_that_does_not_load() -> None:
     small, large, third = (
         SimpleNamespace(request_id=name, num_prompt_tokens=16 * blocks, max_tokens=0)
         for name, blocks in (("small", 9), ("large", 29), ("third", 19))
     )  # 10, 30 and 20 blocks, as there is one more for the token to come
     groups = [KVGroup(None, 16, {"a": 128}, False)]
     for blocks, fits in ((39, False), (40, True)):
-        room = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
-        room.add(small)
-        room.add(large)
-        assert room.fits(small) == fits and room.fits(large) == fits
-    room.take(small)
-    assert room.fits(small) and room.fits(large), "each counts once"
-    room.add(third)
-    assert room.fits(small) and not room.fits(large), "the third could not be given its blocks beside both"
-    room.give_back("small")
-    assert room.fits(small) and not room.fits(third)
-    room.remove("large")
-    assert room.fits(third)
+        budget = BlockBudget(groups, blocks=blocks, longest_tokens=1024, step_tokens=64)
+        budget.add(small)
+        budget.add(large)
+        assert budget.fits(small) == fits and budget.fits(large) == fits
+    budget.take(small)
+    assert budget.fits(small) and budget.fits(large), "each counts once"
+    budget.add(third)
+    assert budget.fits(small) and not budget.fits(large), "the third could not be given its blocks beside both"
+    budget.give_back("small")
+    assert budget.fits(small) and not budget.fits(third)
+    budget.remove("large")
+    assert budget.fits(third)
 
 
-def test_where_requests_have_priorities_room_is_left_for_the_longest_that_may_come() -> None:
+def test_where_requests_have_priorities_blocks_are_left_for_the_longest_that_may_come() -> None:
     request = SimpleNamespace(request_id="r", num_prompt_tokens=160, max_tokens=0)
     for blocks, fits in ((11 + 65 - 1, False), (11 + 65, True)):
-        room = BlockBudget(
+        budget = BlockBudget(
             [KVGroup(None, 16, {"a": 128}, False)], blocks=blocks, longest_tokens=1024, step_tokens=64, in_order=False
         )
-        room.add(request)
-        assert room.fits(request) == fits
+        budget.add(request)
+        assert budget.fits(request) == fits
 
 
 def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled() -> None:
@@ -165,8 +165,8 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
         groups=(Group(part_bytes=512, block_tokens=16), Group(kind="window", window_tokens=40, part_bytes=512)),
     )
     session = EngineSession(Client("unix:/nobody/listens"), described, Identity("i", "m"))
-    room = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    side = VllmScheduler(session, groups, room, Settings(), ranks=1, fails_closed=False)
+    budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
+    side = VllmScheduler(session, groups, budget, Settings(), ranks=1, fails_closed=False)
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * 150, all_token_ids=[1] * 150, num_tokens=150, num_prompt_tokens=150,
         max_tokens=0,

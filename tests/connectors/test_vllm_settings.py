@@ -303,7 +303,7 @@ def test_requests_that_depend_on_more_than_tokens_are_told_apart(extra: dict[str
     assert depends_on_more_than_tokens(SimpleNamespace(**{"prompt_token_ids": [1], **extra}))
 
 
-def test_background_loads_always_leave_room_for_the_largest_request() -> None:
+def test_background_loads_always_leave_blocks_for_the_largest_request() -> None:
     room = BlockBudget([KVGroup(None, 16, {"a": 128}, False)], blocks=20, longest_tokens=1024, step_tokens=64)
     small, other, large = (
         SimpleNamespace(request_id=name, num_prompt_tokens=tokens, max_tokens=0)

@@ -48,7 +48,7 @@ def test_touch_saves_a_free_block_from_allocation() -> None:
     blocks.check_integrity([[0], [1]])
 
 
-def test_room_beside_does_not_count_what_is_to_be_held() -> None:
+def test_space_beside_does_not_count_what_is_to_be_held() -> None:
     blocks = BlockPool(4)
     held, freed = blocks.allocate(2)
     blocks.release([freed])
@@ -63,7 +63,7 @@ def test_a_refused_allocation_takes_nothing() -> None:
     blocks.check_integrity([])
 
 
-def test_a_hit_on_an_evictable_block_is_not_counted_as_room_too() -> None:
+def test_a_hit_on_an_evictable_block_is_not_counted_as_free_too() -> None:
     blocks = BlockPool(3)
     table = blocks.allocate(2)
     blocks.register(table[0], name(b"a"))

@@ -50,7 +50,7 @@ def test_a_model_that_leaves_gives_its_memory_to_another_size() -> None:
     assert used_share(new) >= 0.9
 
 
-def test_a_part_larger_than_any_slab_finds_room_among_small_ones() -> None:
+def test_a_part_larger_than_any_slab_finds_space_among_small_ones() -> None:
     table = new_table(POOL)
     small, huge = Client(table, 8 * 1024, "small"), Client(table, 48 * MIB, "huge")
     fill(small, "small", POOL // (8 * 1024))
@@ -82,7 +82,7 @@ def test_chunks_that_name_each_other_as_parent_do_not_block_the_pool() -> None:
     table.check_integrity()
 
 
-def test_a_store_that_can_have_no_room_evicts_nothing() -> None:
+def test_a_store_that_can_have_no_space_evicts_nothing() -> None:
     """Every slab of the small size is pinned somewhere: emptying the rest would free no larger slot."""
     table = new_table(4 * MIB)
     small, large = Client(table, PAGE, "small"), Client(table, 16 * PAGE, "large")
@@ -95,7 +95,7 @@ def test_a_store_that_can_have_no_room_evicts_nothing() -> None:
     table.check_integrity()
 
 
-def test_a_record_size_without_room_evicts_no_records_of_another() -> None:
+def test_a_record_size_without_space_evicts_no_records_of_another() -> None:
     table = new_table(64 * MIB, records=273)
     engine = Client(table, PAGE)
     fill(engine, "k", 4000)  # every page of the table belongs to records of one part now

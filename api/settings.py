@@ -62,57 +62,40 @@ Growth = Literal["demand", "ahead"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Build it with `load`, which checks; every field has a working default."""
+    """Build it with `load`, which checks; every field has a working default. cli/meanings.py says what each means."""
 
     # where it listens
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7410
-    """0: the system chooses."""
     socket_path: str = msgspec.field(default_factory=lambda: default_socket_path(os.environ))
     allowed_hosts: str = ""
-    """Host names the TCP port answers for, comma-separated; '*': all. Empty: loopback names when `host`
-    is a loopback address (a web page cannot reach the pool by DNS rebinding), else all."""
+    """With loopback names only, a web page cannot reach the pool by DNS rebinding."""
     body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 8 << 20
 
     # the pool
     pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 4 * GIB
-    """The pool never grows beyond it."""
     segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=MAX_SEGMENT_BYTES)] = GIB
-    """The pool grows by this much at a time."""
     prefault_threads: Threads = msgspec.field(default_factory=default_prefault_threads)
     low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
-    """Below this free share of the pool it grows, or, when full, evicts."""
     high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.10
-    """Watermark eviction stops at this free share."""
     growth: Growth = "demand"
-    """When the pool gets its memory: as stores need it, or all of it behind the start."""
     table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17
     table_grants: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 1 << 13
     session_cap: Share = 0.25
-    """Share of the pool one session may hold pinned."""
     total_cap: Share = 0.75
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
-    """Leases and reservations one session may have open."""
 
     # life and death
     heartbeat_s: Seconds = 2.0
     missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
-    """A member that misses so many in a row gets nothing new until the next one."""
     settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
-    """From a member's death until what it held is reused."""
     ask_s: Seconds = 60.0
-    """A lease older than this is asked about."""
     watch_s: Seconds = 0.5
-    """Interval of the look at members' locks, deadlines and watermarks."""
 
     # the beginning and the end
     adopt: Adopt = "auto"
-    """What becomes of the pool that a server at this socket left: taken over if it is whole, removed, or
-    taken over or else no start."""
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
-    """After SIGTERM, what is under way gets so long to end."""
     on_exit: OnExit = "remove"
-    """What SIGTERM does with the pool. Ctrl-C removes it always."""
 
     # what people read
     history_interval_s: Seconds = 1.0

@@ -8,41 +8,45 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from kvdock.protocol.reports import PoolView, RequestView, Series, Stats
 
 
 class Counters(msgspec.Struct):
-    """Totals since start. A lookup repeated within its epoch counts as a renewal, not as a lookup."""
+    """Totals since start, with their descriptions in `/metrics`. A lookup repeated within its epoch counts as a
+    renewal, not as a lookup."""
 
-    lookups: int = 0
-    lookup_renewals: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-    peeks: int = 0
-    limited_lookups: int = 0
-    unpinned_lookups: int = 0
-    unpinned_chunks: int = 0
-    unpinned_tokens: int = 0
-    """Tokens that hits lost because a rank of the session had not registered their segment."""
-    loaded_chunks: int = 0
-    loaded_bytes: int = 0
-    """Bytes of the chunks in leases, including leases that were cancelled."""
-    reservations: int = 0
-    short_reservations: int = 0
-    unpinned_reservations: int = 0
-    attached_members: int = 0
-    dead_members: int = 0
-    refusals: int = 0
-    """Answers that were problems."""
-    stored_chunks: int = 0
-    stored_bytes: int = 0
-    aborted_chunks: int = 0
-    evicted_chunks: int = 0
-    mismatches: int = 0
+    lookups: Annotated[int, Meta(description="Lookups, repeats within an epoch not counted")] = 0
+    lookup_renewals: Annotated[int, Meta(description="Lookups repeated within their epoch")] = 0
+    lookup_tokens: Annotated[int, Meta(description="Tokens looked up")] = 0
+    hit_tokens: Annotated[int, Meta(description="Tokens found")] = 0
+    peeks: Annotated[int, Meta(description="Lookups without a session")] = 0
+    limited_lookups: Annotated[int, Meta(description="Lookups shortened by a byte cap")] = 0
+    unpinned_lookups: Annotated[int, Meta(
+        description="Lookups shortened because a rank had not registered the segment of the hit"
+    )] = 0
+    unpinned_chunks: Annotated[int, Meta(description="Chunks that hits lost in this way")] = 0
+    unpinned_tokens: Annotated[int, Meta(description="Tokens that hits lost in this way")] = 0
+    loaded_chunks: Annotated[int, Meta(description="Chunks in leases")] = 0
+    loaded_bytes: Annotated[int, Meta(description="Bytes in leases, counted once per fetch")] = 0
+    """Includes leases that were cancelled."""
+    reservations: Annotated[int, Meta(description="Reservations asked for")] = 0
+    short_reservations: Annotated[int, Meta(description="Reservations cut short for want of memory")] = 0
+    unpinned_reservations: Annotated[int, Meta(
+        description="Reservations cut short for want of memory that every rank had registered"
+    )] = 0
+    attached_members: Annotated[int, Meta(description="Attach calls that succeeded")] = 0
+    dead_members: Annotated[int, Meta(description="Members whose lock was seen free")] = 0
+    refusals: Annotated[int, Meta(description="Answers that were problems")] = 0
+    stored_chunks: Annotated[int, Meta(description="Chunks published")] = 0
+    stored_bytes: Annotated[int, Meta(description="Bytes published")] = 0
+    aborted_chunks: Annotated[int, Meta(description="Chunks reserved and never published")] = 0
+    evicted_chunks: Annotated[int, Meta(description="Chunks evicted")] = 0
+    mismatches: Annotated[int, Meta(description="Chunks taken out of use after a checksum mismatch")] = 0
 
 
 TABLE_COUNTERS = ("stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "mismatches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvdock.api.pool.pool import Pool
+from kvdock.api.views.history import Counters
 from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.reports import Reports
 from kvdock.api.views.timing import Timings
@@ -18,30 +20,7 @@ from kvdock.protocol.reports import Status
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
-_HELP = {
-    "lookups": "Lookups, repeats within an epoch not counted",
-    "lookup_renewals": "Lookups repeated within their epoch",
-    "lookup_tokens": "Tokens looked up",
-    "hit_tokens": "Tokens found",
-    "peeks": "Lookups without a session",
-    "limited_lookups": "Lookups shortened by a byte cap",
-    "unpinned_lookups": "Lookups shortened because a rank had not registered the segment of the hit",
-    "unpinned_chunks": "Chunks that hits lost in this way",
-    "unpinned_tokens": "Tokens that hits lost in this way",
-    "loaded_chunks": "Chunks in leases",
-    "loaded_bytes": "Bytes in leases, counted once per fetch",
-    "reservations": "Reservations asked for",
-    "short_reservations": "Reservations cut short for want of memory",
-    "unpinned_reservations": "Reservations cut short for want of memory that every rank had registered",
-    "attached_members": "Attach calls that succeeded",
-    "dead_members": "Members whose lock was seen free",
-    "refusals": "Answers that were problems",
-    "stored_chunks": "Chunks published",
-    "stored_bytes": "Bytes published",
-    "aborted_chunks": "Chunks reserved and never published",
-    "evicted_chunks": "Chunks evicted",
-    "mismatches": "Chunks taken out of use after a checksum mismatch",
-}
+_HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 
 
 class Metrics(Collector):

@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.errors import KvdockError, ServerUnavailable
 
 RECEIVE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 1 << 20
@@ -32,7 +32,7 @@ _CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*\bclose\b", re.IGNORECASE)
 _END = b"\r\n\r\n"
 
 
-class AnswerError(Exception):
+class AnswerError(KvdockError):
     """The bytes that came back are not one complete HTTP answer."""
 
 

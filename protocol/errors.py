@@ -3,6 +3,7 @@
     KvdockError
     ├── SettingsError, StartupError, AdoptionError    the server's own: api/errors.py
     ├── ServerUnavailable        client: refused, lost, or silent for longer than the call's timeout
+    ├── AnswerError              client/transport.py: bytes that are no HTTP answer; callers see ServerUnavailable
     ├── ManifestError            a manifest or token list without one canonical form
     └── ApiError                 the server's answer was a problem: `code`, `status`, `found`, `wanted`
 

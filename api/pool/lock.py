@@ -109,12 +109,12 @@ class LeftPool(NamedTuple):
     """Time since its server last called `touch`, by the wall clock."""
 
 
-def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
+def left_pools(shm_dir: Path = shm.SHM_DIR, *, wall_s: Callable[[], float] = time.time) -> list[LeftPool]:
     """Dead servers' pools with a lock file that this process may open; the one whose server died last comes first."""
     found = []
     for pool_id in shm.pool_objects(shm_dir):
         try:
-            alive, left = _look(pool_id, shm_dir)
+            alive, left = _look(pool_id, shm_dir, wall_s)
         except (FileNotFoundError, PermissionError):
             continue
         if not alive:
@@ -122,19 +122,20 @@ def left_pools(shm_dir: Path = shm.SHM_DIR) -> list[LeftPool]:
     return sorted(found, key=lambda left: left.idle_s)
 
 
-def _look(pool_id: int, shm_dir: Path) -> tuple[bool, LeftPool]:
+def _look(pool_id: int, shm_dir: Path, wall_s: Callable[[], float]) -> tuple[bool, LeftPool]:
     """Whether its server is alive, and what the lock file says about the pool."""
     fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
     try:
         address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
-        left = LeftPool(pool_id, address, time.time() - os.fstat(fd).st_mtime)
+        left = LeftPool(pool_id, address, wall_s() - os.fstat(fd).st_mtime)
         return lock_holder_alive(fd, SERVER_OFFSET), left
     finally:
         os.close(fd)
 
 
 def remove_stale(
-    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False
+    shm_dir: Path = shm.SHM_DIR, *, spare: Callable[[LeftPool], bool] = lambda left: False,
+    wall_s: Callable[[], float] = time.time,
 ) -> list[str]:
     """Removes what dead servers left and returns the names. Live pools stay, and so do those that `spare` chooses.
 
@@ -146,11 +147,11 @@ def remove_stale(
     for pool_id, names in shm.pool_objects(shm_dir).items():
         path = shm.lock_path(pool_id, shm_dir)
         try:
-            alive, left = _look(pool_id, shm_dir)
+            alive, left = _look(pool_id, shm_dir, wall_s)
             if alive or spare(left):
                 continue
             lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing, so that nobody adopts it
-            if spare(_look(pool_id, shm_dir)[1]):
+            if spare(_look(pool_id, shm_dir, wall_s)[1]):
                 lock.close()
                 continue
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,13 @@ class Handshake(KVConnectorHandshakeMetadata):
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     """Raises a ConnectorError at start when this engine cannot be served as it is set up."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,
+        nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
+    ) -> None:
+        """`nonce`: a random name; vLLM passes the others."""
         super().__init__(vllm_config, role, kv_cache_config)
+        self._nonce = nonce
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config)
@@ -307,7 +312,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
         return Identity(
-            instance=self._instance, member=f"{who}-{uuid.uuid4().hex[:12]}", ranks=ranks, scheduler=scheduler,
+            instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {self._instance.removeprefix('vllm-')[:8]}",
         )
 

@@ -35,7 +35,7 @@ class Incoming(NamedTuple):
 
 class Endpoint(Generic[B]):
     def __init__(self, call: Call[Any], body: type[B], run: Run[B]) -> None:
-        self.route = call.path
+        self.call, self.route, self.body = call, call.path, body
         self._codec = Codec(body)
         self._run = run
 

@@ -1,26 +1,31 @@
 """The OpenAPI document, made from the message structs and from what each route states about itself.
 
-`doc` returns the keyword arguments for a FastAPI route decorator; `openapi_schema` adds the components
-that those arguments refer to.
+`route` adds one route; `openapi_schema` adds the components that routes refer to, and examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.api.http.notes import NOTES
 from kvdock.protocol import admin_schemas, reports, schemas, wire_types
+from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER
 from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
+
+READS = "reads only, so it may be repeated."
+IDEMPOTENT = "idempotent: a repeat finds less or nothing to do, and leaves the same state."
+PAGED = "A page of at most `limit`; `next` is the `cursor` of the following one, null after the last."
 
 _REF = "#/components/schemas/{name}"
 _BODY_ERRORS = ("malformed_json", "too_large", "unsupported_media_type", "invalid_body")
@@ -32,42 +37,37 @@ _VERSION_PARAMETER = {
 }
 
 
-def doc(
-    summary: str,
-    *,
-    answer: type[Answer] | None = None,
-    body: type[Body] | None = None,
-    errors: Iterable[str] = (),
-    text: str | None = None,
-    packed: bool = False,
-    statuses: Iterable[int] = (200,),
-) -> dict[str, Any]:
-    """Arguments of `@router.post(path, **doc(…))`.
+def route(
+    router: APIRouter, call: Call[Any], tag: str, summary: str, note: str = "", *, retry: str = READS,
+    body: type[Body] | None = None, errors: Iterable[str] = (), statuses: Iterable[int] = (200,),
+    parameters: Iterable[dict[str, Any]] = (), name: str | None = None,
+) -> Callable[[DecoratedCallable], DecoratedCallable]:
+    """Decorates the function that answers `call`.
 
-    `text`: media type of an answer that is no struct. `packed`: body and answer may be MessagePack too, of the
-    same shape; bytes are a bin there, not base64. `statuses`: those that `answer` comes with.
+    `note`: how the call behaves; `retry`: what repeating it does. If the call is `packed`, its body and answer may be
+    MessagePack too, of the same shape; bytes are a bin there, not base64. `statuses`: those that the answer comes with.
+    `parameters`: those that the function does not name; `name`: instead of the function's.
     """
+    packed, has_answer = call.packed and body is not None, call.answer is not NoneType
     codes = [*errors, *(_BODY_ERRORS if body else ()), *(("malformed_msgpack",) if packed else ()), *_ANY_ERRORS]
     responses: dict[int | str, dict[str, Any]] = {}
-    if answer is not None:
+    if call.answer is str:
+        responses[200] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    elif has_answer:
         for status in statuses:
-            responses[status] = {"description": answer.__name__, "content": _content(answer, packed)}
-    elif text is not None:
-        responses[200] = {"description": "OK", "content": {text: {"schema": {"type": "string"}}}}
+            responses[status] = {"description": call.answer.__name__, "content": _content(call.answer, packed)}
     for status in sorted({CODES[code].status for code in codes}):
         titles = [f"`{code}`: {CODES[code].title}." for code in codes if CODES[code].status == status]
         responses[status] = {"description": " ".join(titles), "content": _problem()}
     responses["default"] = {"description": "Any error", "content": _problem()}
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
     if body is not None:
         extra["requestBody"] = {"required": True, "content": _content(body, packed)}
-    return {
-        "summary": summary,
-        "responses": responses,
-        "openapi_extra": extra,
-        "response_model": None,
-        "status_code": 200 if answer is not None or text is not None else 204,
-    }
+    return router.api_route(
+        call.path, methods=[call.method], tags=[tag], summary=summary, name=name,
+        description=f"{note}\n\nRetry: {retry}".lstrip(), responses=responses, response_model=None,
+        status_code=200 if has_answer else 204, openapi_extra=extra,
+    )
 
 
 def _content(struct: type[msgspec.Struct], packed: bool) -> dict[str, Any]:
@@ -105,9 +105,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _annotate(call: dict[str, Any], method: str, path: str, shown: dict[str, Any]) -> None:
-    """Adds the note, the version header, examples and a line for curl to one call."""
-    note = NOTES[method, path]
-    call["description"] = f"{note.text}\n\nRetry: {note.retry}".lstrip()
+    """Adds the version header, examples and a line for curl to one call."""
     call.setdefault("parameters", []).append(_VERSION_PARAMETER)
     body = None
     for content in call.get("requestBody", {}).get("content", {}).values():

@@ -2,57 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from kvdock.api.admin import Admin
 from kvdock.api.http.handlers import handlers_of
-from kvdock.api.http.openapi import doc
+from kvdock.api.http.openapi import IDEMPOTENT, PAGED, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer, read_body
-from kvdock.protocol import admin_schemas as a
+from kvdock.protocol import admin_schemas as a, calls as c
+from kvdock.protocol.calls import Call
+from kvdock.protocol.wire_types import Answer, Body
 
-_CLEAR = msgspec.json.Decoder(a.ClearCache)
-_DELETE = msgspec.json.Decoder(a.DeleteChunks)
-_PIN = msgspec.json.Decoder(a.PinChunks)
-_PATCH = msgspec.json.Decoder(a.PatchConfig)
+B = TypeVar("B", bound=Body)
 
-router = APIRouter(prefix="/v1", tags=["administration"])
-
-
-@router.post("/cache/clear", **doc(
-    "Take all stored chunks of one or all namespaces out of use", body=a.ClearCache, answer=a.Cleared,
-    errors=("unknown_namespace",),
-))
-async def clear(request: Request) -> Response:
-    return answer(await handlers_of(request).admin.clear(await read_body(request, _CLEAR)))
+router = APIRouter()
+_route = partial(route, router, tag="administration")
 
 
-@router.delete("/chunks", **doc(
-    "Take some stored chunks out of use", body=a.DeleteChunks, answer=a.Deleted, errors=("unknown_namespace",)
-))
-async def delete(request: Request) -> Response:
-    return answer(await handlers_of(request).admin.delete(await read_body(request, _DELETE)))
+def _add(
+    call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], summary: str, note: str, **more: Any
+) -> None:
+    decoder = msgspec.json.Decoder(body)
+
+    async def respond(request: Request) -> Response:
+        return answer(await run(handlers_of(request).admin, await read_body(request, decoder)))
+
+    _route(call, summary=summary, note=note, body=body, name=run.__name__, **more)(respond)
 
 
-@router.post("/pins", **doc(
-    "Keep chunks from being evicted for a while", body=a.PinChunks, answer=a.Pinned, errors=("unknown_namespace",)
-))
-async def pin(request: Request) -> Response:
-    return answer(await handlers_of(request).admin.pin(await read_body(request, _PIN)))
+_add(
+    c.CLEAR, a.ClearCache, Admin.clear, "Take all stored chunks of one or all namespaces out of use",
+    "Lookups stop finding the chunks at once; memory that engines are reading is freed when they are done. Chunks "
+    "stored while the call runs may stay.",
+    retry=IDEMPOTENT, errors=("unknown_namespace",),
+)
+_add(
+    c.DELETE, a.DeleteChunks, Admin.delete, "Take some stored chunks out of use", "Like clear, for some keys.",
+    retry=IDEMPOTENT, errors=("unknown_namespace",),
+)
+_add(
+    c.PIN, a.PinChunks, Admin.pin, "Keep chunks from being evicted for a while",
+    "Clear, delete and mismatches take pinned chunks out of use like all others. Pins can fill the pool: then "
+    "reservations answer `no_space`, and `/readyz` says so.",
+    retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace",),
+)
+_add(
+    c.CONFIGURE, a.PatchConfig, Admin.configure, "Change limits while the server runs",
+    "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
+    "what nobody holds is evicted, and a segment is removed once nobody holds any of it.",
+    retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
+)
 
 
-@router.get("/config", **doc("Limits and settings in effect", answer=a.Config))
+@_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
     return answer(handlers_of(request).admin.config())
 
 
-@router.patch("/config", **doc(
-    "Change limits while the server runs", body=a.PatchConfig, answer=a.Config, errors=("bad_argument", "no_memory")
-))
-async def configure(request: Request) -> Response:
-    return answer(await handlers_of(request).admin.configure(await read_body(request, _PATCH)))
-
-
-@router.get("/namespaces", **doc("Manifests that engines have attached with", answer=a.Namespaces,
-                                 errors=("bad_argument",)))
+@_route(c.NAMESPACES, summary="Manifests that engines have attached with", note=PAGED, errors=("bad_argument",))
 async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.namespaces(limit, cursor))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -11,143 +12,144 @@ from fastapi import APIRouter, Request, Response
 from kvdock.api.http import endpoints
 from kvdock.api.http.endpoints import Endpoint, Incoming
 from kvdock.api.http.handlers import handlers_of
-from kvdock.api.http.openapi import doc
+from kvdock.api.http.openapi import route
 from kvdock.api.http.wire import NO_STORE, no_content, read_limited
-from kvdock.protocol import schemas as s
+from kvdock.protocol import calls as c, schemas as s
 from kvdock.protocol.forms import Codec, form_of_body, invalid_body
-from kvdock.protocol.wire_types import Body
-
-B = TypeVar("B", bound=Body)
 
 _CANCEL = Codec(s.CancelLease)
 
 _ASKER = ("unknown_session", "unknown_member", "member_suspect", "member_dead")
 _GRANT = ("unknown_session", "unknown_grant", "grant_closed", "foreign_grant")
 
-router = APIRouter(prefix="/v1")
-both = partial(doc, packed=True)
-"""For routes whose bodies may also be MessagePack."""
+router = APIRouter()
+_route = partial(route, router)
 
 
-async def respond(request: Request, endpoint: Endpoint[Any], id_in_path: str = "") -> Response:
-    """The endpoint's answer, in the form that the caller sent or, if it says so, accepts."""
-    handlers, header = handlers_of(request), request.headers.get
-    incoming = Incoming(
-        header("content-type", ""), header("accept", ""), header("content-length", ""), request.receive
-    )
-    content, media_type = await endpoint.answer(handlers.service, incoming, handlers.body_limit_bytes, id_in_path)
-    return Response(content, media_type=media_type, headers=NO_STORE)
+def _add(name: str, endpoint: Endpoint[Any], tag: str, summary: str, note: str = "", **more: Any) -> None:
+    """The route of an endpoint; its path has one id at most. `more`: as openapi.route has it."""
+    call = endpoint.call
+    ids = [
+        {"name": id_, "in": "path", "required": True, "schema": {"type": "string", "title": id_.title()}}
+        for id_ in re.findall(r"{(\w+)}", call.path)
+    ]
+
+    async def respond(request: Request) -> Response:
+        """The endpoint's answer, in the form that the caller sent or, if it says so, accepts."""
+        handlers, header = handlers_of(request), request.headers.get
+        incoming = Incoming(
+            header("content-type", ""), header("accept", ""), header("content-length", ""), request.receive
+        )
+        id_in_path = "".join(request.path_params.values())
+        content, media_type = await endpoint.answer(handlers.service, incoming, handlers.body_limit_bytes, id_in_path)
+        return Response(content, media_type=media_type, headers=NO_STORE)
+
+    _route(call, tag, summary, note, body=endpoint.body, name=name, parameters=ids, **more)(respond)
 
 
 # ------------------------------------------------------------------ sessions
 
 
-@router.post("/sessions", tags=["sessions"], **both(
-    "Attach one process of an engine instance", body=s.AttachSession, answer=s.SessionAttached,
+_add(
+    "attach", endpoints.ATTACH, "sessions", "Attach one process of an engine instance",
+    "The member locks its byte of the lock file before this call, and keeps it as long as it may use the pool. "
+    "`block_tokens` of a group divides the manifest's, which is the default: `skip_prefix_tokens` of lookups are then "
+    "whole blocks in every group.",
+    retry="`instance` and `member.id` are the ids. The same body gives the same session and member; the same member "
+    "with other ranks is `id_reused`.",
     errors=("bad_argument", "pool_too_small", "layout_mismatch", "id_reused", "rank_taken", "lock_not_visible",
             "member_dead", "table_full", "not_ready"),
-))
-async def attach(request: Request) -> Response:
-    return await respond(request, endpoints.ATTACH)
+)
 
 
-@router.delete("/sessions/{session}", tags=["sessions"], **doc(
-    "Detach a member; everything it holds is released",
+@_route(
+    c.LEAVE, "sessions", "Detach a member; everything it holds is released",
+    "When the last member leaves, the session is closed.", retry="404 means that an earlier attempt succeeded.",
     errors=("unknown_session", "unknown_member", "ambiguous_member"),
-))
+)
 async def leave(request: Request, session: str, member: str | None = None) -> Response:
     handlers_of(request).service.leave(session, member)
     return no_content()
 
 
-@router.post("/sessions/{session}/heartbeat", tags=["sessions"], **both(
-    "Show that a member lives; get and answer questions about old grants", body=s.Heartbeat,
-    answer=s.HeartbeatAnswer,
+_add(
+    "heartbeat", endpoints.HEARTBEAT, "sessions",
+    "Show that a member lives; get and answer questions about old grants",
+    "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`. `pinned_through`: how far "
+    "segments are registered by now, for members that need it. `changes_since` asks which chunks lookups began and "
+    "ceased to find, in order, for engines that inform routers; after an answer that is not `complete`, forget all "
+    "chunks and start again.",
+    retry="idempotent: done and keep may be sent twice, and questions that were not answered are asked again.",
     errors=("unknown_session", "unknown_member", "member_dead", "foreign_grant", "not_the_asker", "not_a_holder"),
-))
-async def heartbeat(request: Request, session: str) -> Response:
-    return await respond(request, endpoints.HEARTBEAT, session)
-
+)
 
 # ------------------------------------------------------------------ reading
 
-
-@router.post("/lookups", tags=["reading"], **both(
-    "The longest stored prefix, and a lease on it", body=s.Lookup, answer=s.LookupAnswer,
+_add(
+    "lookup", endpoints.LOOKUP, "reading", "The longest stored prefix, and a lease on it",
+    "Keys form a chain: each names its chunk and all chunks before it. A lease is held by ranks, one bit each; a "
+    "counter could not tell a repeated release from a second reader's. A client without ranks sends its number of "
+    "`readers` and numbers them itself.",
+    retry="(session, `request`, `epoch`) is the id. Within an epoch the same lease is renewed, so none is lost. Once a "
+    "rank has released, the epoch is over: `stale_epoch`, ask again with the next one.",
     errors=(*_ASKER, "unknown_namespace", "stale_epoch", "id_reused", "skip_misaligned", "skip_exceeds_hit",
             "bad_argument", "table_full", "too_many_grants"),
-))
-async def lookup(request: Request) -> Response:
-    return await respond(request, endpoints.LOOKUP)
-
-
-@router.post("/leases/{lease}/release", tags=["reading"], **both(
-    "Reader ranks are done with a lease", body=s.ReleaseLease, answer=s.ReleaseAnswer, errors=(*_GRANT, "not_a_holder")
-))
-async def release(request: Request, lease: str) -> Response:
-    return await respond(request, endpoints.RELEASE, lease)
-
-
-@router.post("/releases", tags=["reading"], **both(
+)
+_add(
+    "release", endpoints.RELEASE, "reading", "Reader ranks are done with a lease",
+    retry="(lease, rank) is the id: releasing again changes nothing, and the answer is the same.",
+    errors=(*_GRANT, "not_a_holder"),
+)
+_add(
+    "release_many", endpoints.RELEASE_MANY, "reading",
     "Releases of many leases of one session; lookups, reservations, commits and heartbeats carry them too",
-    body=s.ReleaseMany, answer=s.ReleaseManyAnswer, errors=("unknown_session",),
-))
-async def release_many(request: Request) -> Response:
-    return await respond(request, endpoints.RELEASE_MANY)
+    retry="(lease, rank) is the id, as for one release.", errors=("unknown_session",),
+)
 
 
-@router.delete("/leases/{lease}", tags=["reading"], **both(
-    "Cancel a lease whose plan was not handed to any rank", body=s.CancelLease,
+@_route(
+    c.CANCEL, "reading", "Cancel a lease whose plan was not handed to any rank",
+    "For the member that asked, before any rank was handed the plan. `session` and `member` are in the body or in the "
+    "query.",
+    retry="idempotent: the second time nothing is left to cancel.", body=s.CancelLease,
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
-))
+)
 async def cancel(request: Request, lease: str, session: str = "", member: str = "") -> Response:
-    """The session and member are in the body or, because some clients cannot send one with DELETE, in the query."""
+    """The session and member are in the query if a client cannot send a body with DELETE."""
     if session or member:
-        body = _from_query(s.CancelLease, {"session": session, "member": member})
+        try:
+            body = msgspec.convert({"session": session, "member": member}, s.CancelLease)
+        except msgspec.ValidationError as error:
+            raise invalid_body(error) from error
     else:
-        sent = form_of_body(request.headers.get("content-type", ""))
-        body = _CANCEL.decode(await read_limited(request), sent)
+        body = _CANCEL.decode(await read_limited(request), form_of_body(request.headers.get("content-type", "")))
     handlers_of(request).service.cancel(lease, body)
     return no_content()
 
 
-@router.post("/mismatches", tags=["reading"], **both(
-    "Report chunks whose checksum is not the one in the lease", body=s.ReportMismatch, answer=s.MismatchAnswer,
-    errors=(*_GRANT, "bad_argument"),
-))
-async def mismatch(request: Request) -> Response:
-    return await respond(request, endpoints.MISMATCH)
-
+_add(
+    "mismatch", endpoints.MISMATCH, "reading", "Report chunks whose checksum is not the one in the lease",
+    retry="idempotent: chunks already out of use are not counted again.", errors=(*_GRANT, "bad_argument"),
+)
 
 # ------------------------------------------------------------------ writing
 
-
-@router.post("/reservations", tags=["writing"], **both(
-    "Get slots for the chunks that are missing", body=s.Reserve, answer=s.ReserveAnswer,
+_add(
+    "reserve", endpoints.RESERVE, "writing", "Get slots for the chunks that are missing",
+    "If there is too little memory, a prefix of the missing chunks is granted; `limited_by` says why.",
+    retry="(session, `store`) is the id. The same body gives the same answer while the reservation is open and "
+    "`grant_closed` afterwards; another body is `id_reused`.",
     errors=(*_ASKER, "id_reused", "grant_closed", "chain_mismatch", "bad_argument", "table_full", "too_many_grants"),
-))
-async def reserve(request: Request) -> Response:
-    return await respond(request, endpoints.RESERVE)
-
-
-@router.post("/reservations/{reservation}/commit", tags=["writing"], **both(
-    "Publish the parts that a rank has written", body=s.Commit, answer=s.CommitAnswer,
+)
+_add(
+    "commit", endpoints.COMMIT, "writing", "Publish the parts that a rank has written",
+    "A late commit is `grant_closed`, which is final; the rank still counts as done.",
+    retry="(reservation, rank, part) is the id: equal checksums give the same answer, others `already_committed`.",
     errors=(*_GRANT, "not_a_holder", "not_reserved", "already_committed"),
-))
-async def commit(request: Request, reservation: str) -> Response:
-    return await respond(request, endpoints.COMMIT, reservation)
-
-
-@router.post("/reservations/{reservation}/abort", tags=["writing"], **both(
-    "Ranks end without committing; the reservation closes", body=s.Abort, answer=s.ReleaseAnswer,
+)
+_add(
+    "abort", endpoints.ABORT, "writing", "Ranks end without committing; the reservation closes",
+    "Chunks whose parts were all committed before stay stored.",
+    retry="(reservation, rank) is the id: repeating it is harmless.",
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out", "not_a_holder"),
-))
-async def abort(request: Request, reservation: str) -> Response:
-    return await respond(request, endpoints.ABORT, reservation)
-
-
-def _from_query(kind: type[B], values: dict[str, Any]) -> B:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
+)

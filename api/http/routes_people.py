@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
@@ -12,21 +14,28 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
+from fastapi.types import DecoratedCallable
 
 from kvdock.api.http.docs_page import docs_page, docs_style
 from kvdock.api.http.handlers import handlers_of
-from kvdock.api.http.openapi import doc, openapi_schema
-from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer
+from kvdock.api.http.openapi import PAGED, openapi_schema, route
+from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, Cursor, Limit, answer
 from kvdock.api.views.metrics import CONTENT_TYPE
-from kvdock.protocol import schemas as s
-from kvdock.protocol.admin_schemas import SessionDetail
+from kvdock.protocol import calls as c
+from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES
-from kvdock.protocol.reports import Health, Leases, LeaseView, Requests, Stats, Status
+from kvdock.protocol.reports import Health
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
 PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
 
 router = APIRouter()
+_route = partial(route, router)
+_list = partial(_route, note=PAGED, errors=("bad_argument",))
+
+
+def _probe(path: str, summary: str, note: str) -> Callable[[DecoratedCallable], DecoratedCallable]:
+    return _route(Call("GET", path, Health), "health", summary, note, statuses=_WELL_OR_NOT)
 
 
 def add_page(app: FastAPI) -> None:
@@ -52,18 +61,21 @@ class PageFiles(StaticFiles):
 # ------------------------------------------------------------------ probes
 
 
-@router.get("/livez", tags=["health"], **doc("The event loop turns", answer=Health, statuses=_WELL_OR_NOT))
+_NO_SLOT = "503 with reasons when no slot can be given out now."
+
+
+@_probe("/livez", "The event loop turns", "503 with reasons when the server is stuck: restart it.")
 async def livez(request: Request) -> Response:
     return _health(handlers_of(request).probes.live())
 
 
-@router.get("/startupz", tags=["health"], **doc("The server has started", answer=Health, statuses=_WELL_OR_NOT))
+@_probe("/startupz", "The server has started", "503 until the first segment is allocated.")
 async def startupz(request: Request) -> Response:
     return _health(handlers_of(request).probes.started())
 
 
-@router.get("/readyz", tags=["health"], **doc("Slots can be given out", answer=Health, statuses=_WELL_OR_NOT))
-@router.get("/healthz", tags=["health"], **doc("The same as /readyz", answer=Health, statuses=_WELL_OR_NOT))
+@_probe("/readyz", "Slots can be given out", _NO_SLOT)
+@_probe("/healthz", "The same as /readyz", _NO_SLOT)
 async def readyz(request: Request) -> Response:
     return _health(handlers_of(request).probes.ready())
 
@@ -77,63 +89,59 @@ def _health(health: Health) -> Response:
 # ------------------------------------------------------------------ lists, and the pool at a glance
 
 
-@router.get("/v1/sessions", tags=["sessions"], **doc("Who is attached", answer=s.Sessions, errors=("bad_argument",)))
+@_list(c.SESSIONS, "sessions", "Who is attached")
 async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.sessions(limit, cursor))
 
 
-@router.get("/v1/sessions/{session}", tags=["sessions"], **doc(
-    "One session: members, grants, bytes held", answer=SessionDetail, errors=("unknown_session", "bad_argument")
-))
+@_route(
+    c.SESSION, "sessions", "One session: members, grants, bytes held",
+    "All members, the bytes that the session holds, and a page of its open leases and reservations, chosen by "
+    "`limit` and `cursor`.",
+    errors=("unknown_session", "bad_argument"),
+)
 async def show_session(
     request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0
 ) -> Response:
     return answer(handlers_of(request).reports.session(session, limit, cursor))
 
 
-@router.get("/v1/leases", tags=["reading"], **doc(
-    "Open leases and reservations, oldest first", answer=Leases, errors=("bad_argument",)
-))
+@_list(c.LEASES, "reading", "Open leases and reservations, oldest first")
 async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.leases(limit, cursor))
 
 
-@router.get("/v1/leases/{lease}", tags=["reading"], **doc(
-    "One lease or reservation: what it holds, and for which ranks it waits", answer=LeaseView, errors=("unknown_grant",)
-))
+@_route(
+    c.LEASE, "reading", "One lease or reservation: what it holds, and for which ranks it waits",
+    "A heartbeat renews the leases of its session; this call changes nothing.", errors=("unknown_grant",),
+)
 async def show_lease(request: Request, lease: str) -> Response:
     return answer(handlers_of(request).reports.lease(lease))
 
 
-@router.get("/v1/segments", tags=["pool"], **doc(
-    "The pool's shared memory, and its lock file", answer=s.Segments, errors=("bad_argument",)
-))
+@_list(c.SEGMENTS, "pool", "The pool's shared memory, and its lock file")
 async def segments(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.segments(limit, cursor))
 
 
-@router.get("/v1/status", tags=["pool"], **doc("The server at a glance", answer=Status))
+@_route(c.STATUS, "pool", "The server at a glance")
 async def status(request: Request) -> Response:
     return answer(handlers_of(request).reports.status())
 
 
-@router.get("/v1/stats", tags=["pool"], **doc("The last minutes, as time series", answer=Stats))
+@_route(c.STATS, "pool", "The last minutes, as time series")
 async def stats(request: Request) -> Response:
     return answer(handlers_of(request).reports.stats())
 
 
-@router.get("/v1/requests", tags=["pool"], **doc(
-    "The last lookups and stores, newest first", answer=Requests, errors=("bad_argument",)
-))
+@_list(c.REQUESTS, "pool", "The last lookups and stores, newest first")
 async def requests(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.requests(limit, cursor))
 
 
-@router.get("/metrics", tags=["health"], **doc("Prometheus text", text="text/plain"))
+@_route(Call("GET", "/metrics", str), "health", "Prometheus text", "Base units; counters end in `_total`.")
 async def metrics(request: Request) -> Response:
-    return Response(handlers_of(request).metrics.text(), headers={
-        "content-type": CONTENT_TYPE, "cache-control": "no-store"
-    })
+    return Response(handlers_of(request).metrics.text(), headers={"content-type": CONTENT_TYPE, **NO_STORE})
 
 
 async def _document(request: Request) -> dict[str, Any]:

@@ -17,13 +17,12 @@ import msgspec
 import pytest
 import requests
 import schemathesis
-from admin_helpers import ok
+from admin_helpers import CALLS, ok
 from api_helpers import Engine, ServerProcess, attach, keys
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from kvdock.api.http.notes import NOTES
 from kvdock.client.client import Client
 
 SEED = int(os.environ.pop("KVDOCK_FUZZ_SEED", "20261121")) or random.SystemRandom().getrandbits(32)
@@ -91,7 +90,7 @@ def with_real_ids(value: Any, ids: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize(("method", "path"), list(NOTES), ids=lambda value: str(value))
+@pytest.mark.parametrize(("method", "path"), CALLS, ids=lambda value: str(value))
 def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
     world: dict[str, Any], method: str, path: str, mode: GenerationMode
 ) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from admin_helpers import call, ok, refused
+from admin_helpers import CALLS, call, ok, refused
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdock.api.http import examples, notes
+from kvdock.api.http import examples
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.views.probes import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.api.views.pulse import Pulse
@@ -257,7 +257,7 @@ def calls(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]
 
 
 def test_every_call_says_how_it_is_repeated_and_what_it_refuses(document: dict[str, Any]) -> None:
-    assert {(method, path) for method, path, _ in calls(document)} == set(notes.NOTES)
+    assert {(method, path) for method, path, _ in calls(document)} == set(CALLS)
     for method, path, described in calls(document):
         assert "Retry: " in described["description"], path
         named = {code for reply in described["responses"].values() for code in re.findall(r"`(\w+)`:", str(reply))}

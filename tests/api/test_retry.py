@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from admin_helpers import call, ok
+from admin_helpers import CALLS, call, ok
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
 
-from kvdock.api.http.notes import NOTES
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.protocol.schemas import Lookup, ReleaseLease
@@ -227,7 +226,7 @@ def settled(answer: dict[str, Any], engine: Engine) -> dict[str, Any]:
 
 
 def test_every_mutating_call_has_a_case() -> None:
-    assert {case.route for case in CASES} == {route for route in NOTES if route[0] != "GET"}
+    assert {case.route for case in CASES} == {route for route in CALLS if route[0] != "GET"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case.route))

@@ -7,6 +7,16 @@ from typing import Any
 
 import msgspec
 from api_helpers import raw
+from fastapi.routing import APIRoute
+
+from kvdock.api.http import routes_admin, routes_engine, routes_people
+
+CALLS = [
+    (method, route.path)
+    for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema for method in sorted(route.methods or ())
+]
+"""(method, path) of every call of the API."""
 
 
 def call(address: str, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:

@@ -29,7 +29,6 @@ from typing import TypeAlias
 
 from bench import table
 from bench.serving import MIB, PART_BYTES, Engine, ServerProcess, chain
-from kvdock.client.calls import SyncCalls
 from kvdock.client.client import Client
 from kvdock.client.http_client import HttpClient
 from kvdock.protocol import schemas as s
@@ -47,7 +46,7 @@ Timed = Callable[[], int]
 Counts: TypeAlias = "SynchronizedArray[int]"
 
 
-def lookups(engine: Engine, client: SyncCalls, keys: list[str] | bytes, hit_chunks: int) -> Timed:
+def lookups(engine: Engine, client: Client, keys: list[str] | bytes, hit_chunks: int) -> Timed:
     """Calls that lock all of `keys` and release the lease of the call before."""
     number = 0
 

@@ -5,26 +5,27 @@
     found = client.lookup(Lookup(session=attached.session, member=…, request="r1", keys=b"…"))
 
 Thread-safe, synchronous and lean: MessagePack over a persistent connection; it needs only msgspec and the standard
-library. Its methods are those of client/calls.py; client/http_client.py offers the same calls through httpx.
+library. client/http_client.py offers the same calls through httpx.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from types import NoneType, TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 
-from kvdock.client.calls import SyncCalls
+from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
-from kvdock.protocol import schemas as s
-from kvdock.protocol.calls import Call
+from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Problem
+from kvdock.protocol.reports import Leases, LeaseView, Problem, Requests, Stats, Status
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
-from kvdock.protocol.wire_types import KEY_BYTES, Body
+from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
 
 A = TypeVar("A")
 
@@ -34,15 +35,18 @@ _JSON_TYPE = JSON.media_type.encode()
 _PROBLEM = msgspec.json.Decoder(Problem)
 
 
-class Client(SyncCalls):
-    """Calls to one server. Each takes `timeout_s`; None means the client's default."""
+class Client:
+    """Calls to one server, one method each. Each takes `timeout_s`; None means the client's default.
+
+    Raises ServerUnavailable if there is no answer and ApiError if the answer is a refusal; nothing else.
+    """
 
     def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True) -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
         `packed`: MessagePack bodies; otherwise JSON, which people can read.
         """
-        super().__init__()
+        self._releases = ReleaseQueue()
         self._transport = Transport(Address.parse(address), f"{VERSION_HEADER}: {API_VERSION}\r\n".encode())
         self.timeout_s = timeout_s
         self._form = PACKED if packed else JSON
@@ -51,6 +55,7 @@ class Client(SyncCalls):
 
     @property
     def address(self) -> str:
+        """`unix:/path` or `http://host:port`."""
         return self._transport.address.text
 
     def close(self) -> None:
@@ -76,12 +81,15 @@ class Client(SyncCalls):
             call.method, call.target(ids, query), sent, self.timeout_s if timeout_s is None else timeout_s,
             self._media_type if form is self._form else _JSON_TYPE,
         )
+        return self._decoded(call, status, raw, packed=form.packed)
+
+    def _decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
         try:
             if status >= 400:
                 raise ApiError.from_problem(_PROBLEM.decode(raw))
             if call.answer is NoneType:
                 return call.answer()
-            decoder = self._decoders.get((call.answer, form.packed)) or self._add_decoder(call.answer, form.packed)
+            decoder = self._decoders.get((call.answer, packed)) or self._add_decoder(call.answer, packed)
             answer = decoder.decode(raw)
             assert isinstance(answer, call.answer)
             return answer
@@ -94,6 +102,131 @@ class Client(SyncCalls):
     ) -> msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]:
         made = msgspec.msgpack.Decoder(answer) if packed else msgspec.json.Decoder(answer)
         return self._decoders.setdefault((answer, packed), made)
+
+    def _carrying(
+        self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
+    ) -> A:
+        with self._releases.carried(session, body) as loaded:
+            return self._do(call, loaded, timeout_s, *ids)
+
+    # ---------------------------------------------------------------- sessions
+
+    def attach(self, body: s.AttachSession, *, timeout_s: float | None = None) -> s.SessionAttached:
+        return self._do(c.ATTACH, body, timeout_s)
+
+    def heartbeat(self, session: str, body: s.Heartbeat, *, timeout_s: float | None = None) -> s.HeartbeatAnswer:
+        return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
+
+    def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
+        """Releases everything that the member holds, so releases that it has queued need not be sent."""
+        return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
+
+    def sessions(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> s.Sessions:
+        return self._do(c.SESSIONS, None, timeout_s, query=page(limit, cursor))
+
+    def session(
+        self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.SessionDetail:
+        """With its members and a page of its grants."""
+        return self._do(c.SESSION, None, timeout_s, session, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- reading
+
+    def lookup(self, body: s.Lookup, *, timeout_s: float | None = None) -> s.LookupAnswer:
+        return self._carrying(c.LOOKUP, body, timeout_s, body.session)
+
+    def release(self, lease: str, body: s.ReleaseLease, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.RELEASE, body, timeout_s, lease)
+
+    def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
+        """Queued: the next lookup, reserve, commit or heartbeat of the session carries it. Raises ValueError.
+
+        The copies of these ranks have ended. A session that sends heartbeats releases at the latest with the next one;
+        for others `flush` and `close` send what is queued.
+        """
+        self._releases.add(session, lease, ranks)
+
+    def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
+        """Sends what release_later queued for the session; returns what was refused."""
+        refused: list[RefusedRelease] = []
+        while self._releases.waits(session):
+            answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
+            refused += answer.refused_releases
+        return refused
+
+    def cancel(self, lease: str, body: s.CancelLease, *, timeout_s: float | None = None) -> None:
+        """For the member that asked, if no rank was or will be handed the plan."""
+        return self._do(c.CANCEL, body, timeout_s, lease)
+
+    def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
+        return self._do(c.MISMATCH, body, timeout_s)
+
+    def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
+        """What a lease or reservation still holds."""
+        return self._do(c.LEASE, None, timeout_s, lease)
+
+    def leases(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> Leases:
+        return self._do(c.LEASES, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- writing
+
+    def reserve(self, body: s.Reserve, *, timeout_s: float | None = None) -> s.ReserveAnswer:
+        return self._carrying(c.RESERVE, body, timeout_s, body.session)
+
+    def commit(self, reservation: str, body: s.Commit, *, timeout_s: float | None = None) -> s.CommitAnswer:
+        return self._carrying(c.COMMIT, body, timeout_s, body.session, reservation)
+
+    def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.ABORT, body, timeout_s, reservation)
+
+    # ---------------------------------------------------------------- the pool, and what people read
+
+    def segments(self, *, timeout_s: float | None = None) -> s.Segments:
+        """All of them, however many pages they fill."""
+        found = self._do(c.SEGMENTS, None, timeout_s)
+        while found.next is not None:
+            more = self._do(c.SEGMENTS, None, timeout_s, query=page(None, found.next))
+            found = msgspec.structs.replace(more, segments=[*found.segments, *more.segments])
+        return found
+
+    def status(self, *, timeout_s: float | None = None) -> Status:
+        return self._do(c.STATUS, None, timeout_s)
+
+    def stats(self, *, timeout_s: float | None = None) -> Stats:
+        return self._do(c.STATS, None, timeout_s)
+
+    def requests(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> Requests:
+        return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- administration
+
+    def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
+        """Walks the whole table: give it time."""
+        return self._do(c.CLEAR, body, timeout_s)
+
+    def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        return self._do(c.DELETE, body, timeout_s)
+
+    def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
+        """`duration_s` 0 unpins."""
+        return self._do(c.PIN, body, timeout_s)
+
+    def config(self, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIG, None, timeout_s)
+
+    def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIGURE, body, timeout_s)
+
+    def namespaces(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.Namespaces:
+        return self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))
 
 
 def _with_key_bytes(body: Body) -> Body:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from server_forks import ServerFork
 
-from kvdock.client.calls import SyncCalls
+from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
@@ -123,7 +123,7 @@ def unique(prefix: str) -> str:
 class Engine:
     """One attached member, which holds its lock while this object is open."""
 
-    client: SyncCalls
+    client: Client
     attached: s.SessionAttached
     member: str
     liveness: MemberLiveness
@@ -178,7 +178,7 @@ class Engine:
 
 
 def attach(
-    client: SyncCalls, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
+    client: Client, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
     member: str | None = None, label: str = "", **manifest_overrides: Any,
 ) -> Engine:
     liveness = MemberLiveness(client.segments().lock_file, source=_fresh)

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 
 from kvdock.cli.lookup import resolve
-from kvdock.cli.operator import clear, print_json, reached
+from kvdock.cli.operator import LONG_TIMEOUT_S, print_json, reached
 from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.words import printable, size
+from kvdock.protocol.admin_schemas import ClearCache
 
 
 def clear_cache(
@@ -26,7 +27,8 @@ def clear_cache(
             what = "all namespaces" if space is None else f"{printable(space.manifest.model)} ({space.namespace[:8]})"
             stored = f"{status.chunks.ready:,} chunks, {size(status.pool.ready_bytes)} in all namespaces together"
             _confirm(f"Clear {what} at {client.address}? Stored are {stored}.")
-        cleared = clear(client, None if space is None else space.namespace)
+        body = ClearCache(namespace=None if space is None else space.namespace)
+        cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
     if as_json:
         print_json(console, cleared)
     else:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from kvdock.cli.outcome import FAILED, CommandError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """engine.config.PRESETS, without importing torch for it."""
@@ -28,13 +31,17 @@ Namespace = Annotated[str, typer.Option(
 )]
 
 
-def status(server: Server = "", as_json: AsJson = False) -> None:
-    """Show what the server holds, and for which engines."""
+def _console() -> Console:
     from rich.console import Console
 
+    return Console()
+
+
+def status(server: Server = "", as_json: AsJson = False) -> None:
+    """Show what the server holds, and for which engines."""
     from kvdock.cli.status import show_status
 
-    show_status(server, as_json=as_json, console=Console())
+    show_status(server, as_json=as_json, console=_console())
 
 
 def doctor(
@@ -47,11 +54,9 @@ def doctor(
 
     Each line is OK, a note or a problem, with what to do about it. The exit status is 1 if there is a problem.
     """
-    from rich.console import Console
-
     from kvdock.cli.doctor import doctor as examine
 
-    return examine(os.environ, config=config, as_json=as_json, console=Console())
+    return examine(os.environ, config=config, as_json=as_json, console=_console())
 
 
 def lookup(
@@ -71,12 +76,10 @@ def lookup(
 
     --namespace may be left out if the server has exactly one.
     """
-    from rich.console import Console
-
     from kvdock.cli.lookup import show_lookup
 
     show_lookup(
-        server, namespace=namespace, keys=keys or [], tokens_file=tokens_file, as_json=as_json, console=Console()
+        server, namespace=namespace, keys=keys or [], tokens_file=tokens_file, as_json=as_json, console=_console()
     )
 
 
@@ -91,33 +94,27 @@ def clear(
 
     Engines that are loading a chunk finish; its memory is freed afterwards.
     """
-    from rich.console import Console
-
     from kvdock.cli.clear import clear_cache
 
-    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=Console())
+    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=_console())
 
 
 def sessions(
     server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
 ) -> None:
     """List the attached engines and what they hold."""
-    from rich.console import Console
-
     from kvdock.cli.lists import show_sessions
 
-    show_sessions(server, limit=None if everything else limit, as_json=as_json, console=Console())
+    show_sessions(server, limit=None if everything else limit, as_json=as_json, console=_console())
 
 
 def leases(
     server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
 ) -> None:
     """List open leases and reservations, oldest first."""
-    from rich.console import Console
-
     from kvdock.cli.lists import show_leases
 
-    show_leases(server, limit=None if everything else limit, as_json=as_json, console=Console())
+    show_leases(server, limit=None if everything else limit, as_json=as_json, console=_console())
 
 
 def bench(
@@ -132,11 +129,9 @@ def bench(
     Times lookups, and stores and loads of synthetic KV beside plain memcpy. What it stores is deleted at the end; in
     a full pool it evicts the oldest chunks. The server's counters include the benchmark.
     """
-    from rich.console import Console
-
     from kvdock.cli.bench import run_bench
 
-    run_bench(server, rounds=rounds, mib=mib, threads=threads, as_json=as_json, console=Console())
+    run_bench(server, rounds=rounds, mib=mib, threads=threads, as_json=as_json, console=_console())
 
 
 def demo(

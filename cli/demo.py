@@ -60,16 +60,20 @@ class Turn:
         return self.ttft_alone_s / self.ttft_kvdock_s
 
 
+def _started(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """A program of kvdock's, in a session of its own: Ctrl-C reaches the demo, which ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"kvdock.cli.{module}", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )
+
+
 class EngineProcess:
-    """A demo_engine at the other end of two pipes. Its session is its own: Ctrl-C reaches the demo, which ends it."""
+    """A demo_engine at the other end of two pipes."""
 
     def __init__(self, name: str, address: str | None, preset: str) -> None:
         settings = {"name": name, "address": address, "preset": preset, "chunk_tokens": CHUNK_TOKENS}
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvdock.cli.demo_engine", json.dumps(settings)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )
+        self.name, self._process = name, _started("demo_engine", json.dumps(settings))
 
     def wait_ready(self) -> None:
         self._read()
@@ -110,12 +114,10 @@ def _reap(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """Starts a server in a session of its own, as engines are; yields it, its page's URL and its Unix address."""
+    """Starts a server; yields it, its page's URL and its Unix address."""
     socket_path = folder / "kvdock.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvdock.cli.demo_server", "--port", str(port), "--socket-path", str(socket_path),
-         "--pool-bytes", pool_bytes],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    process = _started(
+        "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes
     )
     assert process.stdout is not None
     try:

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.words import duration, printable, size
-from kvdock.client.client import Client
 from kvdock.protocol.reports import Leases, LeaseView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
@@ -18,7 +17,7 @@ from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
     """`limit` None: all. Raises CommandError, ApiError."""
     with reached(server) as client:
-        sessions, following = _sessions(client, limit)
+        sessions, following = first(client.sessions, lambda page: page.sessions, limit)
     if as_json:
         print_json(console, Sessions(sessions=sessions, next=following))
         return
@@ -29,13 +28,9 @@ def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Con
 def show_leases(server: str, *, limit: int | None, as_json: bool, console: Console) -> None:
     """Leases and reservations, oldest first. `limit` None: all. Raises CommandError, ApiError."""
     with reached(server) as client:
-
-        def fetch(wanted: int, cursor: str | None) -> tuple[list[LeaseView], str | None]:
-            answer = client.leases(limit=wanted, cursor=cursor)
-            return answer.leases, answer.next
-
-        leases, following = first(fetch, limit)
-        engines = {} if as_json else {view.session: view.label or view.instance for view in _sessions(client, None)[0]}
+        leases, following = first(client.leases, lambda page: page.leases, limit)
+        attached, _ = ([], None) if as_json else first(client.sessions, lambda page: page.sessions)
+        engines = {view.session: view.label or view.instance for view in attached}
     if as_json:
         print_json(console, Leases(leases=leases, next=following))
         return
@@ -59,14 +54,6 @@ def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table
          _waiting(view), f"{view.chunks:,}", size(view.bytes), duration(view.age_s), view.grant)
         for view in leases
     ))
-
-
-def _sessions(client: Client, limit: int | None) -> tuple[list[SessionView], str | None]:
-    def fetch(wanted: int, cursor: str | None) -> tuple[list[SessionView], str | None]:
-        answer = client.sessions(limit=wanted, cursor=cursor)
-        return answer.sessions, answer.next
-
-    return first(fetch, limit)
 
 
 def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvdock.cli.operator import namespaces, print_json, reached
+from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.words import printable
 from kvdock.client.client import Client
@@ -56,7 +56,7 @@ def show_lookup(
 
 def resolve(client: Client, prefix: str) -> NamespaceView:
     """The one namespace that starts with these hex digits; '' fits any. Raises CommandError unless exactly one fits."""
-    spaces = namespaces(client)
+    spaces, _ = first(client.namespaces, lambda page: page.namespaces)
     if not spaces:
         raise CommandError("no engine has attached to this server yet, so it has no namespace", FAILED)
     fitting = [space for space in spaces if space.namespace.startswith(prefix.lower())]

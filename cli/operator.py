@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -18,17 +18,13 @@ from kvdock.protocol.errors import ServerUnavailable
 from kvdock.protocol.wire_types import MAX_KEYS
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Page", covariant=True)
 
 PAGE_ITEMS = 1000
 """The most items that the server puts on a page."""
 TIMEOUT_S = 3.0
 LONG_TIMEOUT_S = 120.0
 """For calls that walk the whole table."""
-
-
-def clear(client: Client, namespace: str | None) -> a.Cleared:
-    """None: all namespaces."""
-    return client.clear(a.ClearCache(namespace=namespace), timeout_s=LONG_TIMEOUT_S)
 
 
 def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
@@ -38,16 +34,6 @@ def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
         client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S).chunks
         for part in parts
     )
-
-
-def namespaces(client: Client) -> list[a.NamespaceView]:
-    """All namespaces of the server."""
-
-    def fetch(wanted: int, cursor: str | None) -> tuple[list[a.NamespaceView], str | None]:
-        answer = client.namespaces(limit=wanted, cursor=cursor)
-        return answer.namespaces, answer.next
-
-    return first(fetch, None)[0]
 
 
 def default_address() -> str:
@@ -72,19 +58,22 @@ def reached(address: str) -> Iterator[Client]:
             raise CommandError(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
 
 
-def first(
-    fetch: Callable[[int, str | None], tuple[list[T], str | None]], limit: int | None
-) -> tuple[list[T], str | None]:
-    """The first `limit` items of a list in pages (None: all), and the cursor of the rest.
+class Page(Protocol):
+    next: str | None
 
-    `fetch(limit, cursor)` gives one page and the next cursor.
-    """
+
+class Ask(Protocol[P]):
+    def __call__(self, *, limit: int | None, cursor: str | None) -> P: ...
+
+
+def first(ask: Ask[P], items_of: Callable[[P], list[T]], limit: int | None = None) -> tuple[list[T], str | None]:
+    """The first `limit` items of a list in pages (None: all), and the cursor of the rest."""
     items: list[T] = []
     cursor: str | None = None
     while True:
-        wanted = PAGE_ITEMS if limit is None else min(PAGE_ITEMS, limit - len(items))
-        more, cursor = fetch(wanted, cursor)
-        items += more
+        page = ask(limit=PAGE_ITEMS if limit is None else min(PAGE_ITEMS, limit - len(items)), cursor=cursor)
+        items += items_of(page)
+        cursor = page.next
         if cursor is None or (limit is not None and len(items) >= limit):
             return items, cursor
 

@@ -111,7 +111,7 @@ class Bench:
 
     def load(self, subject: Subject, request: str, blocks: Sequence[int], local: int, hit: int) -> int:
         subject.connector.begin_load(request, self.table(subject, blocks, hit), local, hit)
-        done = self._await(subject, lambda load, store: load is not None and load.request_id == request)
+        done = self._await(subject, lambda done: isinstance(done, LoadDone) and done.request_id == request)
         assert isinstance(done, LoadDone)
         return done.valid_tokens
 
@@ -121,7 +121,7 @@ class Bench:
             self.await_store(subject, held)
 
     def await_store(self, subject: Subject, held: BlocksRead) -> None:
-        self._await(subject, lambda load, store: store is not None and store.block_ids == held)
+        self._await(subject, lambda done: isinstance(done, StoreDone) and done.block_ids == held)
 
     def stored(self, subject: Subject, chunks: int) -> tuple[list[int], list[bytes]]:
         """Tokens of that many chunks, stored from the subject's first blocks; and what a hit of all of them loads."""
@@ -140,21 +140,26 @@ class Bench:
         assert sessions, f"the server shows no session labelled {subject.label!r}"
         return sum(s.leases + s.reservations for s in sessions)
 
-    def _await(
-        self, subject: Subject, wanted: Callable[[LoadDone | None, StoreDone | None], bool]
-    ) -> LoadDone | StoreDone:
+    def loaded(self, subject: Subject, request: str, tokens: list[int], blocks: list[int], wanted: list[bytes]) -> None:
+        """Looks up all of `tokens`, loads them into `blocks`, and expects what they hold to be `wanted`."""
+        expect("hit", self.hit(subject, request, tokens), len(tokens))
+        expect("valid tokens", self.load(subject, request, blocks, 0, len(tokens)), len(tokens))
+        expect("loaded", self.contents(subject, blocks, len(tokens)), wanted)
+
+    def _await(self, subject: Subject, wanted: Callable[[LoadDone | StoreDone], bool]) -> LoadDone | StoreDone:
         found: list[LoadDone | StoreDone] = []
         end = time.monotonic() + ANSWER_S
         while not found and time.monotonic() < end:
-            progress = subject.connector.poll(0.05)
-            found += [load for load in progress.loads if wanted(load, None)]
-            found += [store for store in progress.stores if wanted(None, store)]
+            found += self._reports(subject, wanted)
         assert found, f"found no report within {ANSWER_S} s, wanted exactly one"
-        quiet = subject.connector.poll(0.05)
-        found += [load for load in quiet.loads if wanted(load, None)]
-        found += [store for store in quiet.stores if wanted(None, store)]
+        found += self._reports(subject, wanted)
         assert len(found) == 1, f"reports: found {len(found)}, wanted exactly one"
         return found[0]
+
+    def _reports(self, subject: Subject, wanted: Callable[[LoadDone | StoreDone], bool]) -> list[LoadDone | StoreDone]:
+        progress = subject.connector.poll(0.05)
+        ended: list[LoadDone | StoreDone] = [*progress.loads, *progress.stores]
+        return [done for done in ended if wanted(done)]
 
 
 def expect(what: str, found: object, wanted: object) -> None:
@@ -177,9 +182,7 @@ def what_one_stores_another_loads_byte_for_byte(bench: Bench) -> None:
         tokens, contents = bench.stored(writer, 3)
         blocks = list(range(len(contents)))[::-1]  # other places than the writer's
         bench.fill(reader, blocks)
-        expect("hit", bench.hit(reader, "r", tokens), len(tokens))
-        expect("valid tokens", bench.load(reader, "r", blocks, 0, len(tokens)), len(tokens))
-        expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
+        bench.loaded(reader, "r", tokens, blocks, contents)
 
 
 def tokens_that_differ_anywhere_before_are_a_miss(bench: Bench) -> None:
@@ -235,9 +238,7 @@ def a_store_reads_no_block_after_its_report(bench: Bench) -> None:
         contents = bench.contents(writer, blocks, len(tokens))
         bench.store(writer, "w", tokens, blocks, len(tokens))
         bench.fill(writer, blocks)  # the engine gives them to somebody else
-        expect("hit", bench.hit(reader, "r", tokens), len(tokens))
-        expect("valid tokens", bench.load(reader, "r", blocks, 0, len(tokens)), len(tokens))
-        expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
+        bench.loaded(reader, "r", tokens, blocks, contents)
 
 
 def nothing_is_held_when_all_requests_have_ended(bench: Bench) -> None:
@@ -286,9 +287,7 @@ def a_preempted_request_comes_back_under_its_id(bench: Bench) -> None:
         for turn in range(3):
             blocks = [block + turn for block in range(len(contents))]
             bench.fill(reader, blocks)
-            expect("hit", bench.hit(reader, "again", tokens), len(tokens))
-            expect("valid tokens", bench.load(reader, "again", blocks, 0, len(tokens)), len(tokens))
-            expect("loaded", bench.contents(reader, blocks, len(tokens)), contents)
+            bench.loaded(reader, "again", tokens, blocks, contents)
             reader.connector.finished("again")
 
 

@@ -28,7 +28,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.connectors.verify import VerifiedByWorkers, Verifier
+from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.schemas import CancelLease, Lookup, LookupAnswer, Reserve
@@ -49,21 +49,14 @@ ChainOf = Callable[[str, bytes, int], Chain]
 """Makes the chain of a request from its id, the namespace and the tokens of a chunk."""
 
 
-class ChunkObserver(Protocol):
-    """Learns which chunks requests have, and which of them the server says are present."""
+class ChunkObserver:
+    """Learns which chunks requests have, and which of them the server says are present. This one does not care."""
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
         """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
         """Called before the request is sent; returns a callback that gets the keys the server says are present."""
-
-
-class NoObserver:
-    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Nobody wants to know."""
-
-    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
         return lambda keys: None
 
 
@@ -125,8 +118,8 @@ class SchedulerConnector:
         chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None,
     ) -> None:
         self.session, self.readers = session, readers
-        self._verifier = verifier if verifier is not None else VerifiedByWorkers()
-        self._observer = observer if observer is not None else NoObserver()
+        self._verifier = verifier if verifier is not None else Verifier()
+        self._observer = observer if observer is not None else ChunkObserver()
         self._chain_of = chain_of
         self._requests: dict[str, _Request] = {}
         self._lock = threading.Lock()

@@ -86,7 +86,6 @@ class Attachment:
     member: str
     namespace: bytes
     pool_id: str
-    part_bytes: tuple[int, ...]
     segments: AttachedSegments
     liveness: MemberLiveness
     heartbeat_s: float
@@ -306,7 +305,6 @@ class EngineSession:
             member=member,
             namespace=bytes.fromhex(answer.namespace),
             pool_id=answer.pool_id,
-            part_bytes=tuple(answer.part_bytes),
             segments=segments,
             liveness=liveness,
             heartbeat_s=answer.heartbeat_s,

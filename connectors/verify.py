@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Protocol
 
 from kvdock import _core
 from kvdock.connectors.session import Attachment, EngineSession
@@ -20,19 +19,15 @@ from kvdock.shm.errors import AttachError
 log = logging.getLogger("kvdock.connector")
 
 
-class Verifier(Protocol):
-    def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
-        """Whether all that `answer` leases may be promised. Runs in a background thread; it may take long, or raise."""
-
-
-class VerifiedByWorkers:
+class Verifier:
     """Promises everything: the workers verify it while they load it."""
 
     def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
+        """Whether all that `answer` leases may be promised. Runs in a background thread; it may take long, or raise."""
         return True
 
 
-class ChecksumVerifier:
+class ChecksumVerifier(Verifier):
     """Hashes all parts in shared memory. A chunk that does not match is reported, and the server takes it out of use;
     a chunk that cannot be hashed is also a miss, but stays on the server."""
 

@@ -24,7 +24,7 @@ from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.scheduler import Chain, SchedulerConnector, chain_of_tokens
+from kvdock.connectors.scheduler import Chain, ChunkObserver, SchedulerConnector, chain_of_tokens
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
@@ -63,12 +63,14 @@ class _Store:
     ranks_left: int = 1
 
 
-class _Announcing:
-    """Lets the announcer know of chunks by their requests. A ChunkObserver."""
+class _Announcing(ChunkObserver):
+    """Lets the announcer know of chunks by their requests."""
 
     def __init__(self, announcer: Announcer, tracked: Mapping[str, _Tracked]) -> None:
         self._announcer, self._tracked = announcer, tracked
-        self.asking = announcer.asking
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        return self._announcer.asking(attachment)
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
         self._announcer.know(self._tracked[request_id].request, keys)

@@ -23,16 +23,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
-from kvdock.client.client import Client
 from kvdock.connectors.background import Background
+from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import ConnectorError
 from kvdock.connectors.plans import LoadPlan
-from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
+from kvdock.connectors.session import Identity, ServerEpoch
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.worker import Loading, WorkerConnector
+from kvdock.connectors.worker import Loading
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
@@ -80,13 +80,12 @@ class VllmWorker:
         where, self.device = Device.named(device), device
         self._traits = traits
         self._reports_early = where.cuda is not None and traits.reports_early
-        self._client = Client(settings.address, timeout_s=settings.timeout_s)
-        self._session = EngineSession(self._client, manifest, identity, register=where.register)
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
-        self._connector = WorkerConnector(
-            self._session, layouts, rank=identity.ranks[0], device=where, stream=stream, threads=settings.copy_threads,
-            tuning=None if tuning is None else beside_steps(tuning, traits.hash_threads),
+        of_engine = ConnectorSettings(
+            settings.address, settings.timeout_s, device, settings.copy_threads,
+            None if tuning is None else beside_steps(tuning, traits.hash_threads),
         )
+        self._session, self._connector = open_worker(of_engine, manifest, identity, layouts, stream=stream)
         self._groups, self._layers = len(layouts), Layers(planes)
         self.figures, self._clock = CopyFigures(manifest, identity.ranks[0]), clock
         self._telling, self._storing = Background("kvdock-tell"), Background("kvdock-store")
@@ -102,12 +101,7 @@ class VllmWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._lost: LoadLostError | None = None
-        try:
-            self._session.start()
-        except BaseException:
-            self._connector.close()
-            self._client.close()
-            raise
+        start(self._session, self._connector)
 
     # ------------------------------------------------------------------ the worker's thread
 
@@ -209,7 +203,7 @@ class VllmWorker:
                 background.close()
             self._connector.close()
             self._session.close()
-            self._client.close()
+            self._session.client.close()
 
     def _raise_what_was_lost(self) -> None:
         if self._lost is not None:

@@ -254,7 +254,7 @@ def test_memory_and_lock_of_an_attachment_stay_while_somebody_uses_it(curious: S
     segments = AttachedSegments(int(pool.pool_id, 16))
     segments.attach(pool.segments[0])
     liveness = MemberLiveness(pool.lock_file, source=Random(1))
-    one = Attachment("s", "m", bytes(32), pool.pool_id, (1,), segments, liveness, 1.0)
+    one = Attachment("s", "m", bytes(32), pool.pool_id, segments, liveness, 1.0)
     assert one.acquire()
     one.release()
     assert segments.segments, "unmapped under a copy"

@@ -146,7 +146,8 @@ def measure(budget_bytes: int, rounds: int, threads: int) -> dict[str, object]:
     rates: list[float] = []
     try:
         info = pool.grow()
-        pool.wait_prefaulted()
+        while pool.prefaulted_bytes() < pool.allocated_bytes:
+            time.sleep(0.001)
         attached.attach(info, populate=True)
         slot_address = attached.address(info.id, info.data_offset, budget_bytes)
         slots = np.frombuffer(memoryview(attached.mapping(info.id)), dtype=np.uint8)[info.data_offset :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def segments() -> Iterator[tuple[int, list[SegmentInfo]]]:
     pool = SegmentPool(int(np.random.default_rng().integers(1 << 62)), limit_bytes=3 * GIB, prefault_threads=8)
     try:
         infos = [pool.grow() for _ in range(3)]
-        pool.wait_prefaulted()
+        while pool.prefaulted_bytes() < pool.allocated_bytes:
+            time.sleep(0.001)
         yield pool.pool_id, infos
     finally:
         pool.close()

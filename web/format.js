@@ -106,6 +106,12 @@ export function rankWords(numbers) {
   return `${numbers.length === 1 ? "rank" : "ranks"} ${runs(numbers)}`;
 }
 
+/** The server's name for something, as words: "hit_tokens" → "Hit tokens". */
+export function words(name) {
+  const text = name.replaceAll("_", " ");
+  return text.slice(0, 1).toUpperCase() + text.slice(1);
+}
+
 export function plural(n, one, many = one + "s") {
   return `${count(n)}${NB}${n === 1 ? one : many}`;
 }

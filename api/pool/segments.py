@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from kvdock import _core
 from kvdock.api.pool.capacity import Capacity
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull
-from kvdock.shm.segment import MAX_SEGMENT_BYTES, SegmentInfo, address_of, map_checked
+from kvdock.shm.segment import MAX_SEGMENT_BYTES, SegmentInfo, map_checked
 
 PREFAULT_PIECE_BYTES: Final = 16 << 20
 
@@ -38,7 +37,6 @@ class _Prefault:
         self._next = 0
         self._done_bytes = 0
         self._stopped = False
-        self._error: OSError | None = None
         self._threads = [threading.Thread(target=self._run, name=f"prefault{name}-{i}") for i in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -46,15 +44,6 @@ class _Prefault:
     @property
     def done_bytes(self) -> int:
         return self._done_bytes
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """True once every byte is populated, False on timeout; raises the OSError that ended it."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(None if until is None else max(0.0, until - time.monotonic()))
-        if self._error is not None:
-            raise self._error
-        return self._done_bytes == self._mapping.bytes
 
     def stop(self) -> None:
         self._stopped = True
@@ -65,14 +54,14 @@ class _Prefault:
         while True:
             with self._lock:
                 start = self._next
-                if self._stopped or self._error is not None or start >= self._mapping.bytes:
+                if self._stopped or start >= self._mapping.bytes:
                     return
                 size = min(PREFAULT_PIECE_BYTES, self._mapping.bytes - start)
                 self._next = start + size
             try:
                 self._mapping.populate(start, size)
-            except OSError as error:
-                self._error = error
+            except OSError:  # it only saves engines page faults
+                self._stopped = True
                 return
             with self._lock:
                 self._done_bytes += size
@@ -155,14 +144,6 @@ class SegmentPool:
         wanted = list(self._segments.values()) if segment is None else [self._segments[segment]]
         return sum(one.prefault.done_bytes for one in wanted)
 
-    def wait_prefaulted(self, timeout_s: float | None = None) -> bool:
-        """True once every segment is populated. OSError when the kernel refused."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for segment in list(self._segments.values()):
-            if not segment.prefault.wait(None if until is None else max(0.0, until - time.monotonic())):
-                return False
-        return True
-
     def can_grow(self) -> bool:
         return not self._closed and self._next_bytes() > 0
 
@@ -189,15 +170,6 @@ class SegmentPool:
             finally:
                 os.close(fd)
             return info
-
-    def mapping(self, segment: int) -> _core.Mapping:
-        """KeyError when the pool has no such segment."""
-        return self._segments[segment].mapping
-
-    def address(self, segment: int, offset: int, length: int) -> int:
-        """Address in this process of bytes [offset, offset + length); SlotOutOfBounds."""
-        found = self._segments.get(segment)
-        return address_of(found.info if found else None, found.mapping if found else None, segment, offset, length)
 
     def retire(self, segment: int) -> None:
         """Removes one segment: its name goes, and its memory as soon as nobody maps it. KeyError when it is not there.

@@ -6,7 +6,7 @@ import hashlib
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ from adoption_helpers import next_at
 from api_helpers import ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, PATIENCE_S, PER_CHUNK, Rig, tokens_of
 
-from kvdock.connectors.session import SessionObserver
+from kvdock.connectors.scheduler import ChunkObserver
+from kvdock.connectors.session import Attachment, SessionObserver
 from kvdock.connectors.vllm import announcer as module
 from kvdock.connectors.vllm.announcer import Announcer, Told
 from kvdock.protocol import schemas as s
@@ -38,6 +39,16 @@ def ends_of(tokens: Sequence[int]) -> set[bytes]:
     return set(request_of(tokens).block_hashes[PER_CHUNK - 1 :: PER_CHUNK])
 
 
+class Asking(ChunkObserver):
+    """Tells the announcer what the server says; the test itself tells it of chunks."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self.announcer = announcer
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        return self.announcer.asking(attachment)
+
+
 class Telling:
     """A rig that tells a router: `told` is what it believes, as the last hash of each chunk."""
 
@@ -46,7 +57,7 @@ class Telling:
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
         # As vLLM's scheduler process wires them up; the small engine has no announcer.
         scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
-        scheduler._observer = SimpleNamespace(asking=self.announcer.asking, known=lambda request_id, keys: None)
+        scheduler._observer = Asking(self.announcer)
         session._observer = SessionObserver(scheduler.keeps_lease, self.announcer.changed)
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()

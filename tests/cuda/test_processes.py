@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from api_helpers import eventually
 from cuda_helpers import needs_gpu, needs_two_gpus
 from paths import SUPPORT
 
@@ -47,7 +48,7 @@ def peers() -> Iterator[Peers]:
     pool = SegmentPool(int(np.random.default_rng().integers(1 << 62)), limit_bytes=64 << 20)
     try:
         info = pool.grow()
-        pool.wait_prefaulted()
+        eventually(lambda: pool.prefaulted_bytes() == pool.allocated_bytes)
         yield Peers(pool, info)
     finally:
         pool.close()

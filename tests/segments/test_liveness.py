@@ -34,14 +34,15 @@ signal.pause()
 """
 
 _SERVER = """
-import signal, sys
+import signal, sys, time
 from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 pool_id = int(sys.argv[1])
 lock = PoolLock.create(pool_id)
 pool = SegmentPool(pool_id, limit_bytes=8 << 20, segment_bytes=4 << 20)
 pool.grow()
-pool.wait_prefaulted()
+while pool.prefaulted_bytes() < pool.allocated_bytes:
+    time.sleep(0.001)
 print("up", flush=True)
 signal.pause()
 """

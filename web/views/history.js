@@ -2,21 +2,17 @@
 
 import { Chart } from "../charts.js";
 import { el, hint, KeyedList, setHidden } from "../dom.js";
+import { words } from "../format.js";
 
 /** A chart for each (chart name, unit), in the server's order: two units never share an axis. */
 function grouped(stats) {
   const charts = new Map();
   for (const series of stats.series) {
     const key = `${series.chart}\n${series.unit}`;
-    if (!charts.has(key)) charts.set(key, { key, title: titleOf(series.chart), unit: series.unit, series: [] });
+    if (!charts.has(key)) charts.set(key, { key, title: words(series.chart), unit: series.unit, series: [] });
     charts.get(key).series.push(series);
   }
   return [...charts.values()];
-}
-
-function titleOf(chart) {
-  const text = chart.replaceAll("_", " ");
-  return text.slice(0, 1).toUpperCase() + text.slice(1);
 }
 
 export function mountHistory(root) {

@@ -6,24 +6,12 @@ import { mountSegments } from "./segments.js";
 
 const inStates = (p) => p.ready_bytes + p.reserved_bytes + p.quarantined_bytes + p.free_bytes;
 
-/** In the order of the bar. `chunks` for states that chunks can have; a rare state has a row only when it has bytes. */
+/** In the order of the bar. The server counts the bytes of the first ones; a rare state has a row only when it has any. */
 const STATES = [
-  { id: "ready", name: "Ready", about: "published, can be hit", bytes: (p) => p.ready_bytes, chunks: (c) => c.ready },
-  {
-    id: "reserved",
-    name: "Reserved",
-    about: "being written",
-    bytes: (p) => p.reserved_bytes,
-    chunks: (c) => c.reserved,
-  },
-  {
-    id: "quarantined",
-    name: "Quarantined",
-    about: "a copy may still be running",
-    bytes: (p) => p.quarantined_bytes,
-    chunks: (c) => c.quarantined,
-  },
-  { id: "free", name: "Free", about: "allocated, empty", bytes: (p) => p.free_bytes },
+  { id: "ready", name: "Ready", about: "published, can be hit" },
+  { id: "reserved", name: "Reserved", about: "being written" },
+  { id: "quarantined", name: "Quarantined", about: "a copy may still be running" },
+  { id: "free", name: "Free", about: "allocated, empty" },
   {
     id: "other",
     name: "Other",
@@ -53,7 +41,8 @@ export function mountPool(root) {
   const drawSegments = mountSegments(root);
 
   return ({ status: { pool, chunks }, segments }) => {
-    const all = STATES.map((s) => ({ ...s, bytes: Math.max(0, s.bytes(pool)), chunks: s.chunks?.(chunks) ?? null }));
+    const bytesIn = (s) => Math.max(0, s.bytes ? s.bytes(pool) : pool[`${s.id}_bytes`]);
+    const all = STATES.map((s) => ({ ...s, bytes: bytesIn(s), chunks: chunks[s.id] ?? null }));
     all.forEach((s, i) => {
       parts[i].style.flexGrow = String(s.bytes / Math.max(1, pool.limit_bytes));
       setHidden(parts[i], s.bytes === 0);

@@ -1,7 +1,7 @@
 // The main figures, and every counter of the server, under the names that the server gives them.
 
 import { el, KeyedList, setAttr, setText } from "../dom.js";
-import { bytes, count, exact, plural, shareOf } from "../format.js";
+import { bytes, count, exact, plural, shareOf, words } from "../format.js";
 
 /** The value and the note of each tile, from v1/status. */
 const TILES = [
@@ -46,11 +46,6 @@ export function mountTiles(root) {
 
 /** Counters that should stay at zero. */
 const ALARMING = new Set(["mismatches"]);
-
-function words(name) {
-  const text = name.replaceAll("_", " ");
-  return text[0].toUpperCase() + text.slice(1);
-}
 
 export function mountTotals(root) {
   const list = el("dl", { cls: "totals" });

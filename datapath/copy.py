@@ -13,10 +13,9 @@ is in cuda.py; devices.py chooses.
 
 from __future__ import annotations
 
-import queue
-import threading
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -151,38 +150,21 @@ def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResu
 
 
 class _CpuHandle:
-    """Result or error is set once, by the copier's thread, before `_ended`."""
-
-    def __init__(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> None:
-        self._parts = tuple(parts)
-        self._work: Callable[[], list[int]] | None = work
-        self._ended = threading.Event()
-        self._results: list[PartResult] = []
-        # Until the work has succeeded, the result is an error: nothing can end as an empty success.
-        self._error: Exception | None = RuntimeError("the copy ended without a result")
+    def __init__(self, copied: Future[list[PartResult]]) -> None:
+        self._copied = copied
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        return self._copied.done()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._ended.wait(timeout_s)
+        try:
+            self._copied.exception(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     def result(self) -> list[PartResult]:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return self._results
-
-    def run(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None, "a copy runs once"
-        try:
-            self._results = results_of(work(), self._parts)
-            self._error = None
-        except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            self._error = error
-        finally:
-            self._ended.set()
+        return self._copied.result()
 
 
 def _refuse_stream(after: int | None) -> None:
@@ -196,13 +178,8 @@ class CpuCopier:
     def __init__(self, layout: PagedLayout, *, threads: int) -> None:
         if threads < 1:
             raise copy_error("threads", found=threads, wanted="at least 1")
-        self._layout = layout
-        self._threads = threads
-        self._queue: queue.SimpleQueue[_CpuHandle | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # closing and submitting exclude each other
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvdock-copier", daemon=True)
-        self._thread.start()
+        self._layout, self._threads = layout, threads
+        self._thread = ThreadPoolExecutor(1, "kvdock-copier")
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         """CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""
@@ -219,24 +196,10 @@ class CpuCopier:
         return self._submit(parts, lambda: _core.scatter(core, *packed, threads=self._threads))
 
     def close(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-        self._thread.join()
+        self._thread.shutdown(wait=True)
 
     def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:
-        handle = _CpuHandle(parts, work)
-        with self._lock:
-            if self._closed:
-                raise CopierClosed("copier", found="closed", wanted="open")
-            self._queue.put(handle)
-        return handle
-
-    def _run(self) -> None:
-        while True:
-            handle = self._queue.get()
-            if handle is None:
-                return
-            handle.run()
-            del handle  # its arrays and results belong to the caller now, not to an idle thread
+        try:
+            return _CpuHandle(self._thread.submit(lambda: results_of(work(), parts)))
+        except RuntimeError as error:
+            raise CopierClosed("copier", found="closed", wanted="open") from error

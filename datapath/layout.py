@@ -11,7 +11,7 @@ read from the tensors, so views and padding work as long as the runs inside a bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -33,7 +33,7 @@ Tensors: TypeAlias = PagedTensor | Sequence["Tensors"]
 Plane: TypeAlias = tuple[int, int, int, int, int]
 """(base address, block stride, run bytes, run count, run stride), bytes."""
 Index: TypeAlias = dict[str, int]
-"""Index along each known dimension of L (layer) and T (0: K, 1: V)."""
+"""Index along each known dimension of NL (layer) and TWO (0: K, 1: V)."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,38 @@ class PagedLayout:
 
 
 @dataclass(frozen=True)
-class _Format:
-    """How a format's tensors are nested, and what each dimension of a tensor means, outermost first."""
+class NamedFormat:
+    """A format as its name says it: `A_X_B_C` is a list over A of tensors with dimensions B and C, outermost first.
+
+    NB blocks, NL layers, TWO K and V, NBBS token slots of all blocks, BS tokens of a block, NH heads, HS elements of a
+    head, ONE a dimension of size one.
+    """
 
     nesting: tuple[str, ...]
     dims: tuple[str, ...]
-    order: str
+
+    @classmethod
+    def of(cls, name: str) -> NamedFormat:
+        *nesting, dims = name.split("_X_")
+        return cls(tuple(nesting), tuple(dims.split("_")))
+
+    @property
+    def is_latent(self) -> bool:
+        """One plane a layer, for multi-head latent attention, instead of K and V."""
+        return "TWO" not in self.nesting + self.dims
+
+    @property
+    def order(self) -> str:
+        """PagedLayout.token_order."""
+        if "NH" not in self.dims:
+            return "ND"
+        return "HND" if "BS" in self.dims and self.dims.index("NH") < self.dims.index("BS") else "NHD"
 
 
-# One-letter dimensions: B blocks, L layers, T two (K, V), S slots of all blocks, t tokens of a block,
-# h heads, d elements of a head, 1 a dimension of size one.
-_FORMATS: Final[dict[str, _Format]] = {
-    "NB_NL_TWO_BS_NH_HS": _Format((), ("B", "L", "T", "t", "h", "d"), "NHD"),
-    "NB_NL_TWO_NH_BS_HS": _Format((), ("B", "L", "T", "h", "t", "d"), "HND"),
-    "NL_X_TWO_NB_BS_NH_HS": _Format(("L",), ("T", "B", "t", "h", "d"), "NHD"),
-    "NL_X_TWO_NB_NH_BS_HS": _Format(("L",), ("T", "B", "h", "t", "d"), "HND"),
-    "NL_X_NB_TWO_BS_NH_HS": _Format(("L",), ("B", "T", "t", "h", "d"), "NHD"),
-    "NL_X_NB_TWO_NH_BS_HS": _Format(("L",), ("B", "T", "h", "t", "d"), "HND"),
-    "NL_X_NB_BS_HS": _Format(("L",), ("B", "t", "d"), "ND"),
-    "TWO_X_NL_X_NBBS_NH_HS": _Format(("T", "L"), ("S", "h", "d"), "NHD"),
-    "NL_X_NBBS_ONE_HS": _Format(("L",), ("S", "1", "d"), "ND"),
-}
-FORMATS: Final = tuple(_FORMATS)
+FORMATS: Final[Mapping[str, NamedFormat]] = {name: NamedFormat.of(name) for name in (
+    "NB_NL_TWO_BS_NH_HS", "NB_NL_TWO_NH_BS_HS", "NL_X_TWO_NB_BS_NH_HS", "NL_X_TWO_NB_NH_BS_HS", "NL_X_NB_TWO_BS_NH_HS",
+    "NL_X_NB_TWO_NH_BS_HS", "NL_X_NB_BS_HS", "TWO_X_NL_X_NBBS_NH_HS", "NL_X_NBBS_ONE_HS",
+)}
 
 
 def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayout:
@@ -90,7 +100,7 @@ def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayo
     LayoutError: unknown name, wrong nesting, rank or sizes, unequal shapes or element sizes, strides
     without regular runs inside a block, addresses or strides that are no multiple of 16 bytes.
     """
-    form = _FORMATS.get(name)
+    form = FORMATS.get(name)
     if form is None:
         raise layout_error("format", found=name, wanted=f"one of {', '.join(FORMATS)}")
     if block_tokens < 1:
@@ -101,7 +111,7 @@ def paged_layout(name: str, tensors: Tensors, *, block_tokens: int) -> PagedLayo
     for outer, tensor in leaves:
         for inner, plane in _planes_of(tensor, form, block_tokens):
             index = {**outer, **inner}
-            described[index.get("L", 0), index.get("T", 0)] = plane
+            described[index.get("NL", 0), index.get("TWO", 0)] = plane
     # Layers that share their memory (cross-layer KV sharing) are one plane, copied once.
     planes = tuple(dict.fromkeys(described[at] for at in sorted(described)))
     num_blocks = _num_blocks(leaves[0][1], form, block_tokens)
@@ -115,10 +125,10 @@ def _leaves(tensors: Tensors, nesting: tuple[str, ...], outer: Index) -> list[tu
         if isinstance(tensors, Sequence):
             raise layout_error("nesting", found=type(tensors).__name__, wanted="a tensor")
         return [(outer, tensors)]
-    wanted = "K and V" if nesting[0] == "T" else "at least one layer"
+    wanted = "K and V" if nesting[0] == "TWO" else "at least one layer"
     if not isinstance(tensors, Sequence):
         raise layout_error("nesting", found="a tensor", wanted=f"a list of {wanted}")
-    if not tensors or (nesting[0] == "T" and len(tensors) != 2):
+    if not tensors or (nesting[0] == "TWO" and len(tensors) != 2):
         raise layout_error("list length", found=len(tensors), wanted=wanted)
     found: list[tuple[Index, PagedTensor]] = []
     for index, item in enumerate(tensors):
@@ -126,10 +136,10 @@ def _leaves(tensors: Tensors, nesting: tuple[str, ...], outer: Index) -> list[tu
     return found
 
 
-def _check_alike(tensors: Sequence[PagedTensor], form: _Format, block_tokens: int) -> None:
+def _check_alike(tensors: Sequence[PagedTensor], form: NamedFormat, block_tokens: int) -> None:
     first = tensors[0]
     rank = len(form.dims)
-    sizes = {"T": 2, "1": 1, "t": block_tokens}
+    sizes = {"TWO": 2, "ONE": 1, "BS": block_tokens}
     if first.element_size() not in (1, 2, 4):
         raise layout_error("element size (bytes)", found=first.element_size(), wanted="1, 2 or 4")
     for index, tensor in enumerate(tensors):
@@ -149,33 +159,33 @@ def _check_alike(tensors: Sequence[PagedTensor], form: _Format, block_tokens: in
     _num_blocks(first, form, block_tokens)
 
 
-def _num_blocks(tensor: PagedTensor, form: _Format, block_tokens: int) -> int:
-    if "B" in form.dims:
-        return tensor.shape[form.dims.index("B")]
-    slots = tensor.shape[form.dims.index("S")]
+def _num_blocks(tensor: PagedTensor, form: NamedFormat, block_tokens: int) -> int:
+    if "NB" in form.dims:
+        return tensor.shape[form.dims.index("NB")]
+    slots = tensor.shape[form.dims.index("NBBS")]
     if slots % block_tokens:
         raise layout_error("token slots", found=slots, wanted=f"a multiple of {block_tokens}")
     return slots // block_tokens
 
 
-def _planes_of(tensor: PagedTensor, form: _Format, block_tokens: int) -> list[tuple[Index, Plane]]:
-    """The planes inside one tensor, each with its index along the L and T dimensions."""
+def _planes_of(tensor: PagedTensor, form: NamedFormat, block_tokens: int) -> list[tuple[Index, Plane]]:
+    """The planes inside one tensor, each with its index along the NL and TWO dimensions."""
     element = tensor.element_size()
     size = dict(zip(form.dims, tensor.shape, strict=True))
     step = {dim: stride * element for dim, stride in zip(form.dims, tensor.stride(), strict=True)}
-    if "S" in size:  # blocks are block_tokens neighbouring slots
-        block_stride = step["S"] * block_tokens
-        inside = [(block_tokens, step["S"])]
+    if "NBBS" in size:  # blocks are block_tokens neighbouring slots
+        block_stride = step["NBBS"] * block_tokens
+        inside = [(block_tokens, step["NBBS"])]
     else:
-        block_stride = step["B"]
+        block_stride = step["NB"]
         inside = []
-    inside += [(size[dim], step[dim]) for dim in form.dims if dim in "thd1"]
+    inside += [(size[dim], step[dim]) for dim in form.dims if dim in ("BS", "NH", "HS", "ONE")]
     run_bytes, run_count, run_stride = _runs(inside, element)
     planes: list[tuple[Index, Plane]] = []
-    for layer in range(size.get("L", 1)):
-        for kv in range(size.get("T", 1)):
-            base = tensor.data_ptr() + layer * step.get("L", 0) + kv * step.get("T", 0)
-            inner = {dim: index for dim, index in (("L", layer), ("T", kv)) if dim in size}
+    for layer in range(size.get("NL", 1)):
+        for kv in range(size.get("TWO", 1)):
+            base = tensor.data_ptr() + layer * step.get("NL", 0) + kv * step.get("TWO", 0)
+            inner = {dim: index for dim, index in (("NL", layer), ("TWO", kv)) if dim in size}
             planes.append((inner, (base, block_stride, run_bytes, run_count, run_stride)))
     return planes
 

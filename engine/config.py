@@ -12,8 +12,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
+from kvdock.datapath.layout import FORMATS
 from kvdock.engine.groups import FullAttention, GroupKind, SlidingWindow, most_blocks
-from kvdock.engine.kv_formats import KV_FORMATS
 from kvdock.engine.tokenizer import VOCAB_SIZE
 
 
@@ -127,7 +127,7 @@ class EngineConfig:
         counts = ("block_tokens", "num_blocks", "max_running", "prefill_chunk_tokens", "threads", "tensor_parallel")
         for field in counts:
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
-        fitting = [name for name, form in KV_FORMATS.items() if form.is_latent == (self.model.latent_size > 0)]
+        fitting = [name for name, form in FORMATS.items() if form.is_latent == (self.model.latent_size > 0)]
         require(self.kv_format in fitting, "kv_format", self.kv_format, f"one of {sorted(fitting)}")
         for field in ("heads", "mlp_hidden") if self.model.latent_size else ("heads", "kv_heads", "mlp_hidden"):
             count, ranks = getattr(self.model, field), self.tensor_parallel

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kvdock.datapath.layout import FORMATS, NamedFormat
 from kvdock.engine.config import EngineConfig
-from kvdock.engine.kv_formats import KV_FORMATS, KVFormat
 
 Tensors: TypeAlias = Tensor | Sequence["Tensors"]
 
@@ -28,7 +28,7 @@ class KVCache:
     def __init__(self, config: EngineConfig) -> None:
         """Allocates config.num_blocks blocks, all zero. Raises RuntimeError (torch) when memory is short."""
         model = config.share
-        form = KV_FORMATS[config.kv_format]
+        form = FORMATS[config.kv_format]
         sizes = {
             "NL": model.rows, "TWO": 2, "NB": config.num_blocks, "BS": config.block_tokens,
             "NBBS": config.num_blocks * config.block_tokens, "NH": model.kv_heads, "HS": model.head_size,
@@ -40,7 +40,7 @@ class KVCache:
         self.num_blocks = config.num_blocks
         self.block_bytes = config.block_tokens * model.kv_bytes_per_token // len(model.groups)
         """Bytes of one block over all rows."""
-        self.tensors = allocate(form.lists, [sizes[axis] for axis in form.axes], sizes, getattr(torch, model.dtype))
+        self.tensors = allocate(form.nesting, [sizes[axis] for axis in form.dims], sizes, getattr(torch, model.dtype))
         rows = range(model.rows)
         self.k = [view(form, self.tensors, sizes, {"NL": row, "TWO": 0}) for row in rows]
         if form.is_latent:  # the latent is the front of the key
@@ -58,12 +58,12 @@ def allocate(lists: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int
     return [allocate(lists[1:], shape, sizes, dtype) for _ in range(sizes[lists[0]])]
 
 
-def view(form: KVFormat, tensors: Tensors, sizes: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
+def view(form: NamedFormat, tensors: Tensors, sizes: Mapping[str, int], at: Mapping[str, int]) -> Tensor:
     """One plane, (NB, BS, NH, HS), as a view: fixes the axes in `at` and puts the others in that order."""
-    for axis in form.lists:
+    for axis in form.nesting:
         tensors = tensors[at[axis]]
     assert isinstance(tensors, Tensor)
-    axes = [part for axis in form.axes for part in {"NBBS": ("NB", "BS"), "ONE": ("NH",)}.get(axis, (axis,))]
+    axes = [part for axis in form.dims for part in {"NBBS": ("NB", "BS"), "ONE": ("NH",)}.get(axis, (axis,))]
     tensor = tensors.view([sizes[axis] for axis in axes])
     if "NH" not in axes:
         tensor, axes = tensor.unsqueeze(-2), [*axes[:-1], "NH", axes[-1]]

@@ -11,12 +11,11 @@ import torch
 from engine_helpers import TINY, assert_same_bits, config, make_engine, prompt, run, run_one, sampling
 from torch import Tensor
 
-from kvdock.datapath.layout import paged_layout
+from kvdock.datapath.layout import FORMATS, paged_layout
 from kvdock.engine import tokenizer
 from kvdock.engine.config import ConfigError, EngineConfig, preset
 from kvdock.engine.groups import SlidingWindow
 from kvdock.engine.kv_cache import KVCache, Tensors
-from kvdock.engine.kv_formats import KV_FORMATS
 from kvdock.engine.model import Model
 
 MODELS = ["tiny", "tiny-mha", "tiny-mla", "tiny-hybrid2", "tiny-hybrid3"]
@@ -58,14 +57,14 @@ def test_paged_equals_plain_attention(length: int, name: str) -> None:
 
 def fitting(name: str) -> EngineConfig:
     """The tiny preset whose model fits the format."""
-    return preset("tiny-mla" if KV_FORMATS[name].is_latent else "tiny")
+    return preset("tiny-mla" if FORMATS[name].is_latent else "tiny")
 
 
 def in_format(name: str, **changes: Any) -> EngineConfig:
     return dataclasses.replace(fitting(name), kv_format=name, **changes)
 
 
-@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_every_format_gives_the_same_bits(name: str) -> None:
     found = run_one(make_engine(in_format(name), shuffle_seed=9), prompt(1, 200))
     assert_same_bits(found, run_one(make_engine(fitting(name)), prompt(1, 200)))
@@ -75,7 +74,7 @@ def leaves(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else [leaf for item in tensors for leaf in leaves(item)]
 
 
-@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
     kv = KVCache(in_format(name, num_blocks=5))
     model = kv.config.model
@@ -87,12 +86,12 @@ def test_views_cover_every_byte_of_a_format_once(name: str) -> None:
     assert kv.block_bytes * 5 == sum(tensor.nbytes for tensor in leaves(kv.tensors))
 
 
-@pytest.mark.parametrize("name", sorted(KV_FORMATS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_the_data_path_sees_the_planes_that_attention_sees(name: str) -> None:
     """The base address and block stride of each plane, by layer, K before V, are those of the engine's views."""
     kv = KVCache(in_format(name, num_blocks=5))
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
-    sides = kv.planes if KV_FORMATS[name].is_latent else [s for pair in zip(kv.k, kv.v, strict=True) for s in pair]
+    sides = kv.planes if FORMATS[name].is_latent else [s for pair in zip(kv.k, kv.v, strict=True) for s in pair]
     assert [plane[:2] for plane in layout.planes] == [(s.data_ptr(), s.stride(0) * s.element_size()) for s in sides]
     assert (layout.block_bytes, layout.num_blocks) == (kv.block_bytes, 5)
 

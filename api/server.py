@@ -53,22 +53,14 @@ class Addresses(NamedTuple):
 OnReady = Callable[[Addresses], None]
 
 
-def log_ready(addresses: Addresses) -> None:
-    log.info("kvdock is ready: %s and %s, pool %016x", addresses.http, addresses.unix, addresses.pool_id)
-
-
-def run(settings: Settings, on_ready: OnReady = log_ready) -> None:
-    """Serves until SIGINT, which ends it at once, or until SIGTERM or SIGHUP, which drain it. Raises StartupError.
-
-    `on_ready` is called once, when both addresses answer and there is memory to give out.
-    """
-    Server(settings, on_ready).run()
-
-
 class Server:
-    """Call `run` in any thread, and `stop` from any thread: it acts like SIGINT."""
+    """`run` serves until SIGINT, which ends it at once, or until SIGTERM or SIGHUP, which drain it: StartupError.
 
-    def __init__(self, settings: Settings, on_ready: OnReady = log_ready) -> None:
+    Call `run` in any thread, and `stop` from any thread: it acts like SIGINT. `on_ready` is called once, when both
+    addresses answer and there is memory to give out.
+    """
+
+    def __init__(self, settings: Settings, on_ready: OnReady) -> None:
         self._settings = settings
         self._on_ready = on_ready
         self._stop_wanted = threading.Event()

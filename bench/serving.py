@@ -33,7 +33,7 @@ START_TIMEOUT_S = 60.0
 
 
 def serve(values: dict[str, object]) -> None:
-    server.run(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True))
+    server.Server(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
 
 
 def serve_floor(values: dict[str, object]) -> None:

@@ -10,23 +10,23 @@ import socket
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvdock import _core
 from kvdock.api.errors import SettingsError
+from kvdock.api.pool.lock import server_alive
 from kvdock.api.settings import Settings, effective
 from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
 from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.outcome import DONE, FAILED
 from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
+from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-
-if TYPE_CHECKING:  # the extension may not load, and doctor reports that
-    from kvdock.datapath.tuning import Calibration
+from kvdock.shm.objects import pool_objects
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -106,14 +106,6 @@ def _listens(socket_path: str) -> bool:
 
 
 def _extension() -> list[Finding]:
-    try:
-        from kvdock import _core
-        from kvdock.datapath.tuning import cached_tunings
-    except ImportError as error:
-        return [Finding(
-            "extension", "problem", f"kvdock._core does not load: {error}",
-            "install kvdock for this Python again; from a checkout: make setup",
-        )]
     paths = _core.cpu_paths()
     plain = "" if paths[0] != "scalar" else "there is no vectorised copy for this processor: copies are slow"
     build = Finding("extension", "note" if plain else "ok", f"CPU copy by {', '.join(paths)}", plain)
@@ -137,22 +129,13 @@ def _calibrations(known: list[Calibration]) -> Finding:
 
 def _wanted_bytes(settings: Settings) -> int:
     """Shared memory of a server whose pool has its maximum size."""
-    try:
-        from kvdock._core import Table as ChunkTable
-    except ImportError:
-        return settings.pool_bytes
-    return settings.pool_bytes + ChunkTable.region_bytes(settings.table_records, settings.table_grants)
+    return settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
 
 
 # --------------------------------------------------------------------------- pools left behind
 
 
 def _stale_pools(machine: Machine) -> Finding:
-    try:
-        from kvdock.api.pool.lock import server_alive
-        from kvdock.shm.objects import pool_objects
-    except ImportError:
-        return Finding("pools", "note", "not checked: the extension does not load")
     if not machine.shm_dir.is_dir():
         return Finding("pools", "ok", "none")
     live, foreign, stale, stale_bytes = 0, 0, 0, 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvdock.api.pool.capacity import Capacity
 from kvdock.cli.words import size
 
 LEAST_OPEN_FILES = 4096
@@ -69,11 +70,6 @@ def _memory(machine: Machine, wanted_bytes: int) -> Iterator[Finding]:
         yield Finding(
             "shared memory", "problem", f"{machine.shm_dir} cannot be written", "mount it so that this user may write"
         )
-        return
-    try:
-        from kvdock.api.pool.capacity import Capacity
-    except ImportError:
-        yield Finding("shared memory", "note", "not checked: the extension does not load")
         return
     capacity = Capacity(machine.shm_dir, machine.proc / "self/cgroup", machine.sys / "fs/cgroup")
     (_, free_bytes), *groups = capacity.limits()

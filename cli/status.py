@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.operator import print_json, reached
-from kvdock.cli.words import duration, figure, printable, size
+from kvdock.cli.words import duration, printable, size
 from kvdock.protocol.reports import Status
 
 
@@ -38,8 +38,9 @@ def _overview(status: Status, address: str) -> Table:
         "being written": f"{size(pool.reserved_bytes)} in {chunks.reserved:,} chunks",
         "quarantined": f"{size(pool.quarantined_bytes)} in {chunks.quarantined:,} chunks",
         "held": f"{size(pool.held_bytes)} by {status.leases} leases and {status.reservations} reservations",
-        **{name.replace("_", " "): figure(name, value) for name, value in sorted(status.counters.items())},
     }
+    for counter, total in sorted(status.counters.items()):
+        rows[counter.replace("_", " ")] = size(total) if counter.endswith("_bytes") else f"{total:,}"
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in rows.items():
         table.add_row(Text(name, style="bold"), Text(printable(value), overflow="fold"))

@@ -8,10 +8,6 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
-def figure(name: str, value: int) -> str:
-    return size(value) if name.endswith("_bytes") else f"{value:,}"
-
-
 def size(size_bytes: float) -> str:
     """1536 → 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

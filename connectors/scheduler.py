@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from kvdock.client.client import Client
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
@@ -129,10 +128,6 @@ class SchedulerConnector:
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
 
     @property
-    def client(self) -> Client:
-        return self.session.client
-
-    @property
     def chunk_tokens(self) -> int:
         return self.session.manifest.chunk_tokens
 
@@ -179,7 +174,7 @@ class SchedulerConnector:
         answer, found = MISS, self._observer.asking(fetch.attachment)
         try:
             if self.session.attachment is fetch.attachment:  # else nobody is there: no timeout for each question
-                answer = self.client.lookup(fetch.body)
+                answer = self.session.client.lookup(fetch.body)
                 found(fetch.keys[: answer.hit_tokens // self.chunk_tokens])
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(fetch.attachment, error)
@@ -357,7 +352,7 @@ class SchedulerConnector:
                 return None  # offered before the store ahead of it was cut short
         found = self._observer.asking(offer.attachment)
         try:
-            answer = self.client.reserve(body)
+            answer = self.session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(offer.attachment, error)
             return None
@@ -408,7 +403,7 @@ class SchedulerConnector:
         if self.session.attachment is not attachment:
             return  # nobody listens; should that server return, it asks
         try:
-            self.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
+            self.session.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(attachment, error)
 

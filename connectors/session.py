@@ -241,7 +241,10 @@ class EngineSession:
         answer: SessionAttached | None = None
         try:
             answer = self.client.attach(self._attach_body(member, liveness, registrar))
-            attachment = self._attachment_of(answer, member, segments, liveness, registrar)
+            attachment = Attachment(
+                answer.session, member, bytes.fromhex(answer.namespace), answer.pool_id, segments, liveness,
+                answer.heartbeat_s, registrar, changes_since=answer.changes_next,
+            )
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
             if answer is not None:  # without a word it would be taken for dead, and its ranks for taken until then
@@ -294,22 +297,6 @@ class EngineSession:
                 id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
                 pinned_through=_pinned_through(registrar),
             ),
-        )
-
-    def _attachment_of(
-        self, answer: SessionAttached, member: str, segments: AttachedSegments, liveness: MemberLiveness,
-        registrar: SegmentRegistrar | None,
-    ) -> Attachment:
-        return Attachment(
-            session=answer.session,
-            member=member,
-            namespace=bytes.fromhex(answer.namespace),
-            pool_id=answer.pool_id,
-            segments=segments,
-            liveness=liveness,
-            heartbeat_s=answer.heartbeat_s,
-            registrar=registrar,
-            changes_since=answer.changes_next,
         )
 
     def _map(self, attachment: Attachment, segments: list[Segment], *, populate: bool) -> None:

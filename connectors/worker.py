@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvdock.client.client import Client
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
@@ -152,10 +151,6 @@ class WorkerConnector:
         )
 
     @property
-    def client(self) -> Client:
-        return self.session.client
-
-    @property
     def writes(self) -> bool:
         """False: another rank holds the same bytes, and stores them (MLA)."""
         return self.rank < self.session.manifest.writers
@@ -245,11 +240,12 @@ class WorkerConnector:
             if loading.damaged:
                 chunks = sorted(set(loading.damaged))
                 log.error("load request=%s: checksum mismatch in chunks %s: they are a miss", plan.request_id, chunks)
-                self.client.mismatch(ReportMismatch(session=attachment.session, lease=plan.lease, chunks=chunks))
+                report = ReportMismatch(session=attachment.session, lease=plan.lease, chunks=chunks)
+                self.session.client.mismatch(report)
         except CallFailed as error:
             self.session.lost(attachment, error)
         finally:
-            self.client.release_later(plan.lease, attachment.session, [self.rank])
+            self.session.client.release_later(plan.lease, attachment.session, [self.rank])
             attachment.grants.end(plan.lease)
 
     def _load_copy(self, attachment: Attachment, piece: LoadPiece) -> PartCopy:
@@ -266,7 +262,7 @@ class WorkerConnector:
         if self.session.attachment is not attachment:
             return  # nobody listens. Should that server return, it asks about the lease, and the book says done.
         try:
-            self.client.flush(attachment.session)
+            self.session.client.flush(attachment.session)
         except CallFailed as error:
             log.info("releases not delivered: %s", error)
             self.session.lost(attachment, error)
@@ -283,7 +279,7 @@ class WorkerConnector:
             results = self._gather(attachment, plan.pieces)
             done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
             body = Commit(session=attachment.session, rank=self.rank, parts=done)
-            ready = self.client.commit(plan.reservation, body).ready
+            ready = self.session.client.commit(plan.reservation, body).ready
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)

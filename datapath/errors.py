@@ -16,19 +16,12 @@ the data path also raises, are in shm/errors.py.
 
 from __future__ import annotations
 
-from kvdock._core import CopyError, CudaError, LayoutError
+from functools import partial
+from typing import TypeVar
 
-__all__ = [
-    "CopierClosed",
-    "CopyError",
-    "CudaError",
-    "DatapathError",
-    "DeviceUnknown",
-    "LayoutError",
-    "NoCuda",
-    "copy_error",
-    "layout_error",
-]
+from kvdock._core import CopyError as CopyError, CudaError as CudaError, LayoutError as LayoutError
+
+E = TypeVar("E", LayoutError, CopyError)
 
 
 class DatapathError(Exception):
@@ -56,15 +49,11 @@ class NoCuda(DatapathError):
         self.args = (sentence,)
 
 
-def layout_error(message: str, *, found: object, wanted: object) -> LayoutError:
-    """A LayoutError in the shape the native core gives it."""
-    error = LayoutError(f"{message}: found {found}, wanted {wanted}")
+def _as_core(kind: type[E], message: str, *, found: object, wanted: object) -> E:
+    """An error of the native core, in the shape that it gives it."""
+    error = kind(f"{message}: found {found}, wanted {wanted}")
     error.found, error.wanted = found, wanted
     return error
 
 
-def copy_error(message: str, *, found: object, wanted: object) -> CopyError:
-    """A CopyError in the shape the native core gives it."""
-    error = CopyError(f"{message}: found {found}, wanted {wanted}")
-    error.found, error.wanted = found, wanted
-    return error
+layout_error, copy_error = partial(_as_core, LayoutError), partial(_as_core, CopyError)

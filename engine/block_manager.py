@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 from kvdock.engine.block_pool import BlockPool, OutOfBlocks
@@ -35,13 +36,12 @@ class Hit:
 
 class BlockManager:
     def __init__(
-        self, kinds: Sequence[GroupKind], num_blocks: int, block_tokens: int, *, step_tokens: int,
-        interleaved: bool = False,
+        self, kinds: Sequence[GroupKind], num_blocks: int, block_tokens: int, *, step_tokens: int
     ) -> None:
-        """`step_tokens`: the most tokens a request computes at once. `interleaved`: the wrong order, for tests."""
+        """`step_tokens`: the most tokens a request computes at once."""
         self.pool = BlockPool(num_blocks)
         self.kinds, self.block_tokens = tuple(kinds), block_tokens
-        self._step_tokens, self._interleaved = step_tokens, interleaved
+        self._step_tokens = step_tokens
 
     # ------------------------------------------------------------------ the prefix cache
 
@@ -87,17 +87,17 @@ class BlockManager:
         if sum(fresh) > room:
             raise OutOfBlocks(f"blocks: found room for {room}, wanted {sum(fresh)}")
         table: Table = [[None] * max(first, hit.length) for first in firsts]
-        groups = range(len(self.kinds))
-        phases = [(g, step) for g in groups for step in (0, 1)] if self._interleaved else [
-            (g, step) for step in (0, 1) for g in groups
-        ]
-        for g, step in phases:
-            if step == 0:
+        for phase, g in self._turns():
+            if phase == 0:
                 self.pool.touch(held([kept[g]]))
                 table[g][firsts[g] : hit.length] = kept[g]
             else:
                 table[g] += self.pool.allocate(fresh[g])
         return table
+
+    def _turns(self) -> Iterable[tuple[int, int]]:
+        """(phase, group): every group touches its hits before any group allocates."""
+        return product((0, 1), range(len(self.kinds)))
 
     def lacking(self, table: Table, end: int) -> int:
         """How many free blocks are missing to grow `table` to [0, end); 0 or less: none."""

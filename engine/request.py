@@ -88,7 +88,6 @@ class Request:
     """Chain hashes of the first full blocks; extended on demand."""
     registered: int = 0
     """Blocks [0, registered) of each group have been offered to the prefix cache."""
-    finish_reason: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     logits: list[torch.Tensor] = field(default_factory=list)
     generator: torch.Generator = field(init=False)

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from kvdock.api.admin import Admin
@@ -15,6 +14,7 @@ from kvdock.api.http.openapi import IDEMPOTENT, PAGED, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer, read_body
 from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
+from kvdock.protocol.forms import Codec
 from kvdock.protocol.wire_types import Answer, Body
 
 B = TypeVar("B", bound=Body)
@@ -26,10 +26,10 @@ _route = partial(route, router, tag="administration")
 def _add(
     call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], summary: str, note: str, **more: Any
 ) -> None:
-    decoder = msgspec.json.Decoder(body)
+    codec = Codec(body)
 
     async def respond(request: Request) -> Response:
-        return answer(await run(handlers_of(request).admin, await read_body(request, decoder)))
+        return answer(await run(handlers_of(request).admin, await read_body(request, codec)))
 
     _route(call, summary=summary, note=note, body=body, name=run.__name__, **more)(respond)
 

@@ -14,28 +14,42 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
-from fastapi.types import DecoratedCallable
 
 from kvdock.api.http.docs_page import docs_page, docs_style
 from kvdock.api.http.handlers import handlers_of
 from kvdock.api.http.openapi import PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, Cursor, Limit, answer
 from kvdock.api.views.metrics import CONTENT_TYPE
+from kvdock.api.views.probes import Probes
+from kvdock.api.views.reports import Reports
 from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES
 from kvdock.protocol.reports import Health
+from kvdock.protocol.wire_types import Answer
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
 PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
 
 router = APIRouter()
 _route = partial(route, router)
-_list = partial(_route, note=PAGED, errors=("bad_argument",))
 
 
-def _probe(path: str, summary: str, note: str) -> Callable[[DecoratedCallable], DecoratedCallable]:
-    return _route(Call("GET", path, Health), "health", summary, note, statuses=_WELL_OR_NOT)
+def _probe(path: str, name: str, summary: str, note: str, ask: Callable[[Probes], Health]) -> None:
+    async def probe(request: Request) -> Response:
+        health = ask(handlers_of(request).probes)
+        response = answer(health)
+        response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
+        return response
+
+    _route(Call("GET", path, Health), "health", summary, note, statuses=_WELL_OR_NOT, name=name)(probe)
+
+
+def _list(call: Call[Any], tag: str, name: str, summary: str, view: Callable[[Reports, int, int], Answer]) -> None:
+    async def page(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+        return answer(view(handlers_of(request).reports, limit, cursor))
+
+    _route(call, tag, summary, PAGED, errors=("bad_argument",), name=name)(page)
 
 
 def add_page(app: FastAPI) -> None:
@@ -62,36 +76,16 @@ class PageFiles(StaticFiles):
 
 
 _NO_SLOT = "503 with reasons when no slot can be given out now."
-
-
-@_probe("/livez", "The event loop turns", "503 with reasons when the server is stuck: restart it.")
-async def livez(request: Request) -> Response:
-    return _health(handlers_of(request).probes.live())
-
-
-@_probe("/startupz", "The server has started", "503 until the first segment is allocated.")
-async def startupz(request: Request) -> Response:
-    return _health(handlers_of(request).probes.started())
-
-
-@_probe("/readyz", "Slots can be given out", _NO_SLOT)
-@_probe("/healthz", "The same as /readyz", _NO_SLOT)
-async def readyz(request: Request) -> Response:
-    return _health(handlers_of(request).probes.ready())
-
-
-def _health(health: Health) -> Response:
-    response = answer(health)
-    response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
-    return response
+_probe("/livez", "livez", "The event loop turns", "503 with reasons when the server is stuck: restart it.", Probes.live)
+_probe("/startupz", "startupz", "The server has started", "503 until the first segment is allocated.", Probes.started)
+_probe("/healthz", "readyz", "The same as /readyz", _NO_SLOT, Probes.ready)
+_probe("/readyz", "readyz", "Slots can be given out", _NO_SLOT, Probes.ready)
 
 
 # ------------------------------------------------------------------ lists, and the pool at a glance
 
 
-@_list(c.SESSIONS, "sessions", "Who is attached")
-async def list_sessions(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.sessions(limit, cursor))
+_list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Reports.sessions)
 
 
 @_route(
@@ -106,9 +100,7 @@ async def show_session(
     return answer(handlers_of(request).reports.session(session, limit, cursor))
 
 
-@_list(c.LEASES, "reading", "Open leases and reservations, oldest first")
-async def list_leases(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.leases(limit, cursor))
+_list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Reports.leases)
 
 
 @_route(
@@ -119,9 +111,7 @@ async def show_lease(request: Request, lease: str) -> Response:
     return answer(handlers_of(request).reports.lease(lease))
 
 
-@_list(c.SEGMENTS, "pool", "The pool's shared memory, and its lock file")
-async def segments(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.segments(limit, cursor))
+_list(c.SEGMENTS, "pool", "segments", "The pool's shared memory, and its lock file", Reports.segments)
 
 
 @_route(c.STATUS, "pool", "The server at a glance")
@@ -134,9 +124,7 @@ async def stats(request: Request) -> Response:
     return answer(handlers_of(request).reports.stats())
 
 
-@_list(c.REQUESTS, "pool", "The last lookups and stores, newest first")
-async def requests(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.requests(limit, cursor))
+_list(c.REQUESTS, "pool", "requests", "The last lookups and stores, newest first", Reports.requests)
 
 
 @_route(Call("GET", "/metrics", str), "health", "Prometheus text", "Base units; counters end in `_total`.")

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
-import msgspec
 from fastapi import Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -19,11 +18,11 @@ from starlette.types import Receive
 
 from kvdock._core import TableError
 from kvdock.protocol.errors import CODES, ApiError, problem_of
-from kvdock.protocol.forms import JSON, invalid_body
+from kvdock.protocol.forms import JSON, Codec
 from kvdock.protocol.reports import Problem
-from kvdock.protocol.wire_types import Answer
+from kvdock.protocol.wire_types import Answer, Body
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 log = logging.getLogger("kvdock.api")
 
@@ -34,7 +33,6 @@ Cursor = Annotated[
     int, Query(ge=0, lt=1 << 64, description="`next` of the page before; without it the first page", examples=[0])
 ]
 
-_ENCODER = msgspec.json.Encoder()
 NO_STORE = {"cache-control": "no-store"}
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -49,18 +47,12 @@ SECURITY_HEADERS = {
 """On every answer. Pages of this server load nothing from elsewhere, and no page may embed them in a frame."""
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+async def read_body(request: Request, codec: Codec[B]) -> B:
     """The decoded body. Raises ApiError: unsupported_media_type, too_large, malformed_json, invalid_body."""
     media_type = request.headers.get("content-type", "")
     if media_type.partition(";")[0].strip().lower() != JSON.media_type:
         raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted=JSON.media_type)
-    raw = await read_limited(request)
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise invalid_body(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError("malformed_json", str(error), wanted="one JSON object") from error
+    return codec.decode(await read_limited(request), JSON)
 
 
 async def read_limited(request: Request) -> bytes | bytearray:
@@ -95,7 +87,7 @@ async def read_all(receive: Receive, declared: str, limit: int) -> bytes | bytea
 
 
 def answer(body: Answer) -> Response:
-    return Response(_ENCODER.encode(body), media_type="application/json", headers=NO_STORE)
+    return Response(JSON.encode(body), media_type="application/json", headers=NO_STORE)
 
 
 def no_content() -> Response:
@@ -104,7 +96,7 @@ def no_content() -> Response:
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
     return Response(
-        _ENCODER.encode(problem),
+        JSON.encode(problem),
         status_code=problem.status,
         media_type="application/problem+json",
         headers={**NO_STORE, **(headers or {})},

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from kvdock._core import KEY_BYTES, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
 from kvdock.api.errors import AdoptionError, StartupError
 from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers, left_at
-from kvdock.api.pool.limits import changed_limits, limits_of
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
+from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
@@ -47,8 +49,8 @@ class Pool:
         self.incarnation = table.incarnation
         self.clock_ms = adopted.found["clock_ms"] if adopted else 0
         """Where the server clock continues."""
-        self.limits = limits_of(settings)
-        """In effect now; `change_limits` replaces them."""
+        self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
+        """In effect now, complete and checked; `change_limits` replaces them."""
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
@@ -212,7 +214,7 @@ class Pool:
         Raises ApiError: bad_argument, no_memory (the machine cannot hold a pool of that size).
         """
         async with self._growing:
-            limits = changed_limits(self.limits, changes, self._segment_bytes)
+            limits = _changed(self.limits, changes, self._segment_bytes)
             more_bytes = limits.pool_bytes - max(self.limit_bytes, self.allocated_bytes)
             if more_bytes > 0:
                 missing = limits.pool_bytes - self.allocated_bytes
@@ -266,6 +268,22 @@ class Pool:
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
             session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,
         )
+
+
+def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> Limits:
+    """`limits` with some values replaced. ApiError(bad_argument) when they do not fit together."""
+    limits = msgspec.structs.replace(limits, **changes)
+    if limits.pool_bytes < segment_bytes:
+        raise ApiError(
+            "bad_argument", "a pool is at least one segment: serve with a smaller segment_bytes",
+            found=limits.pool_bytes, wanted=f"pool_bytes >= {segment_bytes}",
+        )
+    if limits.high_water < limits.low_water:
+        raise ApiError(
+            "bad_argument", "high_water is at least low_water",
+            found=limits.high_water, wanted=f">= {limits.low_water}",
+        )
+    return limits
 
 
 def open_pool(

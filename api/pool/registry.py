@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvdock._core import Table
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Manifest, Member
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 def digest16(text: str) -> bytes:
@@ -141,19 +145,32 @@ class Registry:
                 record.grants = grants[record.table_id]
 
 
-class Names:
-    """The names of recent requests and stores, by their digests, for people to read. Bounded."""
+class Recent(Generic[K, V]):
+    """A dict of the last `keep` keys."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._items: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        return self._items.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        self._items[key] = value
+        if len(self._items) > self._keep:
+            self._items.popitem(last=False)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._items
+
+
+class Names(Recent[bytes, str]):
+    """The names of recent requests and stores, by their digests, for people to read."""
 
     def digest(self, name: str) -> bytes:
         digest = digest16(name)
-        self._names[digest] = name
-        if len(self._names) > self._keep:
-            self._names.popitem(last=False)
+        self.put(digest, name)
         return digest
 
     def name(self, digest: bytes) -> str:
-        return self._names.get(digest) or digest.hex()
+        return self.get(digest) or digest.hex()

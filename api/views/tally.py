@@ -5,38 +5,14 @@ It remembers a bounded number of requests and grants. A repeat of a forgotten on
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable
 
 from kvdock._core import Lookup as Found, Reservation as Granted, Table
-from kvdock.api.pool.registry import SessionRecord
+from kvdock.api.pool.registry import Recent, SessionRecord
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, RecentRequests
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.schemas import Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class Recent(Generic[K, V]):
-    """A dict of the last `keep` keys."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._items: OrderedDict[K, V] = OrderedDict()
-
-    def get(self, key: K) -> V | None:
-        return self._items.get(key)
-
-    def put(self, key: K, value: V) -> None:
-        self._items[key] = value
-        if len(self._items) > self._keep:
-            self._items.popitem(last=False)
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._items
 
 
 class Tally:

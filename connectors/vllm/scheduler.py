@@ -97,7 +97,7 @@ class VllmScheduler:
             observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
         )
         self._driver = Driver(
-            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings.limits,
+            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, clock=clock,
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
         )

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError, SettingError
-from kvdock.connectors.limits import UNLIMITED, LoadLimits
+from kvdock.connectors.limits import LoadLimits
 from kvdock.connectors.vllm.groups import KVGroup
 
 BY_LAYER = ("eager", "piecewise", "never")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LoadLimits):
     address: str = ""
     """The server's address: unix:/path or http://host:port. Must be given."""
     timeout_s: float = 2.0
@@ -37,16 +37,8 @@ class Settings:
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
     """Names the weights; empty: taken from the model's revision, or from its files."""
-    max_load_tokens: int = UNLIMITED
-    max_load_share: float = 1.0
-    min_load_tokens: int = 0
-    """These three: as LoadLimits has them."""
     chunk_statistics: bool = False
     """Counts which chunks are used again, and logs a summary at the end."""
-
-    @property
-    def limits(self) -> LoadLimits:
-        return LoadLimits(self.max_load_tokens, self.max_load_share, self.min_load_tokens)
 
     @classmethod
     def load(cls, extra: Mapping[str, object]) -> Settings:
@@ -66,7 +58,10 @@ class Settings:
                     f"kv_connector_extra_config: {name} is {value!r}, and {kind.__name__} is wanted."
                 )
             values[name] = value
-        made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
+        try:
+            made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
+        except SettingError as error:
+            raise NotSupportedError(f"kv_connector_extra_config: {error}.") from error
         if not made.address.startswith(("unix:", "http://")):
             raise NotSupportedError(
                 f"kv_connector_extra_config: address is {made.address!r}, and unix:/path or http://host:port is wanted."
@@ -81,10 +76,6 @@ class Settings:
                 "kv_connector_extra_config: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
                 f"{made.chunk_tokens}, {made.copy_threads}, {made.timeout_s}."
             )
-        try:
-            _ = made.limits
-        except SettingError as error:
-            raise NotSupportedError(f"kv_connector_extra_config: {error}.") from error
         return made
 
 

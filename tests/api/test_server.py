@@ -202,11 +202,11 @@ from kvdock.api.views.reports import Reports
 def broken(reports): raise RuntimeError("secret detail")
 Reports.status = broken
 import json, logging, sys
-from kvdock.api.server import run
+from kvdock.api.server import Server
 from kvdock.api.settings import Settings
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 settings = dict({server.settings!r}, socket_path={str(server.settings['socket_path']) + '2'!r})
-run(Settings.load(settings), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True))
+Server(Settings.load(settings), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
 """
         broken = subprocess.Popen(
             [sys.executable, "-c", process], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

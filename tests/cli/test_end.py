@@ -283,7 +283,7 @@ def test_shared_memory_that_cannot_be_used_is_one_sentence(tmp_path: Path, monke
     monkeypatch.setattr("kvdock.api.pool.pool.remove_stale", partial(remove_stale, tmp_path / "nowhere"))
     settings = Settings.load({"socket_path": str(tmp_path / "kvdock.sock"), "port": 0, "pool_bytes": "16MiB"})
     with pytest.raises(StartupError, match=r"shared memory cannot be used: .*nowhere") as error:
-        Server(settings).run()
+        Server(settings, lambda addresses: None).run()
     assert error.value.code == "no_shared_memory" and not (tmp_path / "kvdock.sock").exists()
 
 

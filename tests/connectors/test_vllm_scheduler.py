@@ -35,7 +35,7 @@ def scheduler_of(address: str, *groups: KVGroup) -> VllmScheduler:
         Client(address), described, Identity(unique("instance"), unique("member"), ranks=(), scheduler=True)
     )
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    return VllmScheduler(session, groups, budget, Settings(address), ranks=1, fails_closed=False)
+    return VllmScheduler(session, groups, budget, Settings(address=address), ranks=1, fails_closed=False)
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Local hits and fresh blocks over several KV groups: no physical block is ever given out twice.
 
-Each contended scenario runs in both orders. In two phases it must succeed. In the other order (BlockManager's
-`interleaved`), one group's allocation takes another's hits, and that must be detected, or the scenario shows nothing.
+Each contended scenario runs in both orders. In two phases it must succeed. In the other order
+(Interleaved), one group's allocation takes another's hits, and that must be detected, or the scenario shows nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -58,8 +58,15 @@ def name_of(kinds: object) -> str:
     return "-".join(type(kind).__name__ for kind in kinds) if isinstance(kinds, tuple) else ""
 
 
+class Interleaved(BlockManager):
+    """The wrong order: each group touches its hits and allocates before the next one does."""
+
+    def _turns(self) -> Iterable[tuple[int, int]]:
+        return [(phase, group) for group in range(len(self.kinds)) for phase in (0, 1)]
+
+
 def manager(kinds: Sequence[GroupKind], num_blocks: int, interleaved: bool = False) -> BlockManager:
-    return BlockManager(kinds, num_blocks, BLOCK, step_tokens=64, interleaved=interleaved)
+    return (Interleaved if interleaved else BlockManager)(kinds, num_blocks, BLOCK, step_tokens=64)
 
 
 def names(seed: int, count: int) -> list[bytes]:
@@ -341,7 +348,7 @@ def load_behind_a_local_hit(interleaved: bool) -> None:
     wanted = run_one(writer, tokens)
     assert writer.drain(10.0)
     engine, connector = hybrid_engine(pool)
-    engine.scheduler.blocks._interleaved = interleaved
+    engine.scheduler.blocks.__class__ = Interleaved if interleaved else BlockManager
     run_one(engine, tokens[:100])
     assert engine.drain(10.0)
     cached = engine.scheduler.blocks.pool.cached

@@ -7,8 +7,8 @@ from .mutant import Mutant
 MUTANTS = (
     Mutant(
         "P9a", "groups allocate in turn, so one group's fresh block can be another's hit", "engine/block_manager.py",
-        "for g in groups for step in (0, 1)] if self._interleaved else [",
-        "for g in groups for step in (0, 1)] if groups else [",
+        "return product((0, 1), range(len(self.kinds)))",
+        "return [(phase, g) for g in range(len(self.kinds)) for phase in (0, 1)]",
         ("tests/engine/test_two_phase.py",), "test_two_phases_give_no_block_out_twice",
     ),
     Mutant(

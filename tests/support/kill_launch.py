@@ -143,7 +143,7 @@ def serve(link: Connection, pause: Pause, settings: dict[str, object]) -> None:
         threading.Thread(target=listen, daemon=True).start()
 
     try:
-        server.run(Settings.load(settings), on_ready=ready)
+        server.Server(Settings.load(settings), on_ready=ready).run()
     except StartupError as error:
         link.send({"error": str(error)})
 

@@ -24,7 +24,7 @@ def start() -> None:
 
 
 def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
-    from kvdock.api.server import run
+    from kvdock.api.server import Server
     from kvdock.api.settings import Settings
 
     log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -32,7 +32,7 @@ def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
         os.dup2(log_fd, fd)
     os.close(log_fd)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    run(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict()))
+    Server(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict())).run()
 
 
 class ServerFork:

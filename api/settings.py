@@ -115,12 +115,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         return _load(values, {})
 
-    @staticmethod
-    def from_environ(environ: Mapping[str, str], **overrides: object) -> Settings:
-        """Settings from KVDOCK_POOL_BYTES and the like, and the file that KVDOCK_CONFIG names; `overrides` that
-        are not None win."""
-        return effective(environ, flags=overrides).settings
-
 
 Source = Literal["default", "file", "environment", "flag"]
 

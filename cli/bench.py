@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +33,6 @@ from kvdock.connectors.scheduler import Fetch, SchedulerConnector
 from kvdock.connectors.session import Attachment, Identity, SessionObserver
 from kvdock.datapath.layout import PagedLayout, Plane
 from kvdock.protocol import schemas as s
-from kvdock.protocol.keys import chunk_keys
 
 LOOKUP_KEYS = (2, 32, 512)
 BLOCK_TOKENS = 16
@@ -44,25 +42,7 @@ POOL_SHARE = 0.5
 """The benchmark uses at most this share of what one session may hold."""
 REQUEST = "bench"
 _NO_ROOM = "the pool has no room for the benchmark's chunks: try a smaller --mib, or an idle server"
-
-
-class Figures(msgspec.Struct, kw_only=True):
-    """What `--json` prints. `gb_s`: 10⁹ bytes a second."""
-
-    lookup_2_p50_ms: float
-    lookup_2_p99_ms: float
-    lookup_32_p50_ms: float
-    lookup_32_p99_ms: float
-    lookup_512_p50_ms: float
-    lookup_512_p99_ms: float
-    store_gb_s: float
-    """Reserve, copy, checksum, commit."""
-    load_gb_s: float
-    """The blocks are filled and checked, and the lease is released."""
-    memcpy_gb_s: float
-    """memcpy of the same pieces with as many threads."""
-    moved_bytes: int
-    """Stored once and loaded once, per round."""
+_LOST = "the server was lost while it was measured"
 
 
 @dataclass(frozen=True)
@@ -96,7 +76,8 @@ TINY = Shape(planes=2, run_bytes=512, chunk_blocks=1)
 
 
 def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool, console: Console) -> None:
-    """Raises CommandError when no server answers, when the pool has no room or wrong bytes are loaded; ApiError."""
+    """`--json` prints what the table shows. `gb_s`: 10⁹ bytes a second; `moved_bytes`: stored once and loaded once, per
+    round. Raises CommandError when no server answers, when the pool has no room or wrong bytes are loaded; ApiError."""
     with reached(server) as client:
         status = client.status()
         if status.status != "ok":
@@ -105,8 +86,7 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
         room_bytes = int(POOL_SHARE * min(limits.session_cap, limits.total_cap) * limits.pool_bytes)
         lookups = _lookups(client, rounds)
         chunks = min(mib << 20, room_bytes) // Shape().chunk_bytes
-        copies = _copies(client, chunks, threads)
-        figures = Figures(**lookups, **copies, moved_bytes=chunks * Shape().chunk_bytes)
+        figures = {**lookups, **_copies(client, chunks, threads), "moved_bytes": chunks * Shape().chunk_bytes}
     if as_json:
         print_json(console, figures)
     else:
@@ -142,37 +122,30 @@ class _Engine:
         except RefusedError as error:
             raise CommandError(str(error), FAILED) from error
 
-    @property
-    def attachment(self) -> Attachment:
-        found = self.session.attachment
-        if found is None:
-            raise CommandError("the server was lost while it was measured", FAILED)
-        return found
-
     def close(self) -> None:
         self._worker.close()
         self.session.close()
         self.session.client.close()
 
     @contextmanager
-    def stored(self) -> Iterator[list[bytes]]:
+    def stored(self) -> Iterator[tuple[Attachment, list[bytes]]]:
         """Stores all blocks under random tokens, whose keys are in no pool; yields the keys, and deletes their chunks
         at the end."""
         source = random.Random(secrets.randbits(64))
         self.tokens = [source.randrange(1 << 32) for _ in range(self.chunks * self.shape.chunk_tokens)]
-        namespace = self.attachment.namespace
-        keys = chunk_keys(namespace, self.tokens, self.shape.chunk_tokens)
+        offer = self._scheduler.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
+        if offer is None:
+            raise CommandError(_LOST, FAILED)
+        keys = [key for batch in offer.batches for key in batch.keys]
         try:
-            offer = self._scheduler.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
-            if offer is not None:
-                for batch in offer.batches:
-                    if (plan := self._scheduler.reserve(offer, batch)) is not None:
-                        self._worker.store(offer.attachment, plan)
-                offer.attachment.release()
-            yield keys
+            for batch in offer.batches:
+                if (plan := self._scheduler.reserve(offer, batch)) is not None:
+                    self._worker.store(offer.attachment, plan)
+            yield offer.attachment, keys
         finally:
+            offer.attachment.release()
             self._scheduler.finished(REQUEST)
-            delete(self._people, namespace.hex(), keys)
+            delete(self._people, offer.attachment.namespace.hex(), keys)
 
     def find(self) -> None:
         """Looks up what was stored. Raises CommandError unless all of it is there. `load` uses the lease; otherwise it
@@ -188,7 +161,7 @@ class _Engine:
         """Fills the blocks with what `find` found."""
         begun = self._scheduler.begin_load(REQUEST, [self._order], 0, len(self.tokens))
         if begun is None:
-            raise CommandError("the server was lost while it was measured", FAILED)
+            raise CommandError(_LOST, FAILED)
         attachment, plan = begun
         self._worker.load(attachment, plan)
         self._worker.settle(attachment)
@@ -211,10 +184,9 @@ def _address_of(memory: mmap.mmap) -> int:
 def _lookups(client: Client, rounds: int) -> dict[str, float]:
     """Times round trips, the sizes in turn. Each call also releases the lease of the call before."""
     took_ms: dict[int, list[float]] = {count: [] for count in LOOKUP_KEYS}
-    with closing(_Engine(client, TINY, max(LOOKUP_KEYS), threads=1)) as engine, engine.stored() as keys:
+    with closing(_Engine(client, TINY, max(LOOKUP_KEYS), threads=1)) as engine, engine.stored() as (at, keys):
         engine.find()
-        # The session keeps this attachment alive; the leases end with it.
-        asked, session, member = engine.session.client, engine.attachment.session, engine.attachment.member
+        asked, session, member = engine.session.client, at.session, at.member  # the leases end with the session
         for number in range(-WARM_UP, rounds):
             for count in LOOKUP_KEYS:
                 body = s.Lookup(
@@ -231,16 +203,14 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
                     took_ms[count].append(spent_ms)
         asked.flush(session)
     return {
-        f"lookup_{count}_p{percent}_ms": round(_quantile(spent, percent / 100), 4)
+        f"lookup_{count}_p{percent}_ms": round(sorted(spent)[len(spent) * percent // 100], 4)
         for count, spent in took_ms.items() for percent in (50, 99)
     }
 
 
-def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
+    """A store is reserve, copy, checksum and commit; a load fills and checks the blocks and releases the lease; memcpy
+    copies the same pieces with as many threads."""
     if chunks < 1:
         raise CommandError(_NO_ROOM, FAILED)
     spent_s: dict[str, list[float]] = {"store": [], "load": [], "memcpy": []}
@@ -262,13 +232,16 @@ def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
     return {f"{what}_gb_s": round(moved_bytes / statistics.median(s[1:]) / 1e9, 2) for what, s in spent_s.items()}
 
 
-def _table(figures: Figures) -> Table:
+def _table(figures: dict[str, float]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for count in LOOKUP_KEYS:
-        p50, p99 = (getattr(figures, f"lookup_{count}_p{percent}_ms") for percent in (50, 99))
+        p50, p99 = (figures[f"lookup_{count}_p{percent}_ms"] for percent in (50, 99))
         table.add_row(f"lookup and lock {count} keys", f"{p50:.3f} ms", f"p99 {p99:.3f} ms")
-    for name, rate in (("store", figures.store_gb_s), ("load", figures.load_gb_s)):
-        share = f"{100 * rate / figures.memcpy_gb_s:.0f} % of memcpy"
-        table.add_row(f"{name} {size(figures.moved_bytes)}", f"{rate:.2f} GB/s", share)
-    table.add_row("plain memcpy", f"{figures.memcpy_gb_s:.2f} GB/s", "")
+    plain = figures["memcpy_gb_s"]
+    for name in ("store", "load"):
+        rate = figures[f"{name}_gb_s"]
+        table.add_row(
+            f"{name} {size(figures['moved_bytes'])}", f"{rate:.2f} GB/s", f"{100 * rate / plain:.0f} % of memcpy"
+        )
+    table.add_row("plain memcpy", f"{plain:.2f} GB/s", "")
     return table

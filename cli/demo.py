@@ -152,34 +152,28 @@ def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, sh
     return done
 
 
-class Screen:
+class Screen(Live):
     """What the terminal shows: one row a turn, and a spinner for what is under way. The rows stay when it ends."""
 
     def __init__(self, console: Console) -> None:
-        self._live = Live(Spinner("dots", "starting a server, two engines that share it, and one without"),
-                          console=console)
+        super().__init__(
+            Spinner("dots", "starting a server, two engines that share it, and one without"), console=console
+        )
         self._table = Table(title="Seconds to the first token of each answer", title_justify="left", box=None,
                             pad_edge=False, padding=(0, 2, 0, 0))
         for title in ("turn", "engine", "prompt", "from kvdock", "MiB", "alone", "kvdock", "faster", "tokens"):
             self._table.add_column(title, justify="left" if title in ("engine", "tokens") else "right", no_wrap=True)
 
-    def __enter__(self) -> Screen:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
-        self._live.update(self._table if self._table.row_count else "")
-        self._live.stop()
+        self.update(self._table if self._table.row_count else "")
+        super().stop()
 
     def working(self, what: str) -> None:
         grid = Table.grid()
         if self._table.row_count:
             grid.add_row(self._table)
         grid.add_row(Spinner("dots", what))
-        self._live.update(grid)
+        self.update(grid)
 
     def row(self, turn: Turn) -> None:
         loaded = turn.loaded_tokens > 0
@@ -189,7 +183,7 @@ class Screen:
             f"{turn.ttft_alone_s:.2f}", f"{turn.ttft_kvdock_s:.2f}", f"{turn.speedup:.1f}x" if loaded else "",
             "same" if turn.same_tokens else "DIFFERENT",
         )
-        self._live.update(self._table)
+        self.update(self._table)
 
 
 def figures(turns: list[Turn], counters: dict[str, int], seconds: float) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine)
     settings, settings_finding = _settings(environ, config)
     server = _server(settings)
     findings = [_versions(), settings_finding, server, *_extension()]
+    wanted_bytes = settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
     # A running server has its pool already: no memory for another is needed.
-    serves = server.level == "ok"
-    findings += machine_findings(machine, 0 if serves else _wanted_bytes(settings))
+    findings += machine_findings(machine, 0 if server.level == "ok" else wanted_bytes)
     findings.append(_stale_pools(machine))
     return findings
 
@@ -125,11 +125,6 @@ def _calibrations(known: list[Calibration]) -> Finding:
     if not known:
         return Finding("GPU copies", "ok", "not measured yet: an engine does so once for each GPU and layout")
     return Finding("GPU copies", "ok", "; ".join(calibration.describe() for calibration in known))
-
-
-def _wanted_bytes(settings: Settings) -> int:
-    """Shared memory of a server whose pool has its maximum size."""
-    return settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
 
 
 # --------------------------------------------------------------------------- pools left behind

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import msgspec
 from rich.console import Console
 
-from kvdock.api.settings import Settings
+from kvdock.api.settings import effective
 from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
@@ -38,7 +38,7 @@ def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
 
 def default_address() -> str:
     """Where `kvdock serve` listens when started with the same environment. Raises SettingsError."""
-    return f"unix:{Settings.from_environ(os.environ).socket_path}"
+    return f"unix:{effective(os.environ).settings.socket_path}"
 
 
 @contextmanager

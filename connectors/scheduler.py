@@ -193,18 +193,15 @@ class SchedulerConnector:
     def is_verified(self, request_id: str) -> bool:
         """Whether all that the request's lookup found may be promised."""
         with self._lock:
-            request = self._requests.get(request_id)
-            return (
-                request is None or request.answer is None or request.answer.lease is None
-                or request.verified is request.answer
-            )
+            request = self._leased(request_id)
+            return request is None or request.verified is request.answer
 
     def is_verifying(self, request_id: str) -> bool:
         with self._lock:
-            request = self._requests.get(request_id)
-            if request is None or request.answer is None or request.answer.lease is None:
+            request = self._leased(request_id)
+            if request is None or request.verified is request.answer:
                 return False
-            return request.verifying is request.answer and request.verified is not request.answer
+            return request.verifying is request.answer
 
     def starts_verifying(self, request_id: str) -> bool:
         """Whether verify() is to be called for the answer to the request's lookup: True once for each answer."""
@@ -418,6 +415,11 @@ class SchedulerConnector:
                     request.handed_out = None
                     return True
         return False
+
+    def _leased(self, request_id: str) -> _Request | None:
+        """Under `_lock`: the request, if its lookup was answered with a lease."""
+        request = self._requests.get(request_id)
+        return request if request is not None and request.answer is not None and request.answer.lease else None
 
     def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
         """Under `_lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""

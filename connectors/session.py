@@ -38,6 +38,7 @@ from kvdock.protocol.schemas import (
 from kvdock.protocol.wire_types import MAX_KEYS
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import pool_exists
+from kvdock.shm.segment import SegmentInfo
 
 log = logging.getLogger("kvdock.connector")
 
@@ -303,8 +304,9 @@ class EngineSession:
         """In the order of their ids. A registrar maps the pages itself, outside of this thread."""
         registrar = attachment.registrar
         try:
-            for segment in segments:
-                attachment.segments.attach(segment, populate=populate and registrar is None)
+            for one in segments:
+                info = SegmentInfo(one.id, one.name, one.bytes, one.data_offset)
+                attachment.segments.attach(info, populate=populate and registrar is None)
         finally:
             if registrar is not None:
                 registrar.wake()

@@ -9,7 +9,7 @@ import threading
 
 from kvdock import _core
 from kvdock.shm.errors import SegmentCorrupt
-from kvdock.shm.segment import SegmentDescription, SegmentInfo, address_of, map_checked
+from kvdock.shm.segment import SegmentInfo, address_of, map_checked
 
 
 class AttachedSegments:
@@ -24,7 +24,7 @@ class AttachedSegments:
     def segments(self) -> list[SegmentInfo]:
         return [info for info, _ in list(self._segments.values())]
 
-    def attach(self, segment: SegmentDescription, *, populate: bool = False) -> SegmentInfo:
+    def attach(self, segment: SegmentInfo, *, populate: bool = False) -> SegmentInfo:
         """Maps a segment; repeating it is harmless. populate=True also maps its pages now, not at first use.
 
         SegmentAbsent, SegmentNotReady (try again), SegmentWrongVersion, SegmentCorrupt; the last also
@@ -34,9 +34,8 @@ class AttachedSegments:
             if segment.id not in self._segments:
                 mapping, fields = map_checked(segment.name, self.pool_id, segment.id)
                 found = SegmentInfo(segment.id, segment.name, mapping.bytes, fields["data_offset"])
-                wanted = SegmentInfo(segment.id, segment.name, segment.bytes, segment.data_offset)
-                if found != wanted:
-                    raise SegmentCorrupt(f"segment {segment.name}", found=found, wanted=wanted)
+                if found != segment:
+                    raise SegmentCorrupt(f"segment {segment.name}", found=found, wanted=segment)
                 if populate:
                     mapping.populate(0, mapping.bytes)
                 self._segments[segment.id] = (found, mapping)

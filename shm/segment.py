@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from kvdock import _core
 from kvdock.shm import objects
@@ -26,19 +26,6 @@ _HEADER_ERRORS: Final[dict[str, type[AttachError]]] = {
     "wrong_version": SegmentWrongVersion,
     "corrupt": SegmentCorrupt,
 }
-
-
-class SegmentDescription(Protocol):
-    """What a process must know to map a segment; sizes in bytes."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def data_offset(self) -> int: ...
 
 
 @dataclass(frozen=True)

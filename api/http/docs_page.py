@@ -12,7 +12,7 @@ from typing import Any
 
 from kvdock.protocol.errors import CODES
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 code,pre{font:14px/1.5 ui-monospace,monospace}
@@ -47,10 +47,6 @@ def docs_page(schema: dict[str, Any]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts)
-
-
-def docs_style() -> str:
-    return _STYLE
 
 
 def _calls(schema: dict[str, Any]) -> Iterator[str]:

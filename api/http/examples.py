@@ -7,12 +7,13 @@ default; answers have all fields.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
-from kvdock.protocol import admin_schemas as a, reports as r, schemas as s
-from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.wire_types import Answer, Body
 
 SESSION = "0a1b2c-1"
@@ -60,87 +61,62 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     a.PatchConfig: {"session_cap": 0.5, "session_grants": 4096},
 }
 
-_SEGMENT = s.Segment(
-    id=0, name="/kvdock-3fa90c51d27be604-0000", bytes=1 << 30, data_offset=4096, prefaulted_bytes=1 << 30,
-    used_bytes=32768,
-)
-_MEMBER = s.MemberView(id=MEMBER, ranks=[0], scheduler=True, state="live", heartbeat_age_s=0.8, pinned_through=1)
-_SESSION = s.SessionView(
-    session=SESSION, instance=INSTANCE, label="", model="example-model", namespace=NAMESPACE, members=[_MEMBER],
-    leases=1, reservations=0, held_bytes=32768, age_s=61.5,
-)
-_LEASE = r.LeaseView(
-    grant=LEASE, kind="lease", session=SESSION, request="r-1", epoch=0, readers=1, remaining=[0], chunks=2,
-    bytes=32768, age_s=0.1, closed=False,
-)
-_POOL = r.PoolView(
-    limit_bytes=4 << 30, allocated_bytes=1 << 30, prefaulted_bytes=1 << 30, free_bytes=1073704960, reserved_bytes=0,
-    ready_bytes=32768, quarantined_bytes=0, held_bytes=32768, segments=1,
-)
-_LIMITS = Limits(
-    pool_bytes=4 << 30, session_cap=0.5, total_cap=0.75, low_water=0.05, high_water=0.1, session_grants=4096
-)
+_VALUES: dict[str, Any] = {
+    **_MANIFEST, "session": SESSION, "member": MEMBER, "instance": INSTANCE, "MemberView.id": MEMBER,
+    "MemberDetail.id": MEMBER, "namespace": NAMESPACE, "lease": LEASE, "grant": LEASE, "grants": LEASE,
+    "reservation": RESERVATION, "request": "r-1", "key": KEYS[0], "checksum": CHECKSUM, "pool_id": POOL_ID,
+    "incarnation": 662316, "changes_next": _CHANGES, "next": _CHANGES + 1, "is_there": True, "complete": True,
+    "lock_file": f"/dev/shm/kvdock-{POOL_ID}.lock", "Segment.name": f"/kvdock-{POOL_ID}-0000", "Segment.id": 0,
+    "Segment.bytes": 1 << 30, "data_offset": 4096, "offset": 4096, "length": 16384, "bytes": 16384, "part_bytes": 16384,
+    "chunk_bytes": 16384, "used_bytes": 16384, "ready_bytes": 16384, "held_bytes": 16384, "allocated_bytes": 1 << 30,
+    "prefaulted_bytes": 1 << 30, "free_bytes": 1073721344, "limit_bytes": 4 << 30, "pool_bytes": 4 << 30,
+    "reserved_bytes": 0, "quarantined_bytes": 0, "reserved": 0, "quarantined": 0, "reservations": 0, "epoch": 0,
+    "ranks": 0, "remaining": 0, "busy": [], "retiring": [], "ReleaseAnswer.remaining": [],
+    "CommitAnswer.remaining": [], "MismatchAnswer.quarantined": 1, "index": 0, "group": 0, "writer": 0, "segment": 0,
+    "first_chunk": 0, "tokens": 32, "hit_tokens": 16, "took_us": 41, "uptime_s": 61.5, "now": 1700000000.0,
+    "at": 1700000000.0, "heartbeat_s": 2.0, "deadline_s": 30.0, "scheduler": True, "state": "live", "status": "ok",
+    "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Tokens found", "chart": "Hit ratio",
+    "session_cap": 0.5, "total_cap": 0.75, "low_water": 0.05, "high_water": 0.1, "session_grants": 4096,
+    "version": "0.1.0", "settings": {"pool_bytes": 4 << 30, "port": 7410},
+    "counters": {"lookups": 1, "hit_tokens": 16},
+}
+"""Values of answers by the names of their fields, of one struct or of all; the others follow from their types."""
+_PLAIN: dict[type[inspect.Type], Any] = {
+    inspect.IntType: 1, inspect.FloatType: 0.5, inspect.BoolType: False, inspect.StrType: "", inspect.DictType: {},
+    inspect.AnyType: None, inspect.NoneType: None,
+}
 
 
-def answers() -> dict[type[Answer], Answer]:
-    part = s.Part(0, 0, 0, 4096, 16384, CHECKSUM)
-    request = r.RequestView(
-        at=1700000000.0, kind="lookup", session=SESSION, label="", request="r-1", tokens=32, hit_tokens=32, chunks=2,
-        bytes=32768, took_us=41,
-    )
-    series = r.Series(name="hit_ratio", title="Tokens found", unit="ratio", chart="Hit ratio", values=[None, 1.0])
-    detail = {
-        **msgspec.structs.asdict(_SESSION),
-        "members": [a.MemberDetail(**msgspec.structs.asdict(_MEMBER), grants=[LEASE])],
-    }
-    manifest = msgspec.convert(_MANIFEST, s.Manifest)
-    found = [
-        s.SessionAttached(
-            session=SESSION, member=MEMBER, namespace=NAMESPACE, pool_id=POOL_ID, incarnation=662316,
-            segments=[_SEGMENT], part_bytes=[16384], chunk_tokens=16, heartbeat_s=2.0,
-            changes_next=_CHANGES,
-        ),
-        s.HeartbeatAnswer(
-            heartbeat_s=2.0, questions=[], segments=1,
-            changes=s.Changes(changes=[s.Change(KEYS[0], True)], next=_CHANGES + 1, complete=True),
-        ),
-        s.Sessions(sessions=[_SESSION]),
-        a.SessionDetail(**detail, grants=[_LEASE]),
-        s.LookupAnswer(hit_tokens=32, lease=LEASE, first_chunk=0, chunks=[[part], [part]]),
-        s.ReleaseAnswer(remaining=[]),
-        s.ReleaseManyAnswer(),
-        _LEASE,
-        r.Leases(leases=[_LEASE]),
-        s.MismatchAnswer(quarantined=1),
-        s.ReserveAnswer(
-            reservation=RESERVATION, deadline_s=30.0, present=[1], busy=[],
-            chunks=[s.GrantedChunk(index=0, parts=[s.WritePart(0, 0, 0, 4096, 16384)])],
-        ),
-        s.CommitAnswer(ready=1, remaining=[]),
-        s.Segments(pool_id=POOL_ID, lock_file="/dev/shm/kvdock-3fa90c51d27be604.lock", segments=[_SEGMENT]),
-        r.Health(status="ok"),
-        r.Status(
-            status="ok", reasons=[], version="0.1.0", pool_id=POOL_ID, incarnation=662316, uptime_s=61.5,
-            now=1700000000.0, pool=_POOL, chunks=r.ChunkCounts(reserved=0, ready=2, quarantined=0), sessions=1,
-            leases=1, reservations=0, counters={"lookups": 1, "hit_tokens": 32},
-        ),
-        r.Stats(interval_s=1.0, age_s=0.2, series=[series]),
-        r.Requests(requests=[request]),
-        a.Cleared(chunks=2),
-        a.Deleted(chunks=2),
-        a.Pinned(chunks=2),
-        a.Config(limits=_LIMITS, settings={"pool_bytes": 4 << 30, "port": 7410}, retiring=[]),
-        a.Namespaces(namespaces=[
-            a.NamespaceView(namespace=NAMESPACE, manifest=manifest, chunk_bytes=16384, sessions=1)
-        ]),
-    ]
-    return {type(answer): answer for answer in found}
+def _example(kind: inspect.Type, value: Any = None) -> Any:
+    """A JSON value of that type: `value`, if it is one."""
+    if isinstance(kind, inspect.Metadata):
+        return _example(kind.type, value)
+    if isinstance(kind, inspect.StructType):
+        fields = {field.encode_name: _field(kind.cls.__name__, field) for field in kind.fields}
+        shown = {name: value for name, value in fields.items() if value is not msgspec.NODEFAULT}
+        return list(shown.values()) if kind.array_like else shown
+    if isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        return value if value == [] else [_example(kind.item_type, value)]
+    if isinstance(kind, inspect.LiteralType):
+        return value if value in kind.values else kind.values[0]
+    if isinstance(kind, inspect.UnionType):
+        found = [_example(one, value) for one in kind.types if not isinstance(one, inspect.NoneType)]
+        return value if value in found else found[0]
+    plain = _PLAIN[type(kind)]
+    return value if type(value) is type(plain) else plain
 
 
-def by_name() -> dict[str, Any]:
+def _field(struct: str, field: inspect.Field) -> Any:
+    """A field with a default has it, but for the changes of a heartbeat, which few would guess. NODEFAULT: absent."""
+    if field.required or field.name == "changes":
+        return _example(field.type, _VALUES.get(f"{struct}.{field.name}", _VALUES.get(field.name)))
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def by_name(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
     """Examples as JSON values, by the name of their struct."""
-    plain = {body.__name__: example for body, example in BODIES.items()}
-    return plain | {kind.__name__: msgspec.to_builtins(example) for kind, example in answers().items()}
+    answers = {kind.__name__: _example(inspect.type_info(kind)) for kind in kinds if issubclass(kind, Answer)}
+    return answers | {body.__name__: example for body, example in BODIES.items()}
 
 
 def curl(method: str, path: str, body: Any) -> str:

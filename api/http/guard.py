@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvdock.api.http.wire import SECURITY_HEADERS, problem_response
+from kvdock.api.http.wire import SECURITY_HEADERS, problem_response, refusal
 from kvdock.api.settings import Settings
 from kvdock.api.views.timing import Meter
-from kvdock.protocol.errors import ApiError, problem_of
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.version import API_VERSION, SUPPORTED_VERSIONS, VERSION_HEADER, supported
 
 _HEADERS = [
@@ -53,8 +53,7 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            path = Request(scope).url.path
-            problem = problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=path)
+            problem = refusal(error, Request(scope).url.path)
             await problem_response(problem)(scope, receive, send_guarded)
         else:
             await self._app(scope, receive, send_guarded)

@@ -14,12 +14,12 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvdock.api.http.docs_page import docs_page, docs_style
+from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.handlers import handlers_of
 from kvdock.api.http.openapi import PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, Cursor, Limit, answer
-from kvdock.api.views.metrics import CONTENT_TYPE
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.reports import Reports
 from kvdock.protocol import calls as c
@@ -94,9 +94,7 @@ _list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Reports.sessio
     "`limit` and `cursor`.",
     errors=("unknown_session", "bad_argument"),
 )
-async def show_session(
-    request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0
-) -> Response:
+async def show_session(request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
     return answer(handlers_of(request).reports.session(session, limit, cursor))
 
 
@@ -129,7 +127,7 @@ _list(c.REQUESTS, "pool", "requests", "The last lookups and stores, newest first
 
 @_route(Call("GET", "/metrics", str), "health", "Prometheus text", "Base units; counters end in `_total`.")
 async def metrics(request: Request) -> Response:
-    return Response(handlers_of(request).metrics.text(), headers={"content-type": CONTENT_TYPE, **NO_STORE})
+    return Response(handlers_of(request).metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST, **NO_STORE})
 
 
 async def _document(request: Request) -> dict[str, Any]:
@@ -151,4 +149,4 @@ async def docs(request: Request) -> HTMLResponse:
 
 @router.get("/docs.css", include_in_schema=False)
 async def docs_css() -> Response:
-    return Response(docs_style(), media_type="text/css")
+    return Response(STYLE, media_type="text/css")

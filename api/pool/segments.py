@@ -35,15 +35,11 @@ class _Prefault:
         self._mapping = mapping
         self._lock = threading.Lock()
         self._next = 0
-        self._done_bytes = 0
+        self.done_bytes = 0
         self._stopped = False
         self._threads = [threading.Thread(target=self._run, name=f"prefault{name}-{i}") for i in range(threads)]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def done_bytes(self) -> int:
-        return self._done_bytes
 
     def stop(self) -> None:
         self._stopped = True
@@ -64,7 +60,7 @@ class _Prefault:
                 self._stopped = True
                 return
             with self._lock:
-                self._done_bytes += size
+                self.done_bytes += size
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -17,8 +17,6 @@ from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.reports import Reports
 from kvdock.api.views.timing import Timings
 from kvdock.protocol.reports import Status
-
-__all__ = ["CONTENT_TYPE", "Metrics"]
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 

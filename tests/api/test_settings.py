@@ -7,7 +7,7 @@ import pytest
 from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
-from kvdock.api.settings import Settings, default_socket_path, parse_bytes
+from kvdock.api.settings import Settings, default_socket_path, effective, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(values: dict[str, obj
 
 def test_settings_come_from_the_environment_and_arguments_win() -> None:
     environ = {"KVDOCK_POOL_BYTES": "64MiB", "KVDOCK_PORT": "9000", "HOME": "/home/x"}
-    settings = Settings.from_environ(environ, port=9001, host=None)
+    settings = effective(environ, flags={"port": 9001, "host": None}).settings
     assert (settings.pool_bytes, settings.port, settings.host) == (64 << 20, 9001, "127.0.0.1")
 
 
 def test_an_unknown_name_in_the_environment_is_refused() -> None:
     with pytest.raises(SettingsError, match="pool_size"):
-        Settings.from_environ({"KVDOCK_POOL_SIZE": "1GiB"})
+        effective({"KVDOCK_POOL_SIZE": "1GiB"})
 
 
 def test_a_small_pool_has_one_small_segment_unless_told() -> None:

@@ -22,6 +22,7 @@ from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
 from kvdock.protocol.keys import HashedChain, chunk_keys
 from kvdock.protocol.reports import LeaseView
+from kvdock.shm.segment import SegmentInfo
 
 ASK_S = 1.0
 """What is asserted before the server asks has so long."""
@@ -252,7 +253,8 @@ def test_memory_and_lock_of_an_attachment_stay_while_somebody_uses_it(curious: S
     with Client(curious.unix) as client:
         pool = client.segments()
     segments = AttachedSegments(int(pool.pool_id, 16))
-    segments.attach(pool.segments[0])
+    found = pool.segments[0]
+    segments.attach(SegmentInfo(found.id, found.name, found.bytes, found.data_offset))
     liveness = MemberLiveness(pool.lock_file, source=Random(1))
     one = Attachment("s", "m", bytes(32), pool.pool_id, segments, liveness, 1.0)
     assert one.acquire()

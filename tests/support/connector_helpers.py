@@ -34,6 +34,7 @@ from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
 from kvdock.protocol import schemas as s
 from kvdock.protocol.keys import chunk_keys
+from kvdock.shm.segment import SegmentInfo
 
 CHUNK = 64
 """Tokens of a chunk: equal to the tiny preset's prefill chunk, so that a hit ends where a step would."""
@@ -157,8 +158,8 @@ class Spectator:
         self.member: Member = attach(client, **msgspec.structs.asdict(manifest))
         attached = self.member.attached
         self.segments = AttachedSegments(int(attached.pool_id, 16))
-        for segment in attached.segments:
-            self.segments.attach(segment)
+        for one in attached.segments:
+            self.segments.attach(SegmentInfo(one.id, one.name, one.bytes, one.data_offset))
         self._asked = 0
 
     def slots(self, tokens: Sequence[int]) -> list[s.Part]:

@@ -229,7 +229,7 @@ def _copies(client: Client, chunks: int, threads: int) -> dict[str, float]:
                     raise CommandError("loaded bytes differ from those stored: do not use this build", FAILED)
             spent_s["memcpy"].append(engine.memcpy_s())
     moved_bytes = chunks * Shape().chunk_bytes
-    return {f"{what}_gb_s": round(moved_bytes / statistics.median(s[1:]) / 1e9, 2) for what, s in spent_s.items()}
+    return {f"{name}_gb_s": round(moved_bytes / statistics.median(took[1:]) / 1e9, 2) for name, took in spent_s.items()}
 
 
 def _table(figures: dict[str, float]) -> Table:

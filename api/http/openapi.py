@@ -96,7 +96,7 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, components = msgspec.json.schema_components(wire_structs(), ref_template=_REF)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        shown = examples.by_name(wire_structs())
+        shown = examples.by_name(kind for kind in wire_structs() if kind is not Problem)
         for path, methods in schema["paths"].items():
             for method, call in methods.items():
                 _annotate(call, method.upper(), path, shown)

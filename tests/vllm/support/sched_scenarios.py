@@ -76,8 +76,9 @@ def hashing(address: str, algorithm: str, seeds: Sequence[str | None]) -> dict[s
             chains = KeyChain(attached.namespace, 32), HashedChain(attached.namespace, 32, request.block_hashes, BLOCK)
             for chain in chains:
                 chain.follow(request.all_token_ids)
+            client = half.session.client
             by_tokens, by_hashes = (
-                half.client.lookup(Lookup(namespace=attached.namespace.hex(), keys=b"".join(chain.keys))).hit_tokens
+                client.lookup(Lookup(namespace=attached.namespace.hex(), keys=b"".join(chain.keys))).hit_tokens
                 for chain in chains
             )
             found.append([engine.loaded_tokens, half.session.manifest.hash_function, by_tokens, by_hashes])

@@ -164,8 +164,6 @@ class Table:
     ) -> int:
         """Idempotent by (session, nonce): a repeat counts as a heartbeat, or raises id_reused if ranks or lock differ.
         rank_taken when another member has one of the ranks."""
-    def find_member(self, session: int, nonce: bytes) -> int:
-        """unknown_session, unknown_member."""
 
     # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
@@ -238,7 +236,6 @@ class Table:
         """None if it was never given, or if all its holders are discharged."""
     def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
         """How many grants of the session have a holder left; whether one was asked for as `request`."""
-    def session_namespace(self, session: int) -> int: ...
     def stats(self) -> dict[str, int]: ...
     def state_of(self, namespace: int, key: bytes) -> str:
         """'absent', 'reserved' or 'ready'."""

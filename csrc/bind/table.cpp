@@ -1,12 +1,53 @@
-// The chunk table in Python: bytes become keys, errors become TableError, and each long call releases the GIL.
+// The chunk table in Python. Every call is made without the GIL and under the table's mutex; its arguments and its
+// answer are converted with the GIL. Bytes become keys and ids, errors become TableError.
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <span>
 
 #include "bind/bind.h"
 #include "bind/part_codec.h"
-#include "bind/table.h"
 #include "table/table.h"
+
+namespace pybind11::detail {
+
+template <class T>
+struct RawBytesCaster {
+  PYBIND11_TYPE_CASTER(T, const_name("bytes"));
+  bool load(handle source, bool) {
+    if (!isinstance<bytes>(source)) return false;
+    std::string_view raw = reinterpret_borrow<bytes>(source);
+    if (raw.size() != sizeof(T))
+      throw kvdock::TableError("bad_argument", sizeof(T) == 32 ? "a key is 32 bytes" : "an id is 16 bytes",
+                               int64_t(raw.size()), int64_t(sizeof(T)));
+    std::memcpy(value.bytes, raw.data(), sizeof(T));
+    return true;
+  }
+  static handle cast(const T& id, return_value_policy, handle) {
+    return bytes(reinterpret_cast<const char*>(id.bytes), sizeof(T)).release();
+  }
+};
+template <>
+struct type_caster<kvdock::Key> : RawBytesCaster<kvdock::Key> {};
+template <>
+struct type_caster<kvdock::Id16> : RawBytesCaster<kvdock::Id16> {};
+
+template <>
+struct type_caster<std::vector<kvdock::Key>> {  // one behind the other in one bytes object
+  PYBIND11_TYPE_CASTER(std::vector<kvdock::Key>, const_name("bytes"));
+  bool load(handle source, bool) {
+    if (!isinstance<bytes>(source)) return false;
+    std::string_view raw = reinterpret_borrow<bytes>(source);
+    if (raw.size() % kvdock::kKeyBytes)
+      throw kvdock::TableError("bad_argument", "keys are 32 bytes each", int64_t(raw.size()), "a multiple of 32");
+    value.resize(raw.size() / kvdock::kKeyBytes);
+    std::memcpy(value.data(), raw.data(), raw.size());
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
 
 namespace py = pybind11;
 
@@ -14,37 +55,30 @@ namespace kvdock {
 
 namespace {
 
-using Unlocked = py::gil_scoped_release;
+using namespace py::literals;
 
-std::vector<Key> keys_of(const py::bytes& raw) {
-  std::string_view v = raw;
-  if (v.size() % kKeyBytes)
-    throw TableError("bad_argument", "keys are 32 bytes each", int64_t(v.size()), "a multiple of 32");
-  std::vector<Key> out(v.size() / kKeyBytes);
-  std::memcpy(out.data(), v.data(), v.size());
-  return out;
+struct BoundTable {
+  py::object region;  // keeps the mapping alive under the table
+  std::unique_ptr<Table> table;
+};
+
+// A method of the table, or of one of its parts, that Python calls as it is.
+template <class Part, class... Args, class Method>
+auto locked(Method method) {
+  return [method](BoundTable& t, Args... args) {
+    py::gil_scoped_release nogil;
+    std::lock_guard lock(t.table->mutex);
+    return (t.table->part<Part>().*method)(std::forward<Args>(args)...);
+  };
 }
-
-Key key_of(const py::bytes& raw) {
-  std::string_view v = raw;
-  if (v.size() != kKeyBytes) throw TableError("bad_argument", "a key is 32 bytes", int64_t(v.size()), kKeyBytes);
-  Key k;
-  std::memcpy(k.bytes, v.data(), kKeyBytes);
-  return k;
+template <class Part, class Result, class... Args>
+auto call(Result (Part::*method)(Args...)) {
+  return locked<Part, Args...>(method);
 }
-
-Key parent_of(const py::bytes& raw) { return std::string_view(raw).empty() ? Key{} : key_of(raw); }
-
-Id16 id_of(const py::bytes& raw) {
-  std::string_view v = raw;
-  if (v.size() != kIdBytes) throw TableError("bad_argument", "an id is 16 bytes", int64_t(v.size()), kIdBytes);
-  Id16 id;
-  std::memcpy(id.bytes, v.data(), kIdBytes);
-  return id;
+template <class Part, class Result, class... Args>
+auto call(Result (Part::*method)(Args...) const) {
+  return locked<Part, Args...>(method);
 }
-
-py::bytes raw(const Id16& id) { return py::bytes(reinterpret_cast<const char*>(id.bytes), kIdBytes); }
-py::bytes raw(const Key& key) { return py::bytes(reinterpret_cast<const char*>(key.bytes), kKeyBytes); }
 
 py::object value(const Value& v) {
   if (auto* i = std::get_if<long long>(&v)) return py::int_(*i);
@@ -74,7 +108,9 @@ uint64_t bytes_of(std::span<const PartAt> parts) {
   return sum;
 }
 
-std::vector<Group> groups_of(const std::vector<std::tuple<std::string, uint32_t, uint64_t>>& specs) {
+using GroupSpecs = std::vector<std::tuple<std::string, uint32_t, uint64_t>>;
+
+std::vector<Group> groups_of(const GroupSpecs& specs) {
   std::vector<Group> out;
   for (const auto& [kind, window, bytes] : specs) {
     if (kind != "full" && kind != "window")
@@ -90,7 +126,7 @@ void bind_views(py::module_& m) {
       .def_property_readonly("kind",
                              [](const GrantInfo& g) { return g.kind == GrantKind::kLease ? "lease" : "reservation"; })
       .def_readonly("session", &GrantInfo::session)
-      .def_property_readonly("request", [](const GrantInfo& g) { return raw(g.request); })
+      .def_readonly("request", &GrantInfo::request)
       .def_readonly("epoch", &GrantInfo::epoch)
       .def_readonly("readers", &GrantInfo::readers)
       .def_readonly("remaining", &GrantInfo::remaining)
@@ -102,7 +138,7 @@ void bind_views(py::module_& m) {
   py::class_<MemberInfo>(m, "MemberView")
       .def_readonly("member", &MemberInfo::member)
       .def_readonly("session", &MemberInfo::session)
-      .def_property_readonly("nonce", [](const MemberInfo& x) { return raw(x.nonce); })
+      .def_readonly("nonce", &MemberInfo::nonce)
       .def_readonly("ranks", &MemberInfo::ranks)
       .def_readonly("scheduler", &MemberInfo::scheduler)
       .def_property_readonly("state", [](const MemberInfo& x) { return name_of(x.state); })
@@ -111,7 +147,7 @@ void bind_views(py::module_& m) {
       .def_readonly("pinned_through", &MemberInfo::pinned_through);
   py::class_<SessionInfo>(m, "SessionView")
       .def_readonly("session", &SessionInfo::session)
-      .def_property_readonly("nonce", [](const SessionInfo& x) { return raw(x.nonce); })
+      .def_readonly("nonce", &SessionInfo::nonce)
       .def_readonly("namespace", &SessionInfo::space)
       .def_readonly("leases", &SessionInfo::leases)
       .def_readonly("reservations", &SessionInfo::reservations)
@@ -120,43 +156,41 @@ void bind_views(py::module_& m) {
 }
 
 void bind_results(py::module_& m) {
+  using Found = const LookupResult&;
   py::class_<LookupResult>(m, "Lookup")
       .def_readonly("hit_tokens", &LookupResult::hit_tokens)
       .def_readonly("first_chunk", &LookupResult::first_chunk)
       .def_readonly("lease", &LookupResult::lease)
-      .def_property_readonly("limited", [](const LookupResult& r) { return name_of(r.limited); })
+      .def_property_readonly("limited", [](Found r) { return name_of(r.limited); })
       .def_readonly("unpinned_tokens", &LookupResult::unpinned_tokens)
-      .def_property_readonly("chunk_count", [](const LookupResult& r) { return r.part_ends.size(); })
-      .def(
-          "bytes_from",
-          [](const LookupResult& r, size_t chunk) {
-            size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
-            return bytes_of(std::span(r.parts).subspan(at));
-          },
-          py::arg("chunk"))
-      .def_property_readonly("chunks_json", [](const LookupResult& r) { return py::bytes(parts_json(r)); })
-      .def_property_readonly("chunks_msgpack", [](const LookupResult& r) { return py::bytes(parts_msgpack(r)); })
-      .def_property_readonly("chunks", [](const LookupResult& r) {
+      .def_property_readonly("chunk_count", [](Found r) { return r.part_ends.size(); })
+      .def("bytes_from", [](Found r, size_t chunk) {
+        size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
+        return bytes_of(std::span(r.parts).subspan(at));
+      }, "chunk"_a)
+      .def_property_readonly("chunks_json", [](Found r) { return py::bytes(parts_json(r)); })
+      .def_property_readonly("chunks_msgpack", [](Found r) { return py::bytes(parts_msgpack(r)); })
+      .def_property_readonly("chunks", [](Found r) {
         py::list out(r.part_ends.size());
         for (size_t i = 0, at = 0; i < r.part_ends.size(); at = r.part_ends[i++])
           out[i] = list_of(std::span(r.parts).subspan(at, r.part_ends[i] - at), &stored);
         return out;
       });
+  using Granted = const ReserveResult&;
   py::class_<ReserveResult>(m, "Reservation")
       .def_readonly("grant", &ReserveResult::grant)
       .def_readonly("present", &ReserveResult::present)
       .def_readonly("busy", &ReserveResult::busy)
-      .def_property_readonly("limited", [](const ReserveResult& r) { return name_of(r.limited); })
-      .def_property_readonly("chunk_count", [](const ReserveResult& r) { return r.chunks.size(); })
-      .def_property_readonly("part_bytes",
-                             [](const ReserveResult& r) {
-                               uint64_t sum = 0;
-                               for (const auto& [index, parts] : r.chunks) sum += bytes_of(parts);
-                               return sum;
-                             })
-      .def_property_readonly("chunks_json", [](const ReserveResult& r) { return py::bytes(granted_json(r)); })
-      .def_property_readonly("chunks_msgpack", [](const ReserveResult& r) { return py::bytes(granted_msgpack(r)); })
-      .def_property_readonly("chunks", [](const ReserveResult& r) {
+      .def_property_readonly("limited", [](Granted r) { return name_of(r.limited); })
+      .def_property_readonly("chunk_count", [](Granted r) { return r.chunks.size(); })
+      .def_property_readonly("part_bytes", [](Granted r) {
+        uint64_t sum = 0;
+        for (const auto& [index, parts] : r.chunks) sum += bytes_of(parts);
+        return sum;
+      })
+      .def_property_readonly("chunks_json", [](Granted r) { return py::bytes(granted_json(r)); })
+      .def_property_readonly("chunks_msgpack", [](Granted r) { return py::bytes(granted_msgpack(r)); })
+      .def_property_readonly("chunks", [](Granted r) {
         py::list out(r.chunks.size());
         for (size_t i = 0; i < r.chunks.size(); ++i)
           out[i] = py::make_tuple(r.chunks[i].first, list_of(r.chunks[i].second, &granted));
@@ -164,241 +198,115 @@ void bind_results(py::module_& m) {
       });
 }
 
-// Each method: convert with the GIL, call without it.
-template <class F>
-auto unlocked(F&& f) {
-  Unlocked nogil;
-  return f();
-}
-
 void bind_pool(py::class_<BoundTable>& c) {
-  c.def(
-       "add_segment",
-       [](BoundTable& t, uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
-         unlocked([&] { t.table->add_segment(segment, data_offset, data_bytes); });
-       },
-       py::arg("segment"), py::arg("data_offset"), py::arg("data_bytes"))
-      .def("free_bytes", [](BoundTable& t) { return unlocked([&] { return t.table->free_bytes(); }); })
-      .def(
-          "segment_used_bytes",
-          [](BoundTable& t, uint32_t segment) {
-            return unlocked([&] { return t.table->segment_used_bytes(segment); });
-          },
-          py::arg("segment"))
-      .def(
-          "evict",
-          [](BoundTable& t, uint64_t target, uint32_t max_chunks) {
-            return unlocked([&] { return t.table->evict(target, max_chunks); });
-          },
-          py::arg("target_free_bytes"), py::arg("max_chunks"))
-      .def(
-          "add_namespace",
-          [](BoundTable& t, const py::bytes& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-             const std::vector<std::tuple<std::string, uint32_t, uint64_t>>& groups) {
-            return t.table->add_namespace(key_of(digest), chunk_tokens, block_tokens, writers, groups_of(groups));
-          },
-          py::arg("digest"), py::kw_only(), py::arg("chunk_tokens"), py::arg("block_tokens"), py::arg("writers"),
-          py::arg("groups"))
-      .def(
-          "retire_segment",
-          [](BoundTable& t, uint32_t segment, uint32_t max_chunks) {
-            return unlocked([&] { return t.table->retire_segment(segment, max_chunks); });
-          },
-          py::arg("segment"), py::arg("max_chunks"))
-      .def(
-          "remove_segment", [](BoundTable& t, uint32_t segment) { t.table->remove_segment(segment); },
-          py::arg("segment"))
-      .def("can_evict", [](BoundTable& t) { return t.table->can_evict(); })
-      .def(
-          "set_limits",
-          [](BoundTable& t, uint64_t limit_bytes, double session_cap, double total_cap) {
-            t.table->set_limits(limit_bytes, session_cap, total_cap);
-          },
-          py::kw_only(), py::arg("limit_bytes"), py::arg("session_cap"), py::arg("total_cap"));
-}
-
-void bind_administration(py::class_<BoundTable>& c) {
-  c.def(
-       "delete",
-       [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
-         std::vector<Key> keys = keys_of(raw_keys);
-         return unlocked([&] { return keys.empty() ? t.table->remove_all(space) : t.table->remove(space, keys); });
-       },
-       py::arg("namespace"), py::arg("keys"))
-      .def(
-          "clear",
-          [](BoundTable& t, int64_t space, uint64_t start, uint32_t budget) {
-            std::optional<uint32_t> only;
-            if (space >= 0) only = static_cast<uint32_t>(space);
-            ClearResult cleared = unlocked([&] { return t.table->clear(only, start, budget); });
-            return std::pair(cleared.taken, cleared.next ? static_cast<int64_t>(*cleared.next) : -1);
-          },
-          py::arg("namespace"), py::arg("start"), py::arg("budget"))
-      .def(
-          "pin",
-          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys, uint64_t until) {
-            std::vector<Key> keys = keys_of(raw_keys);
-            return unlocked([&] { return t.table->keep_chunks(space, keys, until); });
-          },
-          py::arg("namespace"), py::arg("keys"), py::arg("until_ms"))
-      .def(
-          "state_of",
-          [](BoundTable& t, uint32_t space, const py::bytes& key) { return t.table->state_of(space, key_of(key)); },
-          py::arg("namespace"), py::arg("key"))
-      .def("stats", [](BoundTable& t) { return unlocked([&] { return t.table->stats(); }); })
-      .def("check_integrity", [](BoundTable& t) { unlocked([&] { t.table->check_integrity(); }); });
+  c.def("add_segment", call(&Chunks::add_segment), "segment"_a, "data_offset"_a, "data_bytes"_a)
+      .def("retire_segment", call(&Chunks::retire_segment), "segment"_a, "max_chunks"_a)
+      .def("remove_segment", call(&Chunks::remove_segment), "segment"_a)
+      .def("segment_used_bytes", call(&SlotAllocator::used_in), "segment"_a)
+      .def("free_bytes", call(&SlotAllocator::free_bytes))
+      .def("evict", call(&Chunks::evict), "target_free_bytes"_a, "max_chunks"_a)
+      .def("can_evict", call(&Chunks::can_evict))
+      .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
+      .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
+      .def("clear", call(&Table::clear), "namespace"_a, "start"_a, "budget"_a)
+      .def("pin", call(&Table::keep_chunks), "namespace"_a, "keys"_a, "until_ms"_a)
+      .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a)
+      .def("stats", call(&Table::stats))
+      .def("check_integrity", call(&Table::check_integrity))
+      .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
+                               uint32_t writers, const GroupSpecs& groups) {
+        return call(&Namespaces::add)(t, digest, chunk_tokens, block_tokens, writers, groups_of(groups));
+      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a);
 }
 
 void bind_members(py::class_<BoundTable>& c) {
-  c.def(
-       "open_session",
-       [](BoundTable& t, const py::bytes& nonce, uint32_t space, uint64_t now) {
-         return t.table->open_session(id_of(nonce), space, now);
-       },
-       py::arg("nonce"), py::arg("namespace"), py::arg("now_ms"))
-      .def(
-          "add_member",
-          [](BoundTable& t, uint64_t session, const py::bytes& nonce, const std::vector<uint32_t>& ranks,
-             bool scheduler, uint64_t now, uint64_t lock_offset) {
-            return t.table->add_member(session, {id_of(nonce), ranks, scheduler, lock_offset}, now);
-          },
-          py::arg("session"), py::arg("nonce"), py::arg("ranks"), py::arg("scheduler"), py::arg("now_ms"),
-          py::arg("lock_offset") = 0)
-      .def(
-          "find_member",
-          [](BoundTable& t, uint64_t session, const py::bytes& nonce) {
-            return t.table->find_member(session, id_of(nonce));
-          },
-          py::arg("session"), py::arg("nonce"))
-      .def(
-          "heartbeat",
-          [](BoundTable& t, uint64_t member, uint64_t now) {
-            std::vector<std::pair<uint64_t, std::vector<uint32_t>>> out;
-            for (auto& q : unlocked([&] { return t.table->heartbeat(member, now); }))
-              out.emplace_back(q.grant, std::move(q.ranks));
-            return out;
-          },
-          py::arg("member"), py::arg("now_ms"))
-      .def(
-          "report_pinned",
-          [](BoundTable& t, uint64_t member, uint32_t through) { t.table->report_pinned(member, through); },
-          py::arg("member"), py::arg("through"))
-      .def(
-          "member_dead",
-          [](BoundTable& t, uint64_t member, uint64_t now) { unlocked([&] { t.table->member_dead(member, now); }); },
-          py::arg("member"), py::arg("now_ms"))
-      .def(
-          "leave", [](BoundTable& t, uint64_t member) { unlocked([&] { t.table->leave(member); }); },
-          py::arg("member"))
-      .def(
-          "tick", [](BoundTable& t, uint64_t now) { unlocked([&] { t.table->tick(now); }); }, py::arg("now_ms"));
+  c.def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a)
+      .def("add_member", [](BoundTable& t, uint64_t session, const Id16& nonce, std::vector<uint32_t> ranks,
+                            bool scheduler, uint64_t now, uint64_t lock_offset) {
+        return call(&Members::add_member)(t, session, {nonce, std::move(ranks), scheduler, lock_offset}, now);
+      }, "session"_a, "nonce"_a, "ranks"_a, "scheduler"_a, "now_ms"_a, "lock_offset"_a = 0)
+      .def("heartbeat", call(&Table::heartbeat), "member"_a, "now_ms"_a)
+      .def("report_pinned", call(&Members::report_pinned), "member"_a, "through"_a)
+      .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a)
+      .def("leave", call(&Table::leave), "member"_a)
+      .def("tick", call(&Table::tick), "now_ms"_a)
+      .def("sessions", call(&Table::sessions))
+      .def("members", call(&Members::views));
 }
 
-void bind_lists(py::class_<BoundTable>& c) {
-  c.def("sessions", [](BoundTable& t) { return unlocked([&] { return t.table->sessions(); }); })
-      .def("members", [](BoundTable& t) { return unlocked([&] { return t.table->members(); }); })
-      .def(
-          "grants",
-          [](BoundTable& t, uint64_t session, uint64_t from, size_t limit) {
-            return unlocked([&] { return t.table->grants(session, from, limit); });
-          },
-          py::arg("session") = 0, py::kw_only(), py::arg("from_place") = 0, py::arg("limit") = SIZE_MAX)
-      .def(
-          "grant", [](BoundTable& t, uint64_t id) { return t.table->grant(id); }, py::arg("grant"))
-      .def(
-          "open_grants",
-          [](BoundTable& t, uint64_t session, const py::bytes& request) {
-            return t.table->open_grants(session, id_of(request));
-          },
-          py::arg("session"), py::arg("request"))
-      .def(
-          "session_namespace", [](BoundTable& t, uint64_t session) { return t.table->session_namespace(session); },
-          py::arg("session"));
+void bind_grants(py::class_<BoundTable>& c) {
+  c.def("lookup", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& request, uint32_t epoch,
+                     std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now) {
+     return call(&Table::lookup)(t, session, member, {request, epoch, std::move(keys), readers, skip_tokens}, now);
+   }, "session"_a, "member"_a, "request"_a, "epoch"_a, "keys"_a, py::kw_only(), "readers"_a, "skip_tokens"_a,
+      "now_ms"_a)
+      .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
+                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
+        Key above = py::len(parent) ? parent.cast<Key>() : Key{};
+        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms};
+        return call(&Table::reserve)(t, session, member, wanted, now);
+      }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
+         "deadline_ms"_a, "now_ms"_a)
+      .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a)
+      .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
+      .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
+      .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)
+      .def("mismatch", call(&Table::mismatch), "session"_a, "grant"_a, "chunks"_a)
+      .def("abort", call(&Table::abort), "session"_a, "grant"_a, "ranks"_a)
+      .def("cancel", call(&Table::cancel), "session"_a, "member"_a, "grant"_a)
+      .def("keep", call(&Table::keep), "member"_a, "grant"_a, "now_ms"_a)
+      .def("done", call(&Table::done), "member"_a, "grant"_a, "ranks"_a)
+      .def("grants", call(&Table::grants), "session"_a = 0, py::kw_only(), "from_place"_a = 0, "limit"_a = SIZE_MAX)
+      .def("grant", call(&Table::grant), "grant"_a)
+      .def("open_grants", call(&Table::open_grants), "session"_a, "request"_a);
 }
 
-void bind_lookups(py::class_<BoundTable>& c) {
-  c.def(
-       "lookup",
-       [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& request, uint32_t epoch,
-          const py::bytes& keys, uint32_t readers, uint64_t skip_tokens, uint64_t now) {
-         LookupCall call{id_of(request), epoch, keys_of(keys), readers, skip_tokens};
-         return unlocked([&] { return t.table->lookup(session, member, call, now); });
-       },
-       py::arg("session"), py::arg("member"), py::arg("request"), py::arg("epoch"), py::arg("keys"), py::kw_only(),
-       py::arg("readers"), py::arg("skip_tokens"), py::arg("now_ms"))
-      .def(
-          "peek",
-          [](BoundTable& t, uint32_t space, const py::bytes& raw_keys) {
-            std::vector<Key> keys = keys_of(raw_keys);
-            return unlocked([&] { return t.table->peek(space, keys); });
-          },
-          py::arg("namespace"), py::arg("keys"))
-      .def(
-          "changes",
-          [](BoundTable& t, uint32_t space, uint64_t since, size_t at_most) {
-            Changes found = unlocked([&] { return t.table->changes(space, since, at_most); });
-            py::list out(found.changes.size());
-            for (size_t i = 0; i < found.changes.size(); ++i)
-              out[i] = py::make_tuple(raw(found.changes[i].key), found.changes[i].is_there);
-            return py::make_tuple(out, found.next, found.complete);
-          },
-          py::arg("namespace"), py::arg("since"), py::arg("at_most"))
-      .def(
-          "release",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks) {
-            return unlocked([&] { return t.table->release(session, grant, ranks); });
-          },
-          py::arg("session"), py::arg("grant"), py::arg("ranks"))
-      .def(
-          "mismatch",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
-            return unlocked([&] { return t.table->mismatch(session, grant, chunks); });
-          },
-          py::arg("session"), py::arg("grant"), py::arg("chunks"));
+py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
+                const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& segments, uint64_t limit_bytes,
+                uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap) {
+  const auto& mapping = region.cast<const Mapping&>();
+  std::vector<SegmentFacts> facts;
+  for (auto& [id, offset, bytes] : segments) facts.push_back({id, kSegmentLive, offset, bytes});
+  TableOptions options{pool_id, lock_inode, 0,          limit_bytes, 0,        0,
+                       ask_ms,  settle_ms,  suspect_ms, session_cap, total_cap};
+  Adoption found;
+  std::unique_ptr<Table> table;
+  {
+    py::gil_scoped_release nogil;
+    table = std::make_unique<Table>(mapping, options, facts, &found);
+  }
+  py::dict counts("clock_ms"_a = found.clock_ms, "chunks"_a = found.chunks, "dropped"_a = found.dropped,
+                  "aborted"_a = found.aborted, "replaced"_a = found.replaced, "leases"_a = found.leases,
+                  "reservations"_a = found.reservations, "sessions"_a = found.sessions, "members"_a = found.members);
+  return py::make_tuple(BoundTable{std::move(region), std::move(table)}, counts);
 }
 
-void bind_stores(py::class_<BoundTable>& c) {
-  c.def(
-          "reserve",
-          [](BoundTable& t, uint64_t session, uint64_t member, const py::bytes& store, const py::bytes& parent,
-             const py::bytes& keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
-            ReserveCall call{id_of(store), parent_of(parent), keys_of(keys), groups, temporary, deadline_ms};
-            return unlocked([&] { return t.table->reserve(session, member, call, now); });
-          },
-          py::arg("session"), py::arg("member"), py::arg("store"), py::arg("parent"), py::arg("keys"), py::kw_only(),
-          py::arg("groups"), py::arg("temporary"), py::arg("deadline_ms"), py::arg("now_ms"))
-      .def(
-          "commit",
-          [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,
-             const std::vector<std::tuple<uint32_t, uint32_t, uint64_t>>& parts, uint64_t now) {
-            std::vector<PartCommit> in;
-            for (const auto& [index, group, sum] : parts) in.push_back({index, group, sum});
-            CommitResult done = unlocked([&] { return t.table->commit(session, grant, rank, in, now); });
-            return std::pair(done.ready, std::move(done.remaining));
-          },
-          py::arg("session"), py::arg("grant"), py::arg("rank"), py::arg("parts"), py::arg("now_ms"))
-      .def(
-          "abort",
-          [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks) {
-            return unlocked([&] { return t.table->abort(session, grant, ranks); });
-          },
-          py::arg("session"), py::arg("grant"), py::arg("ranks"))
-      .def(
-          "cancel",
-          [](BoundTable& t, uint64_t session, uint64_t member, uint64_t grant) {
-            unlocked([&] { t.table->cancel(session, member, grant); });
-          },
-          py::arg("session"), py::arg("member"), py::arg("grant"))
-      .def(
-          "keep",
-          [](BoundTable& t, uint64_t member, uint64_t grant, uint64_t now) { t.table->keep(member, grant, now); },
-          py::arg("member"), py::arg("grant"), py::arg("now_ms"))
-      .def(
-          "done",
-          [](BoundTable& t, uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks) {
-            unlocked([&] { t.table->done(member, grant, ranks); });
-          },
-          py::arg("member"), py::arg("grant"), py::arg("ranks"));
+std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> stored_segments(
+    const Mapping& mapping, uint64_t pool_id, uint64_t lock_inode) {
+  constexpr const char* states[] = {"", "live", "retiring", "gone"};
+  std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> out;
+  for (const SegmentFacts& s : Table::stored_segments(mapping, {pool_id, lock_inode}))
+    out.emplace_back(s.segment, states[s.state], s.data_offset, s.data_bytes);
+  return out;
+}
+
+void bind_making(py::class_<BoundTable>& c) {
+  c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
+                    uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
+                    double session_cap, double total_cap, uint64_t lock_inode) {
+    TableOptions options{pool_id, lock_inode, incarnation, limit_bytes, max_records, max_grants,
+                         ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap};
+    return BoundTable{region, std::make_unique<Table>(region.cast<const Mapping&>(), options)};
+  }), "region"_a, py::kw_only(), "pool_id"_a, "incarnation"_a, "limit_bytes"_a, "max_records"_a, "max_grants"_a,
+      "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000, "session_cap"_a = 0.25, "total_cap"_a = 0.75,
+      "lock_inode"_a = 0)
+      .def_static("adopt", &adopt, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a, "segments"_a,
+                  "limit_bytes"_a, "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000,
+                  "session_cap"_a = 0.25, "total_cap"_a = 0.75)
+      .def_static("stored_segments", &stored_segments, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a)
+      .def_static("region_bytes", &Region::bytes_for, "max_records"_a, "max_grants"_a)
+      .def_property_readonly("incarnation", [](const BoundTable& t) { return t.table->incarnation(); })
+      .def_property_readonly("first_incarnation", [](const BoundTable& t) { return t.table->first_incarnation(); });
 }
 
 }  // namespace
@@ -419,22 +327,10 @@ void bind_table(py::module_& m) {
   bind_views(m);
   bind_results(m);
   py::class_<BoundTable> c(m, "Table");
-  c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
-                    uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
-                    double session_cap, double total_cap, uint64_t lock_inode) {
-          Mapping& mapping = region.cast<Mapping&>();
-          TableOptions options{pool_id, lock_inode, incarnation, limit_bytes, max_records, max_grants,
-                               ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap};
-          return BoundTable{
-              region, std::make_unique<Table>(reinterpret_cast<uint8_t*>(mapping.data()), mapping.bytes(), options)};
-        }),
-        py::arg("region"), py::kw_only(), py::arg("pool_id"), py::arg("incarnation"), py::arg("limit_bytes"),
-        py::arg("max_records"), py::arg("max_grants"), py::arg("ask_ms") = 60'000, py::arg("settle_ms") = 3'000,
-        py::arg("suspect_ms") = 6'000, py::arg("session_cap") = 0.25, py::arg("total_cap") = 0.75,
-        py::arg("lock_inode") = 0)
-      .def_static("region_bytes", &Table::region_bytes, py::arg("max_records"), py::arg("max_grants"));
-  for (auto bind : {bind_pool, bind_administration, bind_members, bind_lists, bind_lookups, bind_stores, bind_adoption})
-    bind(c);
+  bind_making(c);
+  bind_pool(c);
+  bind_members(c);
+  bind_grants(c);
 }
 
 }  // namespace kvdock

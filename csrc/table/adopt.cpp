@@ -19,8 +19,8 @@ constexpr uint64_t kSaneMs = 1ull << 50;  // no clock gets there
 constexpr uint64_t kSaneTick = 1ull << 62;
 }  // namespace
 
-std::vector<SegmentFacts> Table::stored_segments(uint8_t* region, uint64_t bytes, const TableOptions& options) {
-  const SegmentEntry* entries = Region::open(region, bytes, options).segments;
+std::vector<SegmentFacts> Table::stored_segments(const Mapping& memory, const TableOptions& options) {
+  const SegmentEntry* entries = Region::open(memory, options).segments;
   std::vector<SegmentFacts> out;
   for (uint32_t i = 0; i < kMaxSegments; ++i) {
     if (entries[i].word == 0) continue;
@@ -31,10 +31,10 @@ std::vector<SegmentFacts> Table::stored_segments(uint8_t* region, uint64_t bytes
   return out;
 }
 
-Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options, const std::vector<SegmentFacts>& segments,
+Table::Table(const Mapping& memory, const TableOptions& options, const std::vector<SegmentFacts>& segments,
              Adoption* found)
     : options_(options),
-      region_(Region::open(region, bytes, options)),
+      region_(Region::open(memory, options)),
       chunks_(region_),
       members_(region_),
       grants_(region_, members_, chunks_) {
@@ -75,7 +75,7 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   for (uint32_t cell : members_.sessions_without_members())
     if (grants_.held_by(cell).empty()) members_.close_session(cell);
   KVDOCK_PAUSE("adopt.settled");
-  check_all();
+  check_integrity();
 }
 
 }  // namespace kvdock

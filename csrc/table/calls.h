@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -66,22 +67,13 @@ struct ReserveResult {
   std::vector<uint32_t> present, busy;
   Limit limited = Limit::none;
 };
-struct PartCommit {
-  uint32_t index, group;
-  uint64_t checksum;
-};
-struct CommitResult {
-  uint32_t ready;                   // chunks of the reservation that are READY
-  std::vector<uint32_t> remaining;  // ranks that have not said done
-};
-struct ClearResult {
-  uint32_t taken;
-  std::optional<uint64_t> next;  // where the next call starts; none: everything was looked at
-};
-struct Question {
-  uint64_t grant;
-  std::vector<uint32_t> ranks;  // empty: it is for the member that asked for the grant
-};
+using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the store's keys, group, checksum
+// Chunks of the reservation that are READY, and the ranks that have not said done.
+using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;
+// How many chunks were taken out, and where the next call starts; -1: everything was looked at.
+using Cleared = std::pair<uint32_t, int64_t>;
+// A grant, and the ranks that are asked; none: the member that asked for the grant is.
+using Question = std::pair<uint64_t, std::vector<uint32_t>>;
 
 struct GrantInfo {
   uint64_t grant;

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "table/layout.h"
@@ -18,11 +20,9 @@ struct Change {
   bool is_there;
 };
 
-struct Changes {
-  std::vector<Change> changes;  // oldest first
-  uint64_t next = 0;            // what to ask from next time
-  bool complete = true;         // false: some are not known any more, and `changes` is empty
-};
+// Keys and whether they are there, oldest first; what to ask from next time; false: some changes are not known any
+// more, and there are none in the list.
+using Changes = std::tuple<std::vector<std::pair<Key, bool>>, uint64_t, bool>;
 
 class ChangeLog {
  public:
@@ -38,14 +38,14 @@ class ChangeLog {
 
   // At most `at_most` changes of `space`, from number `from` on.
   Changes since(uint32_t space, uint64_t from, size_t at_most) const {
-    Changes out;
-    out.complete = next_ - kept_.size() <= from && from <= next_;
-    out.next = out.complete ? from : next_;
-    for (; out.next < next_ && out.changes.size() < at_most; ++out.next) {
-      const Change& change = kept_[out.next % kKept];
-      if (change.space == space) out.changes.push_back(change);
+    bool complete = next_ - kept_.size() <= from && from <= next_;
+    uint64_t next = complete ? from : next_;
+    std::vector<std::pair<Key, bool>> changes;
+    for (; next < next_ && changes.size() < at_most; ++next) {
+      const Change& change = kept_[next % kKept];
+      if (change.space == space) changes.emplace_back(change.key, change.is_there);
     }
-    return out;
+    return {std::move(changes), next, complete};
   }
 
  private:

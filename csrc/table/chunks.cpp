@@ -292,13 +292,13 @@ uint64_t Chunks::retire_segment(uint32_t segment, uint32_t max_chunks) {
     evict_one(id);
     --max_chunks;
   }
-  return slots_.used_bytes(segment);
+  return slots_.used_in(segment);
 }
 
 void Chunks::remove_segment(uint32_t segment) {
   if (!slots_.knows(segment) || !slots_.retired(segment))
     throw TableError("bad_argument", "the segment was not retired", segment);
-  if (uint64_t used = slots_.used_bytes(segment))
+  if (uint64_t used = slots_.used_in(segment))
     throw TableError("bad_argument", "the segment is still in use", int64_t(used), 0);
   KVDOCK_PAUSE("retire.empty");
   publish(segments_[segment].word, sealed(kSegmentGone));

@@ -97,17 +97,17 @@ bool Chunks::can_evict() {
 // ---- administration
 
 // In slices, so that no other call waits long.
-ClearResult Chunks::clear(std::optional<uint32_t> space, uint64_t start, uint32_t budget) {
+Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
   uint32_t taken = 0;
   auto from = static_cast<uint32_t>(std::min<uint64_t>(start, pages_.end()));
   for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {
     if (budget-- == 0) return {taken, id};
     const Record& r = record(id);
-    if (r.state() != RecordState::kReady || (space && r.space != *space)) continue;
+    if (r.state() != RecordState::kReady || (space >= 0 && r.space != space)) continue;
     take_out(id);
     ++taken;
   }
-  return {taken, std::nullopt};
+  return {taken, -1};
 }
 
 std::vector<uint32_t> Chunks::ready_in(uint32_t space) const {

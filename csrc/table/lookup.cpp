@@ -111,7 +111,6 @@ Grant* Table::current_lease(uint32_t session, const LookupCall& call) {
 }
 
 LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now) {
-  std::lock_guard lock(mutex_);
   Members::Asker asker = members_.asker(session, member);
   uint32_t space = members_.session(asker.session).space;
   const Namespace& ns = chunks_.namespaces()[space];
@@ -202,18 +201,16 @@ void Table::lock_chunks(Grant& g, const Scan& s, uint32_t first, uint32_t hit, u
 }
 
 uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
-  std::lock_guard lock(mutex_);
   chunks_.namespaces().require(space);
   Scan s = scan(space, keys);
   return uint64_t{best_hit(s, static_cast<uint32_t>(s.found.size()))} * s.ns.chunk_tokens;
 }
 
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
-  std::lock_guard lock(mutex_);
   chunks_.namespaces().require(space);
   uint64_t base = (incarnation() & 0x1fffff) << 32;  // below 2^53: JSON's readers hold no larger integers exactly
   Changes out = chunks_.changes().since(space, since >= base ? since - base : UINT64_MAX, at_most);
-  out.next += base;
+  std::get<1>(out) += base;
   return out;
 }
 

@@ -84,7 +84,8 @@ uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) 
   return session_id(cell);
 }
 
-uint64_t Members::add_member(uint32_t session, const NewMember& wanted, uint64_t now) {
+uint64_t Members::add_member(uint64_t id, const NewMember& wanted, uint64_t now) {
+  uint32_t session = session_cell(id);
   Session& s = sessions_[session];
   for (uint32_t cell : open_[session].members) {
     if (!(members_[cell].nonce == wanted.nonce)) continue;
@@ -132,12 +133,6 @@ uint64_t Members::come_back(uint32_t cell, const NewMember& wanted, uint64_t now
   return member_id(cell);
 }
 
-uint64_t Members::find_member(uint32_t session, const Id16& nonce) const {
-  for (uint32_t cell : open_.at(session).members)
-    if (members_[cell].nonce == nonce) return member_id(cell);
-  throw TableError("unknown_member", "the session has no such member");
-}
-
 void Members::heartbeat(uint32_t cell, uint64_t now) {
   Member& m = members_[cell];
   if (m.state() >= MemberState::kDead)
@@ -160,7 +155,8 @@ uint32_t Members::least_pinned(const Open& session) const {
   return least;
 }
 
-void Members::report_pinned(uint32_t cell, uint32_t through) {
+void Members::report_pinned(uint64_t id, uint32_t through) {
+  uint32_t cell = member_cell(id);
   if (through > kMaxSegments)
     throw TableError("bad_argument", "pinned_through is above every segment id", through, kMaxSegments);
   members_[cell].pinned_through = through;

@@ -45,10 +45,9 @@ class Members {
   uint64_t member_id(uint32_t cell) const { return members_[cell].use() << 20 | cell; }
 
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
-  uint64_t add_member(uint32_t session, const NewMember& wanted, uint64_t now);
-  uint64_t find_member(uint32_t session, const Id16& nonce) const;
+  uint64_t add_member(uint64_t session_id, const NewMember& wanted, uint64_t now);
   void heartbeat(uint32_t member, uint64_t now);
-  void report_pinned(uint32_t member, uint32_t through);
+  void report_pinned(uint64_t member_id, uint32_t through);
   // The least that the session's living members have pinned; kNone when none of them pins.
   uint32_t pinned_through(uint32_t session) const { return open_.at(session).pinned_through; }
   // Who answers for a rank's grants: the member that has the rank, else the one that asked for the grant.

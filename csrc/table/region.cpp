@@ -21,8 +21,8 @@ struct Capacity {
 RegionMap map_of(const TableHeader& h) { return {h.max_grants, h.max_line_blocks, h.max_pages}; }
 
 template <class T>
-T* array(uint8_t* base, uint64_t RegionMap::*where) {
-  return reinterpret_cast<T*>(base + map_of(*reinterpret_cast<TableHeader*>(base)).*where);
+T* array(void* base, uint64_t RegionMap::*where) {
+  return reinterpret_cast<T*>(static_cast<uint8_t*>(base) + map_of(*static_cast<TableHeader*>(base)).*where);
 }
 
 }  // namespace
@@ -31,9 +31,8 @@ void refuse_adoption(const char* what, uint64_t where, Value wanted) {
   throw TableError("not_adoptable", what, static_cast<int64_t>(where), std::move(wanted));
 }
 
-Region::Region(uint8_t* at)
-    : base(at),
-      header(*reinterpret_cast<TableHeader*>(at)),
+Region::Region(void* at)
+    : header(*static_cast<TableHeader*>(at)),
       spaces(array<Namespace>(at, &RegionMap::namespaces)),
       segments(array<SegmentEntry>(at, &RegionMap::segments)),
       slabs(array<Slab>(at, &RegionMap::slabs)),
@@ -49,14 +48,15 @@ uint64_t Region::bytes_for(uint64_t max_records, uint64_t max_grants) {
   return RegionMap(c.grants, c.line_blocks, c.pages).end;
 }
 
-Region Region::create(uint8_t* at, uint64_t bytes, const TableOptions& options) {
+Region Region::create(const Mapping& memory, const TableOptions& options) {
   if (options.max_records == 0 || options.max_grants == 0)
     throw TableError("bad_argument", "a table needs room for records and grants", 0, "1 or more");
   uint64_t need = bytes_for(options.max_records, options.max_grants);
+  uint64_t bytes = memory.bytes();
   if (bytes < need)
     throw TableError("bad_argument", "the region is too small for the table", int64_t(bytes), int64_t(need));
   Capacity capacity(options.max_records, options.max_grants);
-  auto& h = *reinterpret_cast<TableHeader*>(at);
+  auto& h = *reinterpret_cast<TableHeader*>(memory.data());
   h.crc = 0;
   h.max_grants = capacity.grants;
   h.max_line_blocks = capacity.line_blocks;
@@ -70,14 +70,15 @@ Region Region::create(uint8_t* at, uint64_t bytes, const TableOptions& options) 
   h.geometry = table_geometry();
   h.crc = body_crc(h);
   h.magic = kTableMagic;
-  return Region(at);
+  return Region(memory.data());
 }
 
 void Region::finish() { publish(header.version, kTableVersion); }  // partner: the load in open()
 
-Region Region::open(uint8_t* at, uint64_t bytes, const TableOptions& options) {
+Region Region::open(const Mapping& memory, const TableOptions& options) {
+  uint64_t bytes = memory.bytes();
   if (bytes < sizeof(TableHeader)) refuse_adoption("the region is shorter than a table's header", bytes);
-  auto& h = *reinterpret_cast<TableHeader*>(at);
+  auto& h = *reinterpret_cast<TableHeader*>(memory.data());
   if (h.magic != kTableMagic) refuse_adoption("the region holds no chunk table", h.magic);
   // Acquire: what finish() stored before the version is seen with it.
   uint32_t version = std::atomic_ref<uint32_t>(h.version).load(std::memory_order_acquire);
@@ -98,7 +99,7 @@ Region Region::open(uint8_t* at, uint64_t bytes, const TableOptions& options) {
   uint64_t present = h.incarnation & kWordMask;
   if (!whole(h.incarnation) || present < h.first_incarnation || present >= kLastIncarnation)
     refuse_adoption("the count of the pool's servers is damaged or used up", present);
-  return Region(at);
+  return Region(memory.data());
 }
 
 }  // namespace kvdock

@@ -4,12 +4,12 @@
 // Invariant: the arrays lie where RegionMap says, by the capacities in the header.
 #pragma once
 
+#include "segment/mapping.h"
 #include "table/calls.h"
 
 namespace kvdock {
 
 struct Region {
-  uint8_t* base;
   TableHeader& header;
   Namespace* spaces;
   SegmentEntry* segments;
@@ -21,15 +21,15 @@ struct Region {
   uint32_t* page_sizes;
   uint8_t* pages;
 
-  explicit Region(uint8_t* at);  // REQUIRES: the header's capacities are written
+  explicit Region(void* at);  // REQUIRES: the header's capacities are written
 
   static uint64_t bytes_for(uint64_t max_records, uint64_t max_grants);
   // Writes the header of a new table, but for its version.
-  static Region create(uint8_t* at, uint64_t bytes, const TableOptions& options);
+  static Region create(const Mapping& memory, const TableOptions& options);
   // The last store of a new table: from now on it can be adopted.
   void finish();
   // TableError wrong_version or not_adoptable unless the header is that of this build and of this pool.
-  static Region open(uint8_t* at, uint64_t bytes, const TableOptions& options);
+  static Region open(const Mapping& memory, const TableOptions& options);
 
   uint64_t incarnation() const { return header.incarnation & kWordMask; }
 };

@@ -204,11 +204,11 @@ std::vector<uint32_t> SlotAllocator::records_in(uint32_t segment) const {
 uint64_t SlotAllocator::free_bytes() const {
   uint64_t free = total_bytes_ - used_bytes_;
   for (auto& [id, s] : segments_)
-    if (s.retired) free -= s.data_bytes - used_bytes(id);
+    if (s.retired) free -= s.data_bytes - used_in(id);
   return free;
 }
 
-uint64_t SlotAllocator::used_bytes(uint32_t segment) const {
+uint64_t SlotAllocator::used_in(uint32_t segment) const {
   uint64_t used = 0;
   for (auto& [at, slab] : segments_.at(segment).slabs)
     used += (slabs_[slab].count - live_.at(slab).free.size()) * slabs_[slab].slot_bytes;

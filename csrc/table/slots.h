@@ -52,7 +52,7 @@ class SlotAllocator {
   void unpin(uint32_t slab) { --live_[slab].pinned; }
   void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // one more or one less kept record in the slab
 
-  // No slot of the segment is given out any more; remove_segment once used_bytes(segment) is 0.
+  // No slot of the segment is given out any more; remove_segment once used_in(segment) is 0.
   void retire_segment(uint32_t segment);
   void remove_segment(uint32_t segment);
   // Every segment's id is below it.
@@ -73,7 +73,7 @@ class SlotAllocator {
   uint64_t total_bytes() const { return total_bytes_; }
   uint64_t free_bytes() const;  // without those of retired segments
   uint64_t used_bytes() const { return used_bytes_; }
-  uint64_t used_bytes(uint32_t segment) const;
+  uint64_t used_in(uint32_t segment) const;
 
   struct Owner {
     uint64_t slot_bytes;

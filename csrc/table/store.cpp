@@ -86,7 +86,6 @@ void Table::repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, 
 }
 
 ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now) {
-  std::lock_guard lock(mutex_);
   Members::Asker asker = members_.asker(session, member);
   uint32_t space = members_.session(asker.session).space;
   ReserveResult out;
@@ -157,7 +156,6 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
 
 CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const std::vector<PartCommit>& parts,
                            uint64_t now) {
-  std::lock_guard lock(mutex_);
   Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
   if (!g) throw TableError("grant_closed", "the reservation is closed and forgotten");
   grants_.require_ranks(*g, {&rank, 1});
@@ -183,21 +181,21 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
 std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, uint32_t rank,
                                                const std::vector<PartCommit>& parts) {
   std::vector<NewPart> fresh;
-  for (const PartCommit& p : parts) {
-    auto it = std::lower_bound(lines.begin(), lines.end(), p.index,
-                               [](const Line& line, uint32_t index) { return line.index < index; });
-    if (it == lines.end() || it->index != p.index || p.group >= kMaxGroups || !(it->groups >> p.group & 1))
-      throw TableError("not_reserved", "the reservation has no such part", p.index, int64_t(lines.size()));
-    if (p.checksum >= kChecksumPrime)
-      throw TableError("bad_argument", "a checksum is below 2^61 - 1", int64_t(p.checksum));
+  for (auto [index, group, checksum] : parts) {
+    auto it = std::lower_bound(lines.begin(), lines.end(), index,
+                               [](const Line& line, uint32_t wanted) { return line.index < wanted; });
+    if (it == lines.end() || it->index != index || group >= kMaxGroups || !(it->groups >> group & 1))
+      throw TableError("not_reserved", "the reservation has no such part", index, int64_t(lines.size()));
+    if (checksum >= kChecksumPrime)
+      throw TableError("bad_argument", "a checksum is below 2^61 - 1", int64_t(checksum));
     Record& r = chunks_.record(it->record);
     if (r.generation() != it->generation) continue;  // published, read and gone since: a late repeat
     auto part = std::find_if(r.parts, r.parts + r.part_count,
-                             [&](const StoredPart& x) { return x.group == p.group && x.writer == rank; });
+                             [&](const StoredPart& x) { return x.group == group && x.writer == rank; });
     if (!(part->committed & kCommitted))
-      fresh.push_back({part, p.checksum});
-    else if (part->committed != (kCommitted | p.checksum))
-      throw TableError("already_committed", "the part was committed with another checksum", p.index);
+      fresh.push_back({part, checksum});
+    else if (part->committed != (kCommitted | checksum))
+      throw TableError("already_committed", "the part was committed with another checksum", index);
   }
   return fresh;
 }

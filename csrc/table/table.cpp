@@ -7,9 +7,9 @@
 
 namespace kvdock {
 
-Table::Table(uint8_t* region, uint64_t bytes, const TableOptions& options)
+Table::Table(const Mapping& memory, const TableOptions& options)
     : options_(options),
-      region_(Region::create(region, bytes, options)),
+      region_(Region::create(memory, options)),
       chunks_(region_),
       members_(region_),
       grants_(region_, members_, chunks_) {
@@ -26,43 +26,7 @@ void Table::remember_widest_caps() {
 
 // ---- pool
 
-void Table::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
-  std::lock_guard lock(mutex_);
-  chunks_.add_segment(segment, data_offset, data_bytes);
-}
-
-uint64_t Table::retire_segment(uint32_t segment, uint32_t max_chunks) {
-  std::lock_guard lock(mutex_);
-  return chunks_.retire_segment(segment, max_chunks);
-}
-
-void Table::remove_segment(uint32_t segment) {
-  std::lock_guard lock(mutex_);
-  chunks_.remove_segment(segment);
-}
-
-uint64_t Table::free_bytes() {
-  std::lock_guard lock(mutex_);
-  return chunks_.slots().free_bytes();
-}
-
-uint64_t Table::segment_used_bytes(uint32_t segment) {
-  std::lock_guard lock(mutex_);
-  return chunks_.slots().used_bytes(segment);
-}
-
-uint32_t Table::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
-  std::lock_guard lock(mutex_);
-  return chunks_.evict(target_free_bytes, max_chunks);
-}
-
-bool Table::can_evict() {
-  std::lock_guard lock(mutex_);
-  return chunks_.can_evict();
-}
-
 void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_cap) {
-  std::lock_guard lock(mutex_);
   if (uint64_t total = chunks_.slots().total_bytes(); limit_bytes < total)
     throw TableError("bad_argument", "the limit is below what the segments hold; retire some first",
                      int64_t(limit_bytes), int64_t(total));
@@ -77,57 +41,33 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
 
 // ---- sessions and members
 
-uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-                              const std::vector<Group>& groups) {
-  std::lock_guard lock(mutex_);
-  return chunks_.namespaces().add(digest, chunk_tokens, block_tokens, writers, groups);
-}
-
 uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
-  std::lock_guard lock(mutex_);
   chunks_.namespaces().require(space);
   return members_.open_session(nonce, space, now);
 }
 
-uint64_t Table::add_member(uint64_t session, const NewMember& member, uint64_t now) {
-  std::lock_guard lock(mutex_);
-  return members_.add_member(members_.session_cell(session), member, now);
-}
-
-uint64_t Table::find_member(uint64_t session, const Id16& nonce) {
-  std::lock_guard lock(mutex_);
-  return members_.find_member(members_.session_cell(session), nonce);
-}
-
-void Table::report_pinned(uint64_t member, uint32_t through) {
-  std::lock_guard lock(mutex_);
-  members_.report_pinned(members_.member_cell(member), through);
-}
-
 // A lease is asked about first to the member that asked for it, then to the ranks; a reservation once it is closed.
 std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.member_cell(member);
   members_.heartbeat(cell, now);
   std::vector<Question> out;
   for (const Grant* g : grants_.held_by(members_.member(cell).session)) {
     bool asker_out = g->asker_done || members_.member(g->asker).state() >= MemberState::kDead;
     if (g->kind == GrantKind::kLease && !asker_out) {
-      if (g->asker == cell && now >= g->asked_ms + options_.ask_ms) out.push_back({g->id, {}});
+      if (g->asker == cell && now >= g->asked_ms + options_.ask_ms) out.emplace_back(g->id, std::vector<uint32_t>());
       continue;
     }
     if (g->kind == GrantKind::kReservation && g->state() == GrantState::kOpen) continue;
-    Question q{g->id, {}};
+    std::vector<uint32_t> ranks;
     for (uint32_t r : grants_.remaining(*g))
-      if (members_.speaker(g->session, r, g->asker) == cell) q.ranks.push_back(r);
-    if (!q.ranks.empty()) out.push_back(std::move(q));
+      if (members_.speaker(g->session, r, g->asker) == cell) ranks.push_back(r);
+    if (!ranks.empty()) out.emplace_back(g->id, std::move(ranks));
   }
   return out;
 }
 
 // Its lock was seen free: nothing it has not finished is published. Its holders wait until it is gone.
 void Table::member_dead(uint64_t member, uint64_t now) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.member_cell(member);
   if (members_.member(cell).state() >= MemberState::kDead) return;
   members_.set_dead(cell, now);
@@ -141,13 +81,11 @@ void Table::gone(uint32_t member) {
 }
 
 void Table::leave(uint64_t member) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.member_cell(member);
   if (members_.member(cell).state() != MemberState::kGone) gone(cell);
 }
 
 void Table::tick(uint64_t now) {
-  std::lock_guard lock(mutex_);
   region_.header.clock_ms = now;
   Members::Due due = members_.age(now, options_);
   chunks_.expire_kept(now);
@@ -159,7 +97,6 @@ void Table::tick(uint64_t now) {
 // ---- grants: what holders and askers say
 
 std::vector<uint32_t> Table::release(uint64_t session, uint64_t id, const std::vector<uint32_t>& ranks) {
-  std::lock_guard lock(mutex_);
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
   if (!g) return {};
   grants_.require_ranks(*g, ranks);
@@ -168,7 +105,6 @@ std::vector<uint32_t> Table::release(uint64_t session, uint64_t id, const std::v
 }
 
 std::vector<uint32_t> Table::abort(uint64_t session, uint64_t id, const std::vector<uint32_t>& ranks) {
-  std::lock_guard lock(mutex_);
   Grant* g = grants_.of_session(session, id, GrantKind::kReservation);
   if (!g) return {};
   if (ranks.empty()) throw TableError("bad_argument", "an abort names the ranks that say done", 0, "1 or more ranks");
@@ -179,7 +115,6 @@ std::vector<uint32_t> Table::abort(uint64_t session, uint64_t id, const std::vec
 }
 
 void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
-  std::lock_guard lock(mutex_);
   uint32_t asker = members_.member_cell(member);
   Grant* g = grants_.of_session(session, id, std::nullopt);
   if (!g) return;
@@ -194,7 +129,6 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
 
 // D1 by answer to a question: also for grants that closed meanwhile, and no error for forgotten ones.
 void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& ranks) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.member_cell(member);
   Grant* g = grants_.find(id).grant;
   if (!g) return;
@@ -213,13 +147,11 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
 }
 
 void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.member_cell(member);
   if (Grant* g = grants_.find(id).grant; g && g->asker == cell) g->asked_ms = now;
 }
 
 uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
-  std::lock_guard lock(mutex_);
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
   if (!g) return 0;
   std::vector<uint32_t> ids;
@@ -242,28 +174,20 @@ uint32_t Table::take_out(std::vector<uint32_t> ids) {
 }
 
 uint32_t Table::remove(uint32_t space, const std::vector<Key>& keys) {
-  std::lock_guard lock(mutex_);
   chunks_.namespaces().require(space);
+  if (keys.empty()) return take_out(chunks_.ready_in(space));
   std::vector<uint32_t> ids;
   for (const Key& k : keys)
     if (const KeyEntry* e = chunks_.find(space, k); e && e->ready != kNone) ids.push_back(e->ready);
   return take_out(std::move(ids));
 }
 
-uint32_t Table::remove_all(uint32_t space) {
-  std::lock_guard lock(mutex_);
-  chunks_.namespaces().require(space);
-  return take_out(chunks_.ready_in(space));
-}
-
-ClearResult Table::clear(std::optional<uint32_t> space, uint64_t start, uint32_t budget) {
-  std::lock_guard lock(mutex_);
-  if (space) chunks_.namespaces().require(*space);
+Cleared Table::clear(int64_t space, uint64_t start, uint32_t budget) {
+  if (space >= 0) chunks_.namespaces().require(static_cast<uint32_t>(space));
   return chunks_.clear(space, start, budget);
 }
 
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms) {
-  std::lock_guard lock(mutex_);
   chunks_.namespaces().require(space);
   uint32_t found = 0;
   for (const Key& key : keys) {
@@ -277,13 +201,7 @@ uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64
 
 // ---- views
 
-uint32_t Table::session_namespace(uint64_t session) {
-  std::lock_guard lock(mutex_);
-  return members_.session(members_.session_cell(session)).space;
-}
-
 std::vector<SessionInfo> Table::sessions() {
-  std::lock_guard lock(mutex_);
   std::vector<SessionInfo> out;
   for (uint32_t cell : members_.open_sessions()) {
     const Session& s = members_.session(cell);
@@ -294,13 +212,7 @@ std::vector<SessionInfo> Table::sessions() {
   return out;
 }
 
-std::vector<MemberInfo> Table::members() {
-  std::lock_guard lock(mutex_);
-  return members_.views();
-}
-
 std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t from, size_t at_most) {
-  std::lock_guard lock(mutex_);
   if (session == 0) return grants_.page(kNone, from, at_most);
   for (uint32_t cell : members_.open_sessions())
     if (members_.session_id(cell) == session) return grants_.page(cell, from, at_most);
@@ -308,7 +220,6 @@ std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t from, size_t at_
 }
 
 std::optional<GrantInfo> Table::grant(uint64_t id) {
-  std::lock_guard lock(mutex_);
   const Grant* g = grants_.find(id).grant;
   if (!g || !g->live_holders()) return std::nullopt;
   return grants_.info_of(*g);
@@ -316,20 +227,17 @@ std::optional<GrantInfo> Table::grant(uint64_t id) {
 
 // How many of the session's grants have a holder left, and whether one of them was asked for by that name.
 std::pair<uint32_t, bool> Table::open_grants(uint64_t session, const Id16& request) {
-  std::lock_guard lock(mutex_);
   uint32_t cell = members_.session_cell(session);
   return {static_cast<uint32_t>(grants_.held_by(cell).size()), grants_.asked_for(cell, request)};
 }
 
 const char* Table::state_of(uint32_t space, const Key& key) {
-  std::lock_guard lock(mutex_);
   const KeyEntry* e = chunks_.find(space, key);
   if (e && e->ready != kNone) return "ready";
   return e && e->reserved != kNone ? "reserved" : "absent";
 }
 
 std::map<std::string, uint64_t> Table::stats() {
-  std::lock_guard lock(mutex_);
   Grants::Count grants;
   for (uint32_t cell : members_.open_sessions()) {
     auto [leases, reservations] = grants_.count(cell);
@@ -365,11 +273,6 @@ std::map<std::string, uint64_t> Table::stats() {
 }
 
 void Table::check_integrity() {
-  std::lock_guard lock(mutex_);
-  check_all();
-}
-
-void Table::check_all() {
   auto require = [](bool ok, const char* what, uint32_t where = 0) {
     if (!ok) throw TableError("corrupt", what, where);
   };

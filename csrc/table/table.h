@@ -4,7 +4,8 @@
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
 //   uses the other two; neither knows Grants. Table has the calls, and with them the rules that span the parts.
-// Thread safety: every call takes the one mutex, but for incarnation() and first_incarnation(), which return constants.
+// Thread safety: who calls the table or one of its parts holds its one mutex (csrc/bind/table.cpp), but for
+//   incarnation() and first_incarnation(), which return constants.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
 //   and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.
@@ -21,39 +22,34 @@ void append_parts(const Record& r, uint32_t groups, std::vector<PartAt>* out);
 
 class Table {
  public:
-  Table(uint8_t* region, uint64_t region_bytes, const TableOptions& options);
-  static uint64_t region_bytes(uint64_t max_records, uint64_t max_grants) {
-    return Region::bytes_for(max_records, max_grants);
-  }
+  Table(const Mapping& memory, const TableOptions& options);
 
   // Takes over the region that an earlier server of the pool left (docs/lifetime_protocol.md#table-and-restart); its
   // capacities are the region's. TableError before anything was changed: wrong_version, or not_adoptable and why.
   // REQUIRES: the pool's lock.
-  Table(uint8_t* region, uint64_t region_bytes, const TableOptions& options,
-        const std::vector<SegmentFacts>& segments, Adoption* found);
+  Table(const Mapping& memory, const TableOptions& options, const std::vector<SegmentFacts>& segments, Adoption* found);
   // The segments the region names, gone ones included, in rising order; refuses as the constructor does.
-  static std::vector<SegmentFacts> stored_segments(uint8_t* region, uint64_t region_bytes, const TableOptions& options);
+  static std::vector<SegmentFacts> stored_segments(const Mapping& memory, const TableOptions& options);
   uint64_t incarnation() const { return region_.incarnation(); }
   uint64_t first_incarnation() const { return region_.header.first_incarnation; }
 
-  // -- pool
-  void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
-  uint64_t retire_segment(uint32_t segment, uint32_t max_chunks);  // returns the bytes still in use
-  void remove_segment(uint32_t segment);
-  uint64_t free_bytes();
-  uint64_t segment_used_bytes(uint32_t segment);
-  uint32_t evict(uint64_t target_free_bytes, uint32_t max_chunks);
-  bool can_evict();  // some leaf that nobody pins or keeps
+  std::mutex mutex;
+
+  // What a call is made of: the table itself, or the part that alone it concerns.
+  template <class Part>
+  auto& part() {
+    if constexpr (std::is_same_v<Part, Members>) return members_;
+    else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
+    else if constexpr (std::is_same_v<Part, Namespaces>) return chunks_.namespaces();
+    else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
+    else return *this;
+  }
+
   void set_limits(uint64_t limit_bytes, double session_cap, double total_cap);
 
   // -- sessions and members
-  uint32_t add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-                         const std::vector<Group>& groups);
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
-  uint64_t add_member(uint64_t session, const NewMember& member, uint64_t now);
-  uint64_t find_member(uint64_t session, const Id16& nonce);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
-  void report_pinned(uint64_t member, uint32_t through);
   void member_dead(uint64_t member, uint64_t now);
   void leave(uint64_t member);
   void tick(uint64_t now);
@@ -79,21 +75,18 @@ class Table {
   void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker is done
 
   // -- administration: none of it discharges a holder (I6)
-  uint32_t remove(uint32_t space, const std::vector<Key>& keys);
-  uint32_t remove_all(uint32_t space);
-  ClearResult clear(std::optional<uint32_t> space, uint64_t start, uint32_t budget);  // no space: all
+  uint32_t remove(uint32_t space, const std::vector<Key>& keys);  // no keys: all of them
+  Cleared clear(int64_t space, uint64_t start, uint32_t budget);
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms);  // 0: no longer
 
   // -- views
   std::vector<SessionInfo> sessions();
-  std::vector<MemberInfo> members();
   std::vector<GrantInfo> grants(uint64_t session, uint64_t from, size_t at_most);  // as Grants::page; session 0: all
   std::optional<GrantInfo> grant(uint64_t id);  // none once everyone has said done
   std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request);
-  uint32_t session_namespace(uint64_t session);
   std::map<std::string, uint64_t> stats();
   const char* state_of(uint32_t space, const Key& key);
-  void check_integrity();
+  void check_integrity();  // TableError corrupt
 
  private:
   struct Counters {
@@ -102,7 +95,6 @@ class Table {
   struct Scan;
 
   void adopt(const std::vector<SegmentFacts>& segments, Adoption* found);
-  void check_all();
   void remember_widest_caps();
   void gone(uint32_t member);  // D2, or the leaving member's own promise
 
@@ -133,7 +125,6 @@ class Table {
   uint64_t total_room() const { return static_cast<uint64_t>(cap_bytes(options_.total_cap)); }
   double cap_bytes(double share) const { return share * static_cast<double>(options_.limit_bytes); }
 
-  std::mutex mutex_;
   TableOptions options_;
   Region region_;
   Chunks chunks_;

@@ -89,7 +89,8 @@ def held(table: Table) -> list[object]:
 
 def chunks(table: Table) -> Chunks:
     """What an engine reads of the stored chain: place, length and checksum of each part."""
-    member = next(m for m in table.members() if m.scheduler and table.session_namespace(m.session) == 0)
+    sessions = {view.session for view in table.sessions() if view.namespace == 0}
+    member = next(m for m in table.members() if m.scheduler and m.session in sessions)
     back = table.add_member(member.session, member.nonce, member.ranks, True, 10, member.lock_offset)
     keys = b"".join(key("chain", n) for n in range(6))
     found = table.lookup(member.session, back, key("after")[:16], 1, keys, readers=1, skip_tokens=0, now_ms=10)

@@ -37,4 +37,9 @@ struct TableError : std::exception {
   const char* what() const noexcept override { return message.c_str(); }
 };
 
+// What the table's checks of itself find is an error of its own.
+inline void require(bool sound, const char* what, long long where = 0) {
+  if (!sound) throw TableError("corrupt", what, where);
+}
+
 }  // namespace kvdock

@@ -8,8 +8,7 @@
 #include <algorithm>
 
 #include "base/pause.h"
-#include "table/chunks_adopt.h"
-#include "table/grants_adopt.h"
+#include "table/adopters.h"
 #include "table/table.h"
 
 namespace kvdock {

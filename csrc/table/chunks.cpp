@@ -14,8 +14,7 @@ Chunks::Chunks(const Region& region)
       segments_(region.segments),
       spaces_(region),
       pages_(region),
-      slots_(region.slabs, kMaxSlabs),
-      policy_(std::make_unique<LruPolicy>()) {}
+      slots_(region.slabs, kMaxSlabs) {}
 
 bool Chunks::names_live(const Line& line) const {
   return line.record < info_.size() && info_[line.record].pages != 0 &&
@@ -58,7 +57,7 @@ bool Chunks::evictable(uint32_t id) const {
 void Chunks::offer(uint32_t id) {
   if (!evictable(id)) return;
   const Record& r = record(id);
-  policy_->offer(spaces_.shape_of(r.space), {id, r.generation(), r.last_used});
+  evictions_.offer(spaces_.shape_of(r.space), {id, r.generation(), r.last_used});
 }
 
 void Chunks::stamp(uint32_t id, uint64_t tick) {

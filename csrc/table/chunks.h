@@ -11,7 +11,6 @@
 
 #include <array>
 #include <map>
-#include <memory>
 #include <span>
 #include <unordered_map>
 
@@ -103,8 +102,8 @@ class Chunks {
   uint64_t retire_segment(uint32_t segment, uint32_t max_chunks);  // returns the bytes still in use
   void remove_segment(uint32_t segment);
 
-  void check(const ImpliedPins& implied) const;  // TableError corrupt
-  struct Adopter;                                // chunks_adopt.h
+  void check(const ImpliedPins& implied);  // TableError corrupt
+  struct Adopter;                          // csrc/table/adopters.h
 
  private:
   struct Info {
@@ -138,9 +137,8 @@ class Chunks {
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
 
   void check_records() const;
-  void check_slots() const;
+  void check_slots();
   void check_pins(const ImpliedPins& implied) const;
-  void check_kept() const;
   void check_index() const;
 
   uint64_t& held_by(uint32_t session) {
@@ -154,7 +152,7 @@ class Chunks {
   RecordPages pages_;
   SlotAllocator slots_;
   KeyIndex index_;
-  std::unique_ptr<EvictionPolicy> policy_;
+  EvictionList evictions_;
   std::vector<Info, HugeAllocator<Info>> info_;        // by record
   Sums sums_;
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin

@@ -1,4 +1,4 @@
-#include "table/chunks_adopt.h"
+#include "table/adopters.h"
 
 #include <algorithm>
 #include <bit>
@@ -60,8 +60,9 @@ void Chunks::Adopter::judge_record(uint32_t id) {
   }
   uint64_t bytes = 0;
   for (uint32_t p = 0; p < r.part_count; ++p) {
-    if (!c.slots_.can_own(r.parts[p])) refuse_adoption("I1: a record's slot has another owner, or does not exist", id);
-    c.slots_.own(r.parts[p], id);
+    uint32_t* owner = c.slots_.owner_of(r.parts[p]);
+    if (!owner || *owner != kNone) refuse_adoption("I1: a record's slot has another owner, or does not exist", id);
+    *owner = id;
     bytes += round_slot(r.parts[p].length);
   }
   c.info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);

@@ -1,28 +1,16 @@
 // What is derived from records and slots is computed again and compared.
 #include <algorithm>
-#include <set>
 
 #include "table/body_crc.h"
 #include "table/chunks.h"
 
 namespace kvdock {
 
-namespace {
-void require(bool ok, const char* what, int64_t where = 0) {
-  if (!ok) throw TableError("corrupt", what, where);
-}
-}  // namespace
-
-void Chunks::check(const ImpliedPins& implied) const {
-  try {
-    slots_.check();
-  } catch (const std::logic_error& e) {
-    throw TableError("corrupt", std::string("slots: ") + e.what());
-  }
+void Chunks::check(const ImpliedPins& implied) {
+  slots_.check();
   check_records();
   check_slots();
   check_pins(implied);
-  check_kept();
   check_index();
 }
 
@@ -47,7 +35,7 @@ void Chunks::check_records() const {
       require(r.state() != RecordState::kReady || (r.parts[p].committed & kCommitted), "I4: READY with a part missing",
               id);
     require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
-    require(!evictable(id) || policy_->lists(id, r.generation()), "an evictable chunk is not listed", id);
+    require(!evictable(id) || evictions_.lists(id, r.generation()), "an evictable chunk is not listed", id);
     sums.bytes[static_cast<size_t>(r.state())] += named;
     ++sums.records[static_cast<size_t>(r.state())];
   }
@@ -57,30 +45,32 @@ void Chunks::check_records() const {
           "I7: bytes by state are not the bytes in use");
 }
 
-// I1: each slot in use is owned by the record that names it. Slabs count their pinned and kept slots.
-void Chunks::check_slots() const {
-  std::map<std::pair<uint32_t, uint64_t>, uint32_t> owned;
-  for (const auto& o : slots_.owners()) owned[{o.segment, o.offset}] = o.record;
-  std::map<uint32_t, uint32_t> pinned_in, kept_in;
-  std::set<uint32_t> slabs;
-  size_t named = 0;
+// I1: each slot that a record names is its own; as their bytes are the bytes in use, no other slot has an owner. Slabs
+// count their pinned and kept slots. Each kept chunk has its time, and their bytes add up.
+void Chunks::check_slots() {
+  std::map<uint32_t, std::pair<uint32_t, uint32_t>> counted;  // by slab: pinned and kept slots
+  uint64_t kept = 0;
   for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
     const Record& r = record(id);
+    const Info& in = info_[id];
     if (r.state() == RecordState::kFree) continue;
     for (uint32_t p = 0; p < r.part_count; ++p) {
-      const StoredPart& part = r.parts[p];
-      auto it = owned.find({part.segment, part.offset});
-      require(it != owned.end() && it->second == id, "I1: a slot's owner is not the record that names it", id);
-      ++named;
-      slabs.insert(part.slab);
-      if (info_[id].pins) ++pinned_in[part.slab];
-      if (info_[id].kept) ++kept_in[part.slab];
+      const uint32_t* owner = slots_.owner_of(r.parts[p]);
+      require(owner && *owner == id, "I1: a slot's owner is not the record that names it", id);
+      auto& [pinned_slots, kept_slots] = counted[r.parts[p].slab];
+      pinned_slots += in.pins != 0;
+      kept_slots += in.kept;
     }
+    if (!in.kept) continue;
+    kept += bytes_of(id);
+    auto [first, last] = kept_until_.equal_range(r.kept_until_ms);
+    bool timed = std::any_of(first, last, [&](auto& entry) { return entry.second == std::pair(id, r.generation()); });
+    require(timed, "a kept chunk has no end", id);
   }
-  require(named == owned.size(), "I1: a slot is owned by no live record", int64_t(owned.size()));
-  for (uint32_t slab : slabs) {
-    require(slots_.pinned_slots(slab) == pinned_in[slab], "a slab counts its pinned slots wrongly", slab);
-    require(slots_.kept_slots(slab) == kept_in[slab], "a slab counts its kept slots wrongly", slab);
+  require(kept == kept_bytes_, "kept bytes do not add up");
+  for (auto& [slab, count] : counted) {
+    require(slots_.pinned_slots(slab) == count.first, "a slab counts its pinned slots wrongly", slab);
+    require(slots_.kept_slots(slab) == count.second, "a slab counts its kept slots wrongly", slab);
   }
 }
 
@@ -115,20 +105,6 @@ void Chunks::check_pins(const ImpliedPins& implied) const {
   require(all == held_bytes_, "held bytes do not add up");
   for (uint32_t session = 0; session < held_by_.size(); ++session)
     require(held_by_[session] == held[session], "a session's held bytes do not add up", session);
-}
-
-// Kept chunks: each has its time, and their bytes add up.
-void Chunks::check_kept() const {
-  uint64_t kept = 0;
-  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
-    if (!info_[id].kept) continue;
-    const Record& r = record(id);
-    kept += bytes_of(id);
-    auto [first, last] = kept_until_.equal_range(r.kept_until_ms);
-    bool timed = std::any_of(first, last, [&](auto& entry) { return entry.second == std::pair(id, r.generation()); });
-    require(timed, "a kept chunk has no end", id);
-  }
-  require(kept == kept_bytes_, "kept bytes do not add up");
 }
 
 // I5: per key at most one READY and one RESERVED; children are the records that name the key as parent.

@@ -12,7 +12,7 @@ void Chunks::evict_one(uint32_t id) {
 }
 
 std::optional<Candidate> Chunks::oldest(uint32_t shape) {
-  return policy_->choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
+  return evictions_.choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
     if (record(c.record).generation() != c.generation || !evictable(c.record)) return std::nullopt;
     return record(c.record).last_used;
   });
@@ -21,7 +21,7 @@ std::optional<Candidate> Chunks::oldest(uint32_t shape) {
 // Frees something on the way to a slot of `bytes`; false when nothing may go.
 bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
   std::optional<Candidate> own;
-  for (uint32_t shape : policy_->shapes()) {
+  for (uint32_t shape : evictions_.shapes()) {
     if (!spaces_.shape_has(shape, round_slot(bytes))) continue;
     if (auto c = oldest(shape); c && (!own || older(*c, *own))) own = c;
   }
@@ -79,7 +79,7 @@ uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
   uint32_t gone = 0;
   while (gone < max_chunks && slots_.free_bytes() < target_free_bytes) {
     std::optional<Candidate> best;
-    for (uint32_t shape : policy_->shapes())
+    for (uint32_t shape : evictions_.shapes())
       if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
     if (!best) break;
     evict_one(best->record);
@@ -89,7 +89,7 @@ uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
 }
 
 bool Chunks::can_evict() {
-  for (uint32_t shape : policy_->shapes())
+  for (uint32_t shape : evictions_.shapes())
     if (oldest(shape)) return true;
   return false;
 }

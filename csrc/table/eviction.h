@@ -1,4 +1,4 @@
-// Which chunk is evicted first. Chunks decides what may go (READY leaves without pins); a policy decides the order.
+// Which chunk is evicted first: the one least recently used. Chunks decides what may go (READY leaves without pins).
 //
 // Ownership: derived; rebuilt by offering every candidate again.
 // Thread safety: none of its own; the table's mutex guards every call.
@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
 #include <vector>
@@ -27,34 +26,24 @@ inline bool older(const Candidate& a, const Candidate& b) {
   return a.last_used != b.last_used ? a.last_used < b.last_used : a.generation < b.generation;
 }
 
-// Returns the candidate's last use, if it may still be evicted.
-using Probe = std::function<std::optional<uint64_t>(const Candidate&)>;
-
-class EvictionPolicy {
+class EvictionList {
  public:
-  virtual ~EvictionPolicy() = default;
   // `shape` groups records whose parts have the same sizes: evicting one makes room for another.
-  virtual void offer(uint32_t shape, const Candidate& c) = 0;
-  // The candidate to evict next; it stays listed until it is gone.
-  virtual std::optional<Candidate> choose(uint32_t shape, const Probe& probe) = 0;
-  virtual std::vector<uint32_t> shapes() const = 0;
-  virtual bool lists(uint32_t record, uint64_t generation) const = 0;
-};
-
-class LruPolicy final : public EvictionPolicy {
- public:
-  void offer(uint32_t shape, const Candidate& c) override {
+  void offer(uint32_t shape, const Candidate& c) {
     if (listed_.size() <= c.record) listed_.resize(c.record + 1 + c.record / 2, 0);
     if (listed_[c.record] == c.generation) return;
     listed_[c.record] = c.generation;
     push(heaps_[shape], c);
   }
 
-  std::optional<Candidate> choose(uint32_t shape, const Probe& probe) override {
+  // The candidate to evict next; it stays listed until it is gone. `last_use` of a candidate returns nothing if it may
+  // not be evicted any more.
+  template <class LastUse>
+  std::optional<Candidate> choose(uint32_t shape, LastUse&& last_use) {
     auto& heap = heaps_[shape];
     while (!heap.empty()) {
       Candidate c = heap.front();
-      std::optional<uint64_t> used = probe(c);
+      std::optional<uint64_t> used = last_use(c);
       if (used && *used == c.last_used) return c;
       std::pop_heap(heap.begin(), heap.end(), later);
       heap.pop_back();
@@ -68,14 +57,14 @@ class LruPolicy final : public EvictionPolicy {
     return std::nullopt;
   }
 
-  std::vector<uint32_t> shapes() const override {
+  std::vector<uint32_t> shapes() const {
     std::vector<uint32_t> out;
     for (auto& [shape, heap] : heaps_)
       if (!heap.empty()) out.push_back(shape);
     return out;
   }
 
-  bool lists(uint32_t record, uint64_t generation) const override {
+  bool lists(uint32_t record, uint64_t generation) const {
     return record < listed_.size() && listed_[record] == generation;
   }
 

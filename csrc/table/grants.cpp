@@ -8,6 +8,10 @@
 
 namespace kvdock {
 
+namespace {
+constexpr uint64_t kNumberMask = (1ull << 40) - 1;  // of an id; above it lies the server's incarnation
+}  // namespace
+
 std::string hex_of(uint64_t id) {
   char text[17];
   std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(id));
@@ -19,8 +23,7 @@ Grants::Grants(const Region& region, Members& members, Chunks& chunks)
       grants_(region.grants),
       blocks_(region.blocks),
       members_(members),
-      chunks_(chunks),
-      request_of_(region.header.max_grants) {}
+      chunks_(chunks) {}
 
 void Grants::begin_empty() {
   for (uint32_t cell = header_.max_grants; cell-- > 0;) {
@@ -32,24 +35,21 @@ void Grants::begin_empty() {
 
 // ---- finding
 
-Grants::Found Grants::find(uint64_t id) const {
-  uint64_t n = id & ((1ull << 40) - 1), server = id >> 40;
-  Grant& g = grants_[n % header_.max_grants];
-  if (g.state() != GrantState::kAbsent && g.id == id) return {Standing::known, &g};
-  bool of_this_pool = header_.first_incarnation <= server && server <= (header_.incarnation & kWordMask);
-  bool given = of_this_pool && n >= header_.max_grants && n / header_.max_grants <= g.use();
-  return {given ? Standing::forgotten : Standing::never_given, nullptr};
+Grant* Grants::find(uint64_t id) const {
+  Grant& g = grants_[(id & kNumberMask) % header_.max_grants];
+  return g.state() != GrantState::kAbsent && g.id == id ? &g : nullptr;
 }
 
 Grant* Grants::of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const {
   uint32_t cell = members_.session_cell(session);
-  Found found = find(id);
-  if (found.standing == Standing::forgotten) return nullptr;
-  if (!found.grant || (kind && found.grant->kind != *kind))
-    throw TableError("unknown_grant", "no such grant was given", hex_of(id));
-  if (found.grant->session != cell)
-    throw TableError("foreign_grant", "the grant belongs to another session", hex_of(id));
-  return found.grant;
+  Grant* g = find(id);
+  uint64_t use = (id & kNumberMask) / header_.max_grants, server = id >> 40;
+  bool of_this_pool = header_.first_incarnation <= server && server <= (header_.incarnation & kWordMask);
+  bool was_given = use > 0 && use <= grants_[(id & kNumberMask) % header_.max_grants].use();
+  if (!g && of_this_pool && was_given) return nullptr;
+  if (!g || (kind && g->kind != *kind)) throw TableError("unknown_grant", "no such grant was given", hex_of(id));
+  if (g->session != cell) throw TableError("foreign_grant", "the grant belongs to another session", hex_of(id));
+  return g;
 }
 
 Grant* Grants::of_request(uint32_t session, GrantKind kind, const Id16& request) const {
@@ -121,9 +121,7 @@ void Grants::open(Grant& g) {
   publish(g.word, grant_word(cell, g.use() + 1, GrantState::kOpen));
   KVDOCK_PAUSE("grant.open");
   held_[g.session].insert(cell);
-  RequestKey key{members_.session_id(g.session), g.kind, g.request};
-  requests_[key] = cell;
-  request_of_[cell] = key;
+  requests_[key_of(g)] = cell;
 }
 
 void Grants::require_lines(uint32_t count) {
@@ -163,7 +161,7 @@ bool Grants::reclaim_tombstone() {
   tombstones_.pop_front();
   Grant& g = grants_[cell];
   free_lines(g);
-  auto it = requests_.find(request_of_[cell]);
+  auto it = requests_.find(key_of(g));
   if (it != requests_.end() && it->second == cell) requests_.erase(it);
   publish(g.word, grant_word(cell, g.use(), GrantState::kAbsent));
   free_grants_.push_back(cell);
@@ -271,9 +269,6 @@ Grants::Count Grants::count(uint32_t session) const {
 // ---- checks
 
 ImpliedPins Grants::check() const {
-  auto require = [](bool ok, const char* what, uint32_t where) {
-    if (!ok) throw TableError("corrupt", what, where);
-  };
   ImpliedPins implied;
   std::set<uint32_t> tombstones(tombstones_.begin(), tombstones_.end());
   uint32_t present = 0, blocks = 0, open_reservations = 0;
@@ -284,7 +279,7 @@ ImpliedPins Grants::check() const {
     ++present;
     check_cell(cell);
     blocks += (g.line_count + kLinesPerBlock - 1) / kLinesPerBlock;
-    auto request = requests_.find(request_of_[cell]);
+    auto request = requests_.find(key_of(g));
     named += request != requests_.end() && request->second == cell;
     require(request == requests_.end() || request->second == cell || grants_[request->second].request == g.request,
             "a request names another one's grant", cell);
@@ -305,9 +300,6 @@ ImpliedPins Grants::check() const {
 
 // I2, and that a closed reservation publishes nothing.
 void Grants::check_cell(uint32_t cell) const {
-  auto require = [](bool ok, const char* what, uint32_t where) {
-    if (!ok) throw TableError("corrupt", what, where);
-  };
   const Grant& g = grants_[cell];
   require(g.crc == body_crc(g), "a grant's body does not match its CRC", cell);
   bool open_reservation = g.kind == GrantKind::kReservation && g.state() == GrantState::kOpen;

@@ -29,17 +29,11 @@ struct NewGrant {
 
 class Grants {
  public:
-  enum class Standing { known, forgotten, never_given };
-  struct Found {
-    Standing standing;
-    Grant* grant;  // nullptr unless known
-  };
-
   Grants(const Region& region, Members& members, Chunks& chunks);
   void begin_empty();
 
   // -- finding
-  Found find(uint64_t id) const;
+  Grant* find(uint64_t id) const;  // nullptr: never given, or forgotten
   // nullptr: forgotten, since everyone has said done. TableError unknown_grant (never given, or not of `kind`),
   // foreign_grant.
   Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
@@ -85,7 +79,7 @@ class Grants {
 
   // Compares what is derived; returns what the lines of all grants imply. TableError corrupt.
   ImpliedPins check() const;
-  struct Adopter;  // grants_adopt.h
+  struct Adopter;  // csrc/table/adopters.h
 
  private:
   struct RequestKey {
@@ -104,6 +98,7 @@ class Grants {
 
   uint32_t cell_of(const Grant& g) const { return static_cast<uint32_t>(&g - grants_); }
   uint64_t place_of(const Grant& g) const { return g.opened_ms * header_.max_grants + cell_of(g); }
+  RequestKey key_of(const Grant& g) const { return {Members::session_id(g.session, g.session_use), g.kind, g.request}; }
   bool is_held(const Grant& g) const;
   void close(Grant& g);
   void free_lines(Grant& g);
@@ -119,7 +114,6 @@ class Grants {
   std::deque<uint32_t> tombstones_;            // oldest first
   std::map<uint32_t, std::set<uint32_t>> held_;  // by session cell: cells of grants with a holder
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
-  std::vector<RequestKey> request_of_;                    // by grant cell
   std::unordered_map<uint32_t, ReserveResult> answers_;   // by cell of an open reservation
   uint64_t aborted_chunks_ = 0;
 };

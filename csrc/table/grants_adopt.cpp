@@ -1,4 +1,4 @@
-#include "table/grants_adopt.h"
+#include "table/adopters.h"
 
 #include <algorithm>
 
@@ -194,9 +194,7 @@ void Grants::Adopter::rebuild() {
 // A request may have a lease for each of its epochs: the last one answers.
 void Grants::Adopter::name(uint32_t cell) {
   const Grant& grant = g.grants_[cell];
-  RequestKey key{g.members_.session_id(grant.session), grant.kind, grant.request};
-  g.request_of_[cell] = key;
-  auto [at, fresh] = g.requests_.try_emplace(key, cell);
+  auto [at, fresh] = g.requests_.try_emplace(g.key_of(grant), cell);
   const Grant& other = g.grants_[at->second];
   if (!fresh && std::pair(other.epoch, other.id) < std::pair(grant.epoch, grant.id)) at->second = cell;
 }

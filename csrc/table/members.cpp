@@ -294,9 +294,6 @@ std::vector<uint32_t> Members::sessions_without_members() const {
 }
 
 void Members::check() const {
-  auto require = [](bool ok, const char* what, uint32_t where) {
-    if (!ok) throw TableError("corrupt", what, where);
-  };
   require(open_.size() + free_sessions_.size() == kMaxSessions, "a session cell is lost", 0);
   require(member_count() + free_members_.size() == kMaxMembers, "a member cell is lost", 0);
   for (auto& [session, open] : open_) {

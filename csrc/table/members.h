@@ -41,7 +41,8 @@ class Members {
   Asker asker(uint64_t session, uint64_t member) const;
   const Session& session(uint32_t cell) const { return sessions_[cell]; }
   const Member& member(uint32_t cell) const { return members_[cell]; }
-  uint64_t session_id(uint32_t cell) const { return sessions_[cell].use() << 20 | cell; }
+  static uint64_t session_id(uint32_t cell, uint64_t use) { return use << 20 | cell; }
+  uint64_t session_id(uint32_t cell) const { return session_id(cell, sessions_[cell].use()); }
   uint64_t member_id(uint32_t cell) const { return members_[cell].use() << 20 | cell; }
 
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);

@@ -95,9 +95,6 @@ void RecordPages::rebuild(const std::vector<bool>& taken) {
 }
 
 void RecordPages::check(const std::vector<bool>& taken) const {
-  auto require = [](bool ok, const char* what, uint32_t page) {
-    if (!ok) throw TableError("corrupt", what, page);
-  };
   std::set<uint32_t> spare(spare_.begin(), spare_.end());
   require(spare.size() == spare_.size(), "a spare page is listed twice", 0);
   size_t roomy = 0;

@@ -2,8 +2,6 @@
 #include "base/pause.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace kvdock {
 
@@ -215,43 +213,28 @@ uint64_t SlotAllocator::used_in(uint32_t segment) const {
   return used;
 }
 
-std::vector<SlotAllocator::Owner> SlotAllocator::owners() const {
-  std::vector<Owner> out;
-  for (uint32_t slab = 0; slab < live_.size(); ++slab) {
-    const Slab& body = slabs_[slab];
-    const Live& live = live_[slab];
-    for (uint32_t i = 0; i < live.owner.size(); ++i)
-      if (live.owner[i] != kNone)
-        out.push_back({body.slot_bytes, body.segment, body.offset + i * body.slot_bytes, live.owner[i]});
-  }
-  return out;
-}
-
 void SlotAllocator::check() const {
-  auto require = [](bool ok, const std::string& what) {
-    if (!ok) throw std::logic_error(what);
-  };
   uint64_t used = 0;
   for (auto& [id, s] : segments_) {
     std::map<uint64_t, uint64_t> all(s.free);
     for (auto& [at, slab] : s.slabs) {
       const Slab& b = slabs_[slab];
-      require(b.word == slab_word(b) && b.segment == id && b.offset == at, "slab entry disagrees with its place");
-      require(all.emplace(at, b.count * b.slot_bytes).second, "slab lies on a free extent");
+      require(b.word == slab_word(b) && b.segment == id && b.offset == at, "a slab entry is not for its place", slab);
+      require(all.emplace(at, b.count * b.slot_bytes).second, "a slab lies on a free extent", slab);
       const Live& live = live_.at(slab);
       uint64_t owned = static_cast<uint64_t>(
           std::count_if(live.owner.begin(), live.owner.end(), [](uint32_t r) { return r != kNone; }));
-      require(owned > 0 && owned + live.free.size() == b.count, "slab's owners and free slots do not add up");
+      require(owned > 0 && owned + live.free.size() == b.count, "a slab's owners and free slots do not add up", slab);
       used += owned * b.slot_bytes;
     }
     uint64_t covered = 0, end = all.empty() ? 0 : all.begin()->first;
     for (auto& [at, bytes] : all) {
-      require(at == end, "gap or overlap in a segment");
+      require(at == end, "a gap or overlap in a segment", id);
       end = at + bytes, covered += bytes;
     }
-    require(covered == s.data_bytes, "extents do not cover their segment");
+    require(covered == s.data_bytes, "extents do not cover their segment", id);
   }
-  require(used == used_bytes_, "used bytes do not add up");
+  require(used == used_bytes_, "used bytes of slots do not add up");
 }
 
 }  // namespace kvdock

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/crc32c.h"
+#include "base/errors.h"
 #include "table/layout.h"
 
 namespace kvdock {
@@ -38,14 +39,14 @@ class SlotAllocator {
   // makes the rest free and closes slabs without an owned slot. adopt_slab() returns false, and changes nothing, if the
   // slab cannot lie there.
   bool adopt_slab(uint32_t slab);
-  bool can_own(const StoredPart& part) const;  // the slot exists, has the part's size and no owner
-  void own(const StoredPart& part, uint32_t record);
   void adopted();
 
   // A slot of at least `bytes` in a segment with an id below `below`, owned by `record`; nullopt when only eviction
   // could make room.
   std::optional<Slot> take(uint64_t bytes, uint32_t record, uint32_t below = kNone);
   void give(uint32_t slab, uint64_t offset);
+  // Which record owns the slot that a part names, or kNone; nullptr if no slot of the part's size is there.
+  uint32_t* owner_of(const StoredPart& part);
 
   void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
   void pin(uint32_t slab) { ++live_[slab].pinned; }
@@ -75,14 +76,7 @@ class SlotAllocator {
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t used_in(uint32_t segment) const;
 
-  struct Owner {
-    uint64_t slot_bytes;
-    uint32_t segment;
-    uint64_t offset;
-    uint32_t record;
-  };
-  std::vector<Owner> owners() const;  // every used slot
-  void check() const;                 // throws std::logic_error naming the first thing that does not hold
+  void check() const;  // TableError corrupt
   uint32_t pinned_slots(uint32_t slab) const { return live_.at(slab).pinned; }
   uint32_t kept_slots(uint32_t slab) const { return live_.at(slab).kept; }
 

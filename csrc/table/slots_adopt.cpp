@@ -26,19 +26,14 @@ bool SlotAllocator::adopt_slab(uint32_t slab) {
   return true;
 }
 
-bool SlotAllocator::can_own(const StoredPart& part) const {
-  if (part.slab >= live_.size() || live_[part.slab].owner.empty()) return false;
+uint32_t* SlotAllocator::owner_of(const StoredPart& part) {
+  if (part.slab >= live_.size() || live_[part.slab].owner.empty()) return nullptr;
   const Slab& body = slabs_[part.slab];
   if (part.segment != body.segment || part.offset < body.offset || round_slot(part.length) != body.slot_bytes)
-    return false;
+    return nullptr;
   uint64_t from = part.offset - body.offset;
-  if (from % body.slot_bytes || from / body.slot_bytes >= body.count) return false;
-  return live_[part.slab].owner[from / body.slot_bytes] == kNone;
-}
-
-void SlotAllocator::own(const StoredPart& part, uint32_t record) {
-  const Slab& body = slabs_[part.slab];
-  live_[part.slab].owner[(part.offset - body.offset) / body.slot_bytes] = record;
+  if (from % body.slot_bytes || from / body.slot_bytes >= body.count) return nullptr;
+  return &live_[part.slab].owner[from / body.slot_bytes];
 }
 
 void SlotAllocator::adopted() {

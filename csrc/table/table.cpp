@@ -130,7 +130,7 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
 // D1 by answer to a question: also for grants that closed meanwhile, and no error for forgotten ones.
 void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& ranks) {
   uint32_t cell = members_.member_cell(member);
-  Grant* g = grants_.find(id).grant;
+  Grant* g = grants_.find(id);
   if (!g) return;
   if (g->session != members_.member(cell).session)
     throw TableError("foreign_grant", "the grant belongs to another session", hex_of(id));
@@ -148,7 +148,7 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
 
 void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
   uint32_t cell = members_.member_cell(member);
-  if (Grant* g = grants_.find(id).grant; g && g->asker == cell) g->asked_ms = now;
+  if (Grant* g = grants_.find(id); g && g->asker == cell) g->asked_ms = now;
 }
 
 uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
@@ -220,7 +220,7 @@ std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t from, size_t at_
 }
 
 std::optional<GrantInfo> Table::grant(uint64_t id) {
-  const Grant* g = grants_.find(id).grant;
+  const Grant* g = grants_.find(id);
   if (!g || !g->live_holders()) return std::nullopt;
   return grants_.info_of(*g);
 }
@@ -273,9 +273,6 @@ std::map<std::string, uint64_t> Table::stats() {
 }
 
 void Table::check_integrity() {
-  auto require = [](bool ok, const char* what, uint32_t where = 0) {
-    if (!ok) throw TableError("corrupt", what, where);
-  };
   require(region_.header.magic == kTableMagic && region_.header.geometry == table_geometry(),
           "the header is not this table's");
   members_.check();

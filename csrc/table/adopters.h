@@ -1,0 +1,65 @@
+// Those who take over what an earlier server left: judge() writes nothing; then come the transitions, then rebuild(),
+// which makes what is derived, then settle(). csrc/table/adopt.cpp says in which order the two of them work.
+//
+// Invariants: a record that is damaged and that nobody holds is dropped and counted; a slot with two owners, or damage
+//   to a grant that has a holder, refuses the whole region: it protects memory in use.
+#pragma once
+
+#include "table/grants.h"
+
+namespace kvdock {
+
+struct Chunks::Adopter {
+  Adopter(Chunks& chunks, Adoption& counts) : c(chunks), found(counts) {}
+  void judge(const Region& region, const std::vector<SegmentFacts>& segments);
+  void drop_damaged();
+  void quarantine_unfinished();  // what was never published, and what was replaced
+  void rebuild();
+  void settle();  // what nobody holds any more goes where it would have gone
+
+ private:
+  void judge_segments(const std::vector<SegmentFacts>& segments);
+  void judge_slabs(const Slab* slabs);
+  void judge_record(uint32_t id);
+  bool sound(const Record& r, uint32_t size) const;
+
+  Chunks& c;
+  Adoption& found;
+  std::vector<uint32_t> live;       // records that are whole
+  std::vector<uint32_t> damaged;    // records that are not
+  std::vector<uint32_t> bad_pages;  // pages of which not even the record size can be trusted
+  std::vector<uint32_t> older;      // READY records of a key that a later generation has
+};
+
+struct Grants::Adopter {
+  Adopter(Grants& grants, Adoption& counts) : g(grants), found(counts) {}
+  void judge();
+  void restart_held();      // reservations close; a lease stays as it was
+  void finish_discharged();  // each becomes a tombstone, or is forgotten
+  void rebuild();
+  void settle();  // reservations whose holders had all committed before the server ended
+
+ private:
+  struct Lines {
+    std::vector<uint32_t> blocks;
+    uint32_t count;
+  };
+  enum class Chain { held, discharged };  // a held grant's may end in a line that was being added
+
+  void judge_cell(uint32_t cell);
+  void judge_body(const Grant& grant, uint32_t cell) const;
+  std::optional<Lines> follow_lines(const Grant& grant, Chain chain);
+  bool names_its_record(const Line& line) const;
+  void restart(Grant& grant, const Lines& lines);
+  void finish_commits(Grant& grant, uint64_t holders[2]);
+  void name(uint32_t cell);
+
+  Grants& g;
+  Adoption& found;
+  std::map<uint32_t, Lines> held_;   // by cell
+  std::vector<uint32_t> answering_;  // discharged grants that can still answer repeats
+  std::vector<uint32_t> forgotten_;  // discharged grants that cannot
+  std::vector<bool> block_used_;
+};
+
+}  // namespace kvdock

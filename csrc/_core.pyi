@@ -15,7 +15,7 @@ MAX_SEGMENTS: Final[int]
 CHECKSUM_PRIME: Final[int]
 CHECKSUM_STRIPE_BYTES: Final[int]
 
-# ------------------------------------------------------------------ table (csrc/table/, csrc/bind/table*.cpp)
+# ------------------------------------------------------------------ table (csrc/table/, csrc/bind/table.cpp)
 
 class TableError(Exception):
     """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
@@ -96,33 +96,14 @@ class Table:
     """
 
     def __init__(
-        self,
-        region: Mapping,
-        *,
-        pool_id: int,
-        incarnation: int,
-        limit_bytes: int,
-        max_records: int,
-        max_grants: int,
-        ask_ms: int = 60_000,
-        settle_ms: int = 3_000,
-        suspect_ms: int = 6_000,
-        session_cap: float = 0.25,
-        total_cap: float = 0.75,
-        lock_inode: int = 0,
+        self, region: Mapping, *, pool_id: int, incarnation: int, limit_bytes: int, max_records: int, max_grants: int,
+        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.25,
+        total_cap: float = 0.75, lock_inode: int = 0,
     ) -> None: ...
     @staticmethod
     def adopt(
-        region: Mapping,
-        *,
-        pool_id: int,
-        lock_inode: int,
-        segments: Sequence[tuple[int, int, int]],
-        limit_bytes: int,
-        ask_ms: int = 60_000,
-        settle_ms: int = 3_000,
-        suspect_ms: int = 6_000,
-        session_cap: float = 0.25,
+        region: Mapping, *, pool_id: int, lock_inode: int, segments: Sequence[tuple[int, int, int]], limit_bytes: int,
+        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.25,
         total_cap: float = 0.75,
     ) -> tuple[Table, dict[str, int]]:
         """Takes over what an earlier server of the pool left behind; the capacities are the region's.
@@ -133,11 +114,8 @@ class Table:
     @staticmethod
     def stored_segments(region: Mapping, *, pool_id: int, lock_inode: int) -> list[tuple[int, str, int, int]]:
         """(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes) of each. Raises what adopt raises."""
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def first_incarnation(self) -> int:
-        """That of the pool's first server; it stays when another server adopts the pool."""
+    incarnation: int
+    first_incarnation: int  # that of the pool's first server; it stays when another server adopts the pool
     @staticmethod
     def region_bytes(max_records: int, max_grants: int) -> int:
         """Bytes that a region needs for that many records (of up to 4 parts) and live grants."""
@@ -156,27 +134,23 @@ class Table:
         groups: Sequence[tuple[str, int, int]],
     ) -> int:
         """groups: (kind 'full'|'window', window_tokens, part_bytes). Idempotent by digest."""
-
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
         """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
     def add_member(
         self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
     ) -> int:
-        """Idempotent by (session, nonce): a repeat counts as a heartbeat, or raises id_reused if ranks or lock differ.
-        rank_taken when another member has one of the ranks."""
+        """Idempotent by (session, nonce): a repeat counts as a heartbeat; id_reused if ranks or lock differ."""
 
     # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
         """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
     def report_pinned(self, member: int, through: int) -> None:
-        """The member has pinned every segment with an id below `through`. Until it reports, it needs no pinning.
-
-        Grants of its session name only segments below the least that its living members report."""
+        """The member has page-locked every segment with an id below `through`."""
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
     def done(self, member: int, grant: int, ranks: Sequence[int]) -> None:
         """D1: these ranks have ended their work. ranks []: the member that asked for the grant has."""
     def member_dead(self, member: int, now_ms: int) -> None:
-        """Its lock was found free: its unfinished reservations close. tick() makes it GONE later."""
+        """Its lock was found free. tick() makes it GONE later."""
     def leave(self, member: int) -> None:
         """D2: discharges all that the member holds. The last member to leave closes the session."""
     def tick(self, now_ms: int) -> None:
@@ -190,8 +164,8 @@ class Table:
     def peek(self, namespace: int, keys: bytes) -> int:
         """The length of the hit in tokens. It locks nothing and counts as no use."""
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
-        """([(key, found from now on? else no more)], the next call's `since`, complete), oldest first. A server keeps
-        its latest 65,536 changes; complete is False, and the list empty, if older ones were asked for."""
+        """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were
+        asked for than the latest 65,536, which a server keeps)."""
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant."""
     def cancel(self, session: int, member: int, grant: int) -> None:
@@ -215,15 +189,13 @@ class Table:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
-        """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many were found.
-        Delete, clear and a mismatch take a kept chunk out of use like any other."""
+        """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many it found."""
     def can_evict(self) -> bool:
         """Whether there is a chunk to evict: not pinned, not kept, and the last of its chain."""
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
         """Caps for grants to come; what is held stays held. bad_argument if the segments hold more."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:
-        """Gives out none of its slots any more and evicts up to `max_chunks` of its unpinned chunks. Returns how many
-        of its bytes are still in use: once they are 0, remove_segment may follow."""
+        """Gives out none of its slots any more and evicts up to `max_chunks` chunks; returns its bytes still in use."""
     def remove_segment(self, segment: int) -> None:
         """Forgets a retired, empty segment. bad_argument while it is in use or was not retired."""
 
@@ -259,11 +231,9 @@ class CopyError(ValueError):
 class Mapping:
     """A shared mapping of an open file or shared-memory object; MADV_DONTFORK; keeps no descriptor."""
 
+    address: int
+    bytes: int
     def __init__(self, fd: int, bytes: int, *, writable: bool = True) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
     def populate(self, offset: int, bytes: int) -> None:
         """MADV_POPULATE_WRITE without the GIL. OSError when memory runs out; never SIGBUS."""
     def advise_huge(self) -> bool: ...
@@ -273,10 +243,9 @@ class Mapping:
 class MemberLock:
     """An open-file-description lock on one byte, kept by a mapping: it ends with the address space."""
 
+    offset: int
     def __init__(self, path: str, offset: int) -> None:
         """BlockingIOError when someone else holds the byte."""
-    @property
-    def offset(self) -> int: ...
     def close(self) -> None: ...
 
 def lock_holder_alive(fd: int, offset: int) -> bool:
@@ -307,16 +276,12 @@ def use_cpu_path(name: str) -> None:
 class PagedLayout:
     """Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride)."""
 
+    block_bytes: int  # of one block over all planes
+    num_blocks: int
+    block_tokens: int
     def __init__(
         self, planes: Sequence[tuple[int, int, int, int, int]], *, num_blocks: int, block_tokens: int
     ) -> None: ...
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all planes."""
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_tokens(self) -> int: ...
 
 def gather(layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, *, threads: int) -> list[int]:
     """Paged → slots. slots: uint64 addresses [n]; block_ids: int64, flat; starts: int64 [n+1].
@@ -381,10 +346,8 @@ class CudaStopwatch:
     def start(self) -> None: ...
     def stop_ms(self) -> float:
         """Waits for the stream."""
-
     def copy(self, to: int, from_: int, bytes: int, *, to_device: bool) -> None:
         """One plain asynchronous copy between host and device on the stream."""
-
     def fill(self, address: int, value: int, bytes: int) -> None: ...
 
 class CudaCopy:
@@ -392,10 +355,8 @@ class CudaCopy:
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def order(self, stream: int, band: int | None = None) -> None:
         """Work put on `stream` from now on runs after the copy, or after its bands up to `band`."""
-
     def checksums(self) -> list[int]:
         """Waits; one for each part. Raises CudaError when the copy failed."""
-
     def wait_verified(self, timeout_s: float | None = None) -> bool: ...
     def verified_checksums(self) -> list[int]:
         """Like checksums(), once the copy is verified: of the bytes copied, and of the others as found in the slots."""
@@ -426,7 +387,6 @@ class CudaCopier:
     ) -> None: ...
     def add_layout(self, layout: PagedLayout, *, part_blocks: int) -> int:
         """`part_blocks`: of the longest part that copies will name. Waits for the GPU."""
-
     def gather(
         self, layout: int, slots: Buffer, block_ids: Buffer, starts: Buffer, *, after: int | None = None
     ) -> CudaCopy: ...
@@ -437,9 +397,7 @@ class CudaCopier:
         """`bands`: ascending plane indices at which each band ends; the last equals the number of planes; empty: one
         band. The copy is verified once `verified_after` bands have been copied and the CPU has hashed the others in
         the slots; 0: when it has ended."""
-
     def fileno(self) -> int:
         """An eventfd that counts the copies that have ended."""
-
     def close(self) -> None:
         """Waits for what was submitted; later calls raise CopyError."""

@@ -1,6 +1,7 @@
 // Errors that cross into Python. Both kinds name the value found and the value wanted.
 #pragma once
 
+#include <concepts>
 #include <exception>
 #include <string>
 #include <utility>
@@ -27,6 +28,19 @@ class Refused : public std::exception {
   std::string what_;
   Value found_, wanted_;
 };
+
+inline Value value_of(std::integral auto number) { return static_cast<long long>(number); }
+inline Value value_of(std::string text) { return text; }
+
+// Says "what: found …, wanted …". Either value is an integer or a text.
+[[noreturn]] void refuse(Refusal kind, const std::string& what, const auto& found, const auto& wanted) {
+  auto text_of = [](const Value& value) {
+    auto* number = std::get_if<long long>(&value);
+    return number ? std::to_string(*number) : std::get<std::string>(value);
+  };
+  Value one = value_of(found), other = value_of(wanted);
+  throw Refused(kind, what + ": found " + text_of(one) + ", wanted " + text_of(other), one, other);
+}
 
 // The chunk table: always Python's TableError, whose `code` the server hands to its clients (docs/errors.md).
 struct TableError : std::exception {

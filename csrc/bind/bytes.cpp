@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <system_error>
 
 #include "bind/parts.h"
@@ -20,24 +21,20 @@ namespace kvdock {
 
 namespace {
 
-PyObject* g_layout_error = nullptr;  // new references, owned by the module for the life of the process
-PyObject* g_copy_error = nullptr;
-PyObject* g_cuda_error = nullptr;
+using namespace py::literals;
+using Nogil = py::call_guard<py::gil_scoped_release>;
 
-py::object to_python(const Value& value) {
-  return std::visit([](const auto& v) -> py::object { return py::cast(v); }, value);
-}
+std::array<const py::object*, 3> g_errors;  // in the order of Refusal
 
 void translate(std::exception_ptr failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const Refused& e) {
-    PyObject* const types[] = {g_layout_error, g_copy_error, g_cuda_error};  // in the order of Refusal
-    PyObject* type = types[int(e.kind())];
-    py::object error = py::reinterpret_borrow<py::object>(type)(e.what());
-    error.attr("found") = to_python(e.found());
-    error.attr("wanted") = to_python(e.wanted());
-    PyErr_SetObject(type, error.ptr());
+    const py::object& type = *g_errors[int(e.kind())];
+    py::object error = type(e.what());
+    error.attr("found") = py::cast(e.found());
+    error.attr("wanted") = py::cast(e.wanted());
+    PyErr_SetObject(type.ptr(), error.ptr());
   } catch (const std::system_error& e) {
     // OSError(errno, text) picks the subclass itself: BlockingIOError, FileNotFoundError, …
     py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(e.code().value(), e.what());
@@ -72,22 +69,20 @@ void bind_mapping(py::module_& m) {
                         type->as_buffer.bf_getbuffer = mapping_getbuffer;
                         type->as_buffer.bf_releasebuffer = mapping_releasebuffer;
                       }))
-      .def(py::init<int, size_t, bool>(), py::arg("fd"), py::arg("bytes"), py::kw_only(), py::arg("writable") = true)
-      .def_property_readonly("address",
-                             [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
+      .def(py::init<int, size_t, bool>(), "fd"_a, "bytes"_a, py::kw_only(), "writable"_a = true)
+      .def_property_readonly("address", [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("bytes", &Mapping::bytes)
-      .def("populate", &Mapping::populate, py::arg("offset"), py::arg("bytes"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("populate", &Mapping::populate, "offset"_a, "bytes"_a, Nogil())
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
 }
 
 void bind_liveness(py::module_& m) {
   py::class_<MemberLock>(m, "MemberLock")
-      .def(py::init<const std::string&, int64_t>(), py::arg("path"), py::arg("offset"))
+      .def(py::init<const std::string&, int64_t>(), "path"_a, "offset"_a)
       .def_property_readonly("offset", &MemberLock::offset)
       .def("close", &MemberLock::close);
-  m.def("lock_holder_alive", &lock_holder_alive, py::arg("fd"), py::arg("offset"));
+  m.def("lock_holder_alive", &lock_holder_alive, "fd"_a, "offset"_a);
 }
 
 void check_header_fits(const Mapping& mapping) {
@@ -111,14 +106,9 @@ py::tuple read_header(const Mapping& mapping) {
   SegmentHeader header;
   const HeaderState state = read_segment_header(mapping.data(), mapping.bytes(), &header);
   constexpr const char* kNames[] = {"ok", "not_ready", "wrong_version", "corrupt"};
-  py::dict fields;
-  fields["magic"] = header.magic;
-  fields["version"] = header.version;
-  fields["pool_id"] = header.pool_id;
-  fields["segment"] = header.segment;
-  fields["bytes"] = header.bytes;
-  fields["data_offset"] = header.data_offset;
-  fields["crc"] = header.crc;
+  py::dict fields("magic"_a = header.magic, "version"_a = header.version, "pool_id"_a = header.pool_id,
+                  "segment"_a = header.segment, "bytes"_a = header.bytes, "data_offset"_a = header.data_offset,
+                  "crc"_a = header.crc);
   return py::make_tuple(kNames[int(state)], fields);
 }
 
@@ -126,35 +116,27 @@ void bind_segment_header(py::module_& m) {
   m.attr("SEGMENT_VERSION") = kSegmentVersion;
   m.attr("SEGMENT_HEADER_BYTES") = kSegmentHeaderBytes;
   m.attr("SLOT_ALIGN") = kSlotAlign;
-  m.def("segment_header_write", write_header, py::arg("mapping"), py::arg("pool_id"), py::arg("segment"),
-        py::arg("data_offset"));
-  m.def("segment_header_read", read_header, py::arg("mapping"));
+  m.def("segment_header_write", write_header, "mapping"_a, "pool_id"_a, "segment"_a, "data_offset"_a);
+  m.def("segment_header_read", read_header, "mapping"_a);
 }
 
 std::vector<uint64_t> gather_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
                                      const py::buffer& starts, int threads) {
-  const Integers<uint64_t> slot(slots, "slots");
-  const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts");
-  const auto parts = parts_of(slot.view(), ids.view(), start.view(), {});
+  const PartBuffers call(slots, block_ids, starts);
   const py::gil_scoped_release released;
-  return gather(layout, parts, threads);
+  return gather(layout, call.parts, threads);
 }
 
 std::vector<uint64_t> scatter_buffers(const PagedLayout& layout, const py::buffer& slots, const py::buffer& block_ids,
                                       const py::buffer& starts, const py::buffer& skips, int threads) {
-  const Integers<uint64_t> slot(slots, "slots");
-  const Integers<int64_t> ids(block_ids, "block_ids"), start(starts, "starts"), skip(skips, "skips");
-  require(skip.view().size() == slot.view().size(), "skips (entries)", std::to_string(skip.view().size()),
-          std::to_string(slot.view().size()));
-  const auto parts = parts_of(slot.view(), ids.view(), start.view(), skip.view());
+  const PartBuffers call(slots, block_ids, starts, skips);
   const py::gil_scoped_release released;
-  return scatter(layout, parts, threads);
+  return scatter(layout, call.parts, threads);
 }
 
 void memcpy_buffers(const py::buffer& to, const py::buffer& from, size_t bytes, int threads) {
   const Integers<uint64_t> target(to, "to"), source(from, "from");
-  require(target.view().size() == source.view().size(), "from (entries)", std::to_string(source.view().size()),
-          std::to_string(target.view().size()));
+  require_entries(source, "from", target.view().size());
   const py::gil_scoped_release released;
   memcpy_pieces(target.view(), source.view(), bytes, threads);
 }
@@ -183,9 +165,7 @@ void set_keys(const py::bytes& nh, const py::bytes& level2) {
 
 // Numbers of a layout are not negative: one that is gets refused by name instead of wrapping around.
 size_t natural(long long value, const char* name) {
-  if (value < 0)
-    throw Refused(Refusal::layout, std::string(name) + ": found " + std::to_string(value) + ", wanted at least 0",
-                  value, std::string("at least 0"));
+  if (value < 0) refuse(Refusal::layout, name, value, "at least 0");
   return size_t(value);
 }
 
@@ -200,38 +180,29 @@ PagedLayout make_layout(const std::vector<PlaneTuple>& tuples, long long num_blo
 }
 
 void bind_copy(py::module_& m) {
-  m.def("set_checksum_keys", set_keys, py::arg("nh"), py::arg("level2"));
-  m.def("checksum", checksum_buffer, py::arg("data"));
+  m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a);
+  m.def("checksum", checksum_buffer, "data"_a);
   m.def("cpu_paths", &cpu_paths);
   m.def("use_cpu_path", [](const std::string& name) {
     if (!use_cpu_path(name)) throw py::value_error("cpu path: found '" + name + "', wanted one of cpu_paths() or ''");
-  }, py::arg("name"));
+  }, "name"_a);
   py::class_<PagedLayout>(m, "PagedLayout")
-      .def(py::init(&make_layout), py::arg("planes"), py::kw_only(), py::arg("num_blocks"), py::arg("block_tokens"))
+      .def(py::init(&make_layout), "planes"_a, py::kw_only(), "num_blocks"_a, "block_tokens"_a)
       .def_property_readonly("block_bytes", &PagedLayout::block_bytes)
       .def_property_readonly("num_blocks", &PagedLayout::num_blocks)
       .def_property_readonly("block_tokens", &PagedLayout::block_tokens);
-  m.def("gather", gather_buffers, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
-        py::kw_only(), py::arg("threads"));
-  m.def("scatter", scatter_buffers, py::arg("layout"), py::arg("slots"), py::arg("block_ids"), py::arg("starts"),
-        py::arg("skips"), py::kw_only(), py::arg("threads"));
-  m.def("memcpy_pieces", memcpy_buffers, py::arg("to"), py::arg("from_"), py::arg("bytes"), py::kw_only(),
-        py::arg("threads"));
-}
-
-PyObject* new_error(py::module_& m, const char* qualified, const char* name, PyObject* base = PyExc_ValueError) {
-  PyObject* type = PyErr_NewException(qualified, base, nullptr);
-  if (type == nullptr) throw py::error_already_set();
-  m.attr(name) = py::reinterpret_borrow<py::object>(type);
-  return type;
+  m.def("gather", gather_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, py::kw_only(), "threads"_a);
+  m.def("scatter", scatter_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a, py::kw_only(),
+        "threads"_a);
+  m.def("memcpy_pieces", memcpy_buffers, "to"_a, "from_"_a, "bytes"_a, py::kw_only(), "threads"_a);
 }
 
 }  // namespace
 
 void bind_bytes(py::module_& m) {
-  g_layout_error = new_error(m, "kvdock._core.LayoutError", "LayoutError");
-  g_copy_error = new_error(m, "kvdock._core.CopyError", "CopyError");
-  g_cuda_error = new_error(m, "kvdock._core.CudaError", "CudaError", PyExc_RuntimeError);
+  static py::exception<Refused> layout(m, "LayoutError", PyExc_ValueError), copy(m, "CopyError", PyExc_ValueError);
+  static py::exception<Refused> cuda(m, "CudaError", PyExc_RuntimeError);
+  g_errors = {&layout, &copy, &cuda};
   py::register_local_exception_translator(translate);
   bind_mapping(m);
   bind_liveness(m);

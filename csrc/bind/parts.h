@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,39 +22,51 @@ class Integers {
   Integers(const py::buffer& source, const char* name) : info_(source.request()) {
     const bool integer = info_.itemsize == 8 && info_.format.find_first_of("qQlLnN") != std::string::npos;
     if (info_.ndim != 1 || !integer || (info_.size > 1 && info_.strides[0] != 8))
-      refuse(name, "a buffer of " + std::to_string(info_.ndim) + " dimensions, format '" + info_.format + "'",
+      refuse(Refusal::copy, name,
+             "a buffer of " + std::to_string(info_.ndim) + " dimensions, format '" + info_.format + "'",
              "one contiguous dimension of 8-byte integers");
   }
   std::span<const T> view() const { return {static_cast<const T*>(info_.ptr), size_t(info_.size)}; }
-  [[noreturn]] static void refuse(const std::string& name, const std::string& found, const std::string& wanted) {
-    throw Refused(Refusal::copy, name + ": found " + found + ", wanted " + wanted, found, wanted);
-  }
 
  private:
   py::buffer_info info_;
 };
 
-inline void require(bool holds, const char* name, const std::string& found, const std::string& wanted) {
-  if (!holds) Integers<int64_t>::refuse(name, found, wanted);
+template <class T>
+void require_entries(const Integers<T>& buffer, const std::string& name, size_t wanted) {
+  if (size_t found = buffer.view().size(); found != wanted)
+    refuse(Refusal::copy, name + " (entries)", std::to_string(found), std::to_string(wanted));
 }
 
-// Part i takes block_ids[starts[i], starts[i + 1]) and skips[i].
-inline std::vector<Part> parts_of(std::span<const uint64_t> slots, std::span<const int64_t> ids,
-                                  std::span<const int64_t> starts, std::span<const int64_t> skips) {
-  require(starts.size() == slots.size() + 1, "starts (entries)", std::to_string(starts.size()),
-          std::to_string(slots.size() + 1));
-  require(starts.front() == 0 && starts.back() == int64_t(ids.size()), "starts (range)",
-          std::to_string(starts.front()) + ".." + std::to_string(starts.back()), "0.." + std::to_string(ids.size()));
-  std::vector<Part> parts;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    require(starts[i] <= starts[i + 1], "starts (order)", std::to_string(starts[i + 1]),
-            "at least " + std::to_string(starts[i]));
-    const int64_t skip = skips.empty() ? 0 : skips[i];
-    require(skip >= 0, "skipped blocks", std::to_string(skip), "at least 0");
-    const auto own = ids.subspan(size_t(starts[i]), size_t(starts[i + 1] - starts[i]));
-    parts.push_back({uintptr_t(slots[i]), own, size_t(skip)});
+// Part i takes block_ids[starts[i], starts[i + 1]) and skips[i]; without skips it skips nothing. The parts are good for
+// as long as this lives.
+class PartBuffers {
+ public:
+  PartBuffers(const py::buffer& slots, const py::buffer& block_ids, const py::buffer& starts,
+              const std::optional<py::buffer>& skips = std::nullopt)
+      : slots_(slots, "slots"), ids_(block_ids, "block_ids"), starts_(starts, "starts") {
+    const std::span<const int64_t> ids = ids_.view(), start = starts_.view();
+    const size_t count = slots_.view().size();
+    if (skips) require_entries(skips_.emplace(*skips, "skips"), "skips", count);
+    require_entries(starts_, "starts", count + 1);
+    if (start.front() != 0 || start.back() != int64_t(ids.size()))
+      refuse(Refusal::copy, "starts (range)", std::to_string(start.front()) + ".." + std::to_string(start.back()),
+             "0.." + std::to_string(ids.size()));
+    for (size_t i = 0; i < count; ++i) {
+      if (start[i] > start[i + 1])
+        refuse(Refusal::copy, "starts (order)", std::to_string(start[i + 1]), "at least " + std::to_string(start[i]));
+      const int64_t skip = skips_ ? skips_->view()[i] : 0;
+      if (skip < 0) refuse(Refusal::copy, "skipped blocks", std::to_string(skip), "at least 0");
+      const auto own = ids.subspan(size_t(start[i]), size_t(start[i + 1] - start[i]));
+      parts.push_back({uintptr_t(slots_.view()[i]), own, size_t(skip)});
+    }
   }
-  return parts;
-}
+  std::vector<Part> parts;
+
+ private:
+  Integers<uint64_t> slots_;
+  Integers<int64_t> ids_, starts_;
+  std::optional<Integers<int64_t>> skips_;
+};
 
 }  // namespace kvdock

@@ -33,8 +33,7 @@ std::shared_ptr<const ChecksumKeys> checksum_keys(size_t stripes) {
   }
   const size_t have = keys ? keys->stripes() : 0;
   if (!keys || have < stripes)
-    throw Refused(Refusal::copy, "checksum keys (stripes): found " + std::to_string(have) + ", wanted " +
-                                     std::to_string(stripes), (long long)(have), (long long)(stripes));
+    refuse(Refusal::copy, "checksum keys (stripes)", have, stripes);
   return keys;
 }
 

@@ -18,14 +18,10 @@ constexpr size_t kGrain = 16;                        // every run, stride and ad
 constexpr size_t kUnitStripes = 64;                  // at most that many are handed to a thread at a time
 constexpr size_t kBytesPerThread = size_t(1) << 20;  // with fewer bytes a thread costs more than it saves
 
-[[noreturn]] void refuse(Refusal kind, const std::string& what, long long found, const std::string& wanted) {
-  throw Refused(kind, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
-}
-
 void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
   const std::string name = "plane " + std::to_string(index) + ": ";
   const auto aligned = [&](const char* what, size_t value) {
-    if (value % kGrain != 0) refuse(Refusal::layout, name + what, (long long)(value), "a multiple of 16");
+    if (value % kGrain != 0) refuse(Refusal::layout, name + what, value, "a multiple of 16");
   };
   aligned("base address", plane.base);
   aligned("block stride", plane.block_stride);
@@ -37,10 +33,10 @@ void check_plane(size_t index, const Plane& plane, size_t num_blocks) {
   if (plane.run_count > 1) {
     aligned("run stride", plane.run_stride);
     if (plane.run_stride < plane.run_bytes)
-      refuse(Refusal::layout, name + "run stride", (long long)(plane.run_stride), one_run);
+      refuse(Refusal::layout, name + "run stride", plane.run_stride, one_run);
   }
   if (num_blocks > 1 && plane.block_stride < plane.run_bytes)
-    refuse(Refusal::layout, name + "block stride", (long long)(plane.block_stride), one_run);
+    refuse(Refusal::layout, name + "block stride", plane.block_stride, one_run);
 }
 
 // ------------------------------------------------------------------ walking a part in slot order
@@ -216,9 +212,9 @@ void check_parts(const PagedLayout& layout, std::span<const Part> parts) {
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = "part " + std::to_string(i) + ": ";
     if (parts[i].slot == 0 || parts[i].slot % kGrain != 0)
-      refuse(Refusal::copy, name + "slot address", (long long)(parts[i].slot), "a multiple of 16");
+      refuse(Refusal::copy, name + "slot address", parts[i].slot, "a multiple of 16");
     if (parts[i].skip_blocks > parts[i].block_ids.size())
-      refuse(Refusal::copy, name + "skipped blocks", (long long)(parts[i].skip_blocks),
+      refuse(Refusal::copy, name + "skipped blocks", parts[i].skip_blocks,
              "at most the part's " + std::to_string(parts[i].block_ids.size()));
     for (const int64_t id : parts[i].block_ids) {
       if (id < 0 || size_t(id) >= layout.num_blocks())

@@ -1,8 +1,7 @@
 // Copies between paged KV and slots, on the CPU.
 //
-// A slot holds a part in canonical order: plane after plane (layer, then K before V), inside a plane the
-// part's blocks in order, inside a block its runs. Layouts that order a block's elements alike have
-// equal slot bytes.
+// A slot holds a part in canonical order: plane after plane (layer, then K before V), inside a plane the part's blocks
+// in order, inside a block its runs. Layouts that order a block's elements alike have equal slot bytes.
 //
 // Ownership: none. Until the call returns, addresses must stay valid and nobody else may write the blocks and slots.
 // Thread safety: calls are independent. One call splits its parts at stripes over `threads` threads.

@@ -130,17 +130,12 @@ std::vector<std::string> cpu_paths() {
 }
 
 bool use_cpu_path(const std::string& name) {
-  if (name.empty()) {
-    g_chosen.store(nullptr, std::memory_order_relaxed);
-    return true;
-  }
-  for (const CpuPath* path : available()) {
-    if (name == path->name) {
-      g_chosen.store(path, std::memory_order_relaxed);
-      return true;
-    }
-  }
-  return false;
+  const CpuPath* found = nullptr;
+  for (const CpuPath* path : available())
+    if (name == path->name) found = path;
+  const bool usable = found != nullptr || name.empty();
+  if (usable) g_chosen.store(found, std::memory_order_relaxed);
+  return usable;
 }
 
 void store_fence() {

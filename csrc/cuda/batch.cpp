@@ -2,13 +2,7 @@
 
 #include <algorithm>
 
-#include "base/errors.h"
-
 namespace kvdock::cuda {
-
-[[noreturn]] void refuse(const std::string& what, long long found, const std::string& wanted) {
-  throw Refused(Refusal::copy, what + ": found " + std::to_string(found) + ", wanted " + wanted, found, wanted);
-}
 
 uint32_t Copier::Batch::part_of(uint32_t stripe) const {
   // The last part that begins at or before the stripe: parts without blocks hold no stripe.

@@ -13,8 +13,6 @@ namespace kvdock::cuda {
 inline constexpr size_t kRingBytes = size_t(8) << 20;
 inline constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
 
-[[noreturn]] void refuse(const std::string& what, long long found, const std::string& wanted);  // Refused{copy}
-
 // Throws Refused{copy}.
 void check_call(const DeviceLayout& layout, std::span<const Part> parts, const Bands& bands);
 

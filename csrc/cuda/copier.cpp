@@ -14,18 +14,16 @@ namespace {
 
 constexpr size_t kCallsPieces = 1;  // that a call submits itself: enough to start the GPU
 
-void require_tuning(bool holds, const char* name, size_t found, const char* wanted) {
-  if (!holds) refuse(name, (long long)(found), wanted);
-}
-
 Tuning checked(const Tuning& tuning) {
-  require_tuning(tuning.buffers >= 2 && tuning.buffers <= 8, "staging buffers", size_t(tuning.buffers), "2..8");
-  require_tuning(tuning.piece_bytes >= (1u << 20) && tuning.piece_bytes % kChecksumStripeBytes == 0, "piece_bytes",
-                 tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
+  const auto require = [](bool holds, const char* name, auto found, const char* wanted) {
+    if (!holds) refuse(Refusal::copy, name, found, wanted);
+  };
+  require(tuning.buffers >= 2 && tuning.buffers <= 8, "staging buffers", tuning.buffers, "2..8");
+  require(tuning.piece_bytes >= (1u << 20) && tuning.piece_bytes % kChecksumStripeBytes == 0, "piece_bytes",
+          tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
   for (const int ctas : {tuning.load_ctas, tuning.store_ctas, tuning.direct_ctas})
-    require_tuning(ctas >= 1 && ctas <= 1024, "thread blocks", size_t(ctas), "1..1024");
-  require_tuning(tuning.hash_threads >= 1 && tuning.hash_threads <= 64, "hash threads", size_t(tuning.hash_threads),
-                 "1..64");
+    require(ctas >= 1 && ctas <= 1024, "thread blocks", ctas, "1..1024");
+  require(tuning.hash_threads >= 1 && tuning.hash_threads <= 64, "hash threads", tuning.hash_threads, "1..64");
   return tuning;
 }
 
@@ -55,8 +53,6 @@ Copier::~Copier() {
   if (ended_fd_ >= 0) ::close(ended_fd_);
 }
 
-int Copier::ended_fd() const { return ended_fd_; }
-
 bool Copier::closed() const {
   const std::lock_guard<std::mutex> guard(shared_->mutex);
   return closed_;
@@ -85,21 +81,13 @@ size_t Copier::add_layout(const PagedLayout& layout, size_t part_blocks) {
 
 const DeviceLayout& Copier::layout_at(size_t number) {
   const std::lock_guard<std::mutex> guard(shared_->mutex);
-  if (number >= layouts_.size()) refuse("layout", (long long)(number), "less than " + std::to_string(layouts_.size()));
+  const size_t count = layouts_.size();
+  if (number >= count) refuse(Refusal::copy, "layout", number, "less than " + std::to_string(count));
   return *layouts_[number];
 }
 
-std::shared_ptr<Copy> Copier::gather(size_t layout, std::span<const Part> parts, const uintptr_t* after) {
-  return enqueue(layout, parts, Direction::gather, after, {});
-}
-
-std::shared_ptr<Copy> Copier::scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after,
-                                      const Bands& bands) {
-  return enqueue(layout, parts, Direction::scatter, after, bands);
-}
-
-std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts, Direction direction,
-                                      const uintptr_t* after, const Bands& bands) {
+std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, Direction direction,
+                                   std::optional<uintptr_t> after, const Bands& bands) {
   const DeviceLayout& layout = layout_at(number);
   check_call(layout, parts, bands);
   const size_t all[] = {layout.layout.planes().size()};
@@ -112,10 +100,9 @@ std::shared_ptr<Copy> Copier::enqueue(size_t number, std::span<const Part> parts
   copy->bands_.resize(ends.size());
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
-  if (closed_)
-    throw Refused(Refusal::copy, "copier: found closed, wanted open", std::string("closed"), std::string("open"));
+  if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
   if (bands.verified_after > 0) start_hashers();
-  if (after != nullptr) {
+  if (after) {
     const ContextGuard current(device_);
     copy->after_ = take_event();
     check(driver().cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");

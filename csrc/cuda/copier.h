@@ -4,22 +4,20 @@
 //            multiprocessors, each on a stream of its own; events say when a buffer is full or free
 //   direct   the same kernel reads or writes the slots themselves: small transfers, and slots on the device
 //
-// A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer. Pieces
-// shrink towards the end of a load (and grow from the start of a store), so that the last kernel, which nothing hides,
-// is short. A load may be cut into bands: neighbouring planes (layers) of all parts, then the next ones, so that a
-// reader of the first layers need not wait for the last. The CPU can hash in the slots what is still to be copied:
-// then the whole load is verified while its last bands are being copied.
+// A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer. Pieces shrink
+// towards the end of a load (and grow from the start of a store), so that the last kernel, which nothing hides, is
+// short. A load may be cut into bands: neighbouring planes (layers) of all parts, then the next ones. The CPU can hash
+// in the slots what is still to be copied: then a load is verified while its last bands are being copied.
 //
 // Threads: a call checks, describes, and submits the first pieces, so that the GPU has work at once; the submitter
 //   thread submits the rest; the finisher thread waits for the GPU, reads the sums and wakes waiters; hashers, which
 //   the first load that needs them starts, hash in slots.
-// Waiting: gather(), scatter() and order() only enqueue. There are two exceptions: when the driver refuses a
+// Waiting: copy() and order() only enqueue. There are two exceptions: when the driver refuses a
 //   submission, the call that made it waits for what is on the streams already; and order() waits for earlier copies to
 //   end when their descriptors fill the ring. add_layout(), close(), Copy's waits and its checksums wait for the GPU.
-// Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and
-//   slots belong to the copy until it is done.
-// Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order
-//   of submission.
+// Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and slots belong to
+//   the copy until it is done.
+// Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order of submission.
 #pragma once
 
 #include <condition_variable>
@@ -102,13 +100,14 @@ class Copier {
   // `part_blocks`: of the longest part, for which it uploads checksum keys, so that no call has to. Waits for the GPU.
   size_t add_layout(const PagedLayout& layout, size_t part_blocks);
 
-  // `after`: a stream whose work so far comes first (0 is the legacy stream); null: nothing comes first.
-  std::shared_ptr<Copy> gather(size_t layout, std::span<const Part> parts, const uintptr_t* after);
-  std::shared_ptr<Copy> scatter(size_t layout, std::span<const Part> parts, const uintptr_t* after, const Bands& bands);
+  // Gathers into the slots of `parts`, or scatters from them. `after`: a stream whose work so far comes first (0 is the
+  // legacy stream). Bands are a scatter's.
+  std::shared_ptr<Copy> copy(size_t layout, std::span<const Part> parts, Direction direction,
+                             std::optional<uintptr_t> after, const Bands& bands);
 
   void close();  // waits for what was submitted; later calls throw Refused{copy}
   bool closed() const;
-  int ended_fd() const;  // an eventfd that counts copies that ended
+  int ended_fd() const { return ended_fd_; }  // an eventfd that counts copies that ended
   size_t staging_bytes() const { return tuning_.piece_bytes * size_t(tuning_.buffers); }
 
  private:
@@ -121,8 +120,6 @@ class Copier {
     uintptr_t slot;
   };
 
-  std::shared_ptr<Copy> enqueue(size_t layout, std::span<const Part> parts, Direction direction,
-                                const uintptr_t* after, const Bands& bands);
   const DeviceLayout& layout_at(size_t number);
   std::vector<std::unique_ptr<Batch>> make_batches(const DeviceLayout& layout, std::span<const Part> parts,
                                                    Direction direction, std::span<const size_t> bands) const;

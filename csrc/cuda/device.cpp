@@ -12,12 +12,6 @@ namespace kvdock::cuda {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& what, Value found, const std::string& wanted) {
-  const std::string shown = std::holds_alternative<std::string>(found) ? std::get<std::string>(found)
-                                                                       : std::to_string(std::get<long long>(found));
-  throw Refused(Refusal::cuda, what + ": found " + shown + ", wanted " + wanted, std::move(found), wanted);
-}
-
 int attribute(DeviceHandle device, Attribute name) {
   int value = 0;
   check(driver().cuDeviceGetAttribute(&value, name, device), "cuDeviceGetAttribute");
@@ -53,27 +47,12 @@ int device_count() {
   return count;
 }
 
-size_t kernel_index(const Variant& v) {
-  return size_t(v.direction == Direction::gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2;
-}
-
 }  // namespace
 
 std::vector<DeviceInfo> devices() {
   std::vector<DeviceInfo> found;
   for (int i = 0, count = device_count(); i < count; ++i) found.push_back(describe(i));
   return found;
-}
-
-std::vector<std::string> kernel_targets() {
-  std::vector<std::string> names;
-  const std::string all = kKernelTargets;
-  for (size_t at = 0; at < all.size();) {
-    const size_t comma = std::min(all.find(',', at), all.size());
-    names.push_back(all.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return names;
 }
 
 Device& Device::get(int index) {
@@ -88,9 +67,9 @@ Device& Device::get(int index) {
 Device::Device(int index) {
   const Driver& cu = driver();
   const int count = device_count();
-  if (index < 0 || index >= count) refuse("CUDA device", index, "0.." + std::to_string(count - 1));
+  if (index < 0 || index >= count) refuse(Refusal::cuda, "CUDA device", index, "0.." + std::to_string(count - 1));
   if (kKernelImageBytes == 0)
-    refuse("CUDA kernels", std::string("none in this build"), "a build made where nvcc is installed");
+    refuse(Refusal::cuda, "CUDA kernels", "none in this build", "a build made where nvcc is installed");
   info_ = describe(index);
   DeviceHandle handle;
   check(cu.cuDeviceGet(&handle, index), "cuDeviceGet");
@@ -98,7 +77,7 @@ Device::Device(int index) {
   try {
     const ContextGuard current(context_);
     check(cu.cuModuleLoadData(&module_, kKernelImage), "loading the copy kernels");
-    static constexpr const char* kNames[8] = {  // by kernel_index
+    static constexpr const char* kNames[8] = {  // in the order of kernel()
         "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
         "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
     for (size_t i = 0; i < 8; ++i) check(cu.cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
@@ -108,7 +87,9 @@ Device::Device(int index) {
   }
 }
 
-Function Device::kernel(const Variant& variant) const { return kernels_[kernel_index(variant)]; }
+Function Device::kernel(const Variant& v) const {
+  return kernels_[size_t(v.direction == Direction::gather) | size_t(!v.wide) << 1 | size_t(!v.alike) << 2];
+}
 
 Device::Keys Device::keys() const {
   const std::lock_guard<std::mutex> guard(mutex_);
@@ -141,34 +122,18 @@ void Device::grow_keys(size_t stripes) {
   key_stripes_ = host->stripes();
 }
 
-void StreamDeleter::operator()(Stream stream) const {
-  try {
-    const ContextGuard current(*device);
-    driver().cuStreamDestroy_v2(stream);
-  } catch (const Refused&) {  // the driver is gone, and the stream with it
-  }
-}
-
-void EventDeleter::operator()(Event event) const {
-  try {
-    const ContextGuard current(*device);
-    driver().cuEventDestroy_v2(event);
-  } catch (const Refused&) {  // the driver is gone, and the event with it
-  }
-}
-
-OwnedEvent make_event(Device& device) {
+OwnedEvent make_event(Device& device, unsigned flags) {
   const ContextGuard current(device);
   Event event = nullptr;
-  check(driver().cuEventCreate(&event, kEventDisableTiming), "cuEventCreate");
-  return OwnedEvent(event, EventDeleter{&device});
+  check(driver().cuEventCreate(&event, flags), "cuEventCreate");
+  return OwnedEvent(event, {&device});
 }
 
 OwnedStream make_stream(Device& device) {
   const ContextGuard current(device);
   Stream stream = nullptr;
   check(driver().cuStreamCreate(&stream, kStreamNonBlocking), "cuStreamCreate");
-  return OwnedStream(stream, StreamDeleter{&device});
+  return OwnedStream(stream, {&device});
 }
 
 }  // namespace kvdock::cuda

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
 #include "copy/direction.h"
 #include "cuda/driver.h"
 
@@ -25,9 +26,6 @@ struct DeviceInfo {
 };
 
 std::vector<DeviceInfo> devices();
-
-// Names of the code in this build ("sm_90", "compute_80", …); empty when it was built without nvcc.
-std::vector<std::string> kernel_targets();
 
 // Which of the kernels: see kernels.cu.
 struct Variant {
@@ -80,19 +78,25 @@ class ContextGuard {
   ContextGuard& operator=(const ContextGuard&) = delete;
 };
 
-struct StreamDeleter {
-  Device* device;
-  void operator()(Stream stream) const;
-};
-using OwnedStream = std::unique_ptr<StreamOpaque, StreamDeleter>;
+// Calls f with the device's context current. Once the driver is gone, so is whatever f would free or wait for.
+template <class F>
+void unless_gone(const Device& device, F&& f) try {
+  const ContextGuard current(device);
+  f(driver());
+} catch (const Refused&) {
+}
 
-struct EventDeleter {
+template <auto kDestroy>
+struct Destroyer {
   Device* device;
-  void operator()(Event event) const;
+  void operator()(auto* handle) const {
+    unless_gone(*device, [&](const Driver& cu) { (cu.*kDestroy)(handle); });
+  }
 };
-using OwnedEvent = std::unique_ptr<EventOpaque, EventDeleter>;
+using OwnedStream = std::unique_ptr<StreamOpaque, Destroyer<&Driver::cuStreamDestroy_v2>>;
+using OwnedEvent = std::unique_ptr<EventOpaque, Destroyer<&Driver::cuEventDestroy_v2>>;
 
-OwnedEvent make_event(Device& device);
+OwnedEvent make_event(Device& device, unsigned flags = kEventDisableTiming);
 
 // A stream that does not wait for the legacy default stream.
 OwnedStream make_stream(Device& device);

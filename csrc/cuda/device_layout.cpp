@@ -54,9 +54,7 @@ DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most
       wide(all_wide(paged.planes())),
       planes(device, paged.planes().size() * sizeof(PlaneArgs), MemoryKind::device) {
   if (paged.block_bytes() >= kMostPartBytes)
-    throw Refused(Refusal::copy, "block bytes: found " + std::to_string(paged.block_bytes()) +
-                                     ", wanted less than 32 GiB",
-                  (long long)(paged.block_bytes()), std::string("less than 32 GiB"));
+    refuse(Refusal::copy, "block bytes", paged.block_bytes(), "less than 32 GiB");
   const ContextGuard current(device);
   for (const Plane& plane : paged.planes()) require_on_device(device, plane.base, extent_bytes(paged, plane));
   device.grow_keys(stripes_of(std::min(most_blocks * paged.block_bytes(), kMostPartBytes)));

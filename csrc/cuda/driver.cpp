@@ -22,46 +22,11 @@ void resolve(void* library, const char* name, Pointer* entry, std::string* missi
 
 std::string resolve_all(void* library, Driver* t) {
   std::string missing;
-#define KVDOCK_ENTRY(name) resolve(library, #name, &t->name, &missing)
-  KVDOCK_ENTRY(cuInit);
-  KVDOCK_ENTRY(cuDriverGetVersion);
-  KVDOCK_ENTRY(cuGetErrorString);
-  KVDOCK_ENTRY(cuDeviceGetCount);
-  KVDOCK_ENTRY(cuDeviceGet);
-  KVDOCK_ENTRY(cuDeviceGetName);
-  KVDOCK_ENTRY(cuDeviceGetUuid_v2);
-  KVDOCK_ENTRY(cuDeviceTotalMem_v2);
-  KVDOCK_ENTRY(cuDeviceGetAttribute);
-  KVDOCK_ENTRY(cuDevicePrimaryCtxRetain);
-  KVDOCK_ENTRY(cuDevicePrimaryCtxRelease_v2);
-  KVDOCK_ENTRY(cuCtxPushCurrent_v2);
-  KVDOCK_ENTRY(cuCtxPopCurrent_v2);
-  KVDOCK_ENTRY(cuModuleLoadData);
-  KVDOCK_ENTRY(cuModuleGetFunction);
-  KVDOCK_ENTRY(cuMemAlloc_v2);
-  KVDOCK_ENTRY(cuMemFree_v2);
-  KVDOCK_ENTRY(cuMemHostAlloc);
-  KVDOCK_ENTRY(cuMemFreeHost);
-  KVDOCK_ENTRY(cuMemHostRegister_v2);
-  KVDOCK_ENTRY(cuMemHostUnregister);
-  KVDOCK_ENTRY(cuMemcpyHtoDAsync_v2);
-  KVDOCK_ENTRY(cuMemcpyDtoHAsync_v2);
-  KVDOCK_ENTRY(cuMemsetD8Async);
-  KVDOCK_ENTRY(cuPointerGetAttribute);
-  KVDOCK_ENTRY(cuStreamCreate);
-  KVDOCK_ENTRY(cuStreamDestroy_v2);
-  KVDOCK_ENTRY(cuStreamSynchronize);
-  KVDOCK_ENTRY(cuStreamWaitEvent);
-  KVDOCK_ENTRY(cuEventCreate);
-  KVDOCK_ENTRY(cuEventDestroy_v2);
-  KVDOCK_ENTRY(cuEventRecord);
-  KVDOCK_ENTRY(cuEventQuery);
-  KVDOCK_ENTRY(cuEventSynchronize);
-  KVDOCK_ENTRY(cuEventElapsedTime);
-  KVDOCK_ENTRY(cuLaunchKernel);
+#define KVDOCK_RESOLVE(name, ...) resolve(library, #name, &t->name, &missing);
+  KVDOCK_DRIVER_CALLS(KVDOCK_RESOLVE)
+#undef KVDOCK_RESOLVE
   std::string optional;
   resolve(library, "cuMemcpyBatchAsync", &t->cuMemcpyBatchAsync, &optional);
-#undef KVDOCK_ENTRY
   return missing;
 }
 
@@ -109,10 +74,7 @@ const Driver& driver() {
 }
 
 void check(Result result, const char* what) {
-  if (result == kSuccess) return;
-  const std::string found = describe(opened_driver().table, result);
-  throw Refused(Refusal::cuda, std::string(what) + ": found " + found + ", wanted success", found,
-                std::string("success"));
+  if (result != kSuccess) refuse(Refusal::cuda, what, describe(opened_driver().table, result), "success");
 }
 
 }  // namespace kvdock::cuda

@@ -1,6 +1,5 @@
-// The CUDA driver, opened at run time: neither libcuda nor libcudart is linked, and no CUDA header is
-// needed to build, so one build serves machines with and without a GPU. Types and values are those of
-// the driver's stable ABI (NVIDIA, "CUDA Driver API").
+// The CUDA driver, opened at run time: neither libcuda nor libcudart is linked, and no CUDA header is needed to build,
+// so one build serves machines with and without a GPU. Types and values are those of the driver's stable ABI.
 //
 // Ownership: the library stays open for the life of the process. Thread safety: all calls.
 #pragma once
@@ -21,9 +20,7 @@ using Stream = struct StreamOpaque*;
 using Event = struct EventOpaque*;
 
 inline constexpr Result kSuccess = 0;
-inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNotReady = 600;
-inline constexpr Result kAlreadyRegistered = 712;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
@@ -45,45 +42,50 @@ struct MemcpyAttributes {
   unsigned flags = 0;
 };
 
-// Entry points by their exported names; a suffix names the version of the ABI that we speak.
+// Entry points by their exported names, with what they take; a suffix names the version of the ABI that we speak.
+#define KVDOCK_DRIVER_CALLS(CALL) \
+  CALL(cuInit, unsigned) \
+  CALL(cuDriverGetVersion, int*) \
+  CALL(cuGetErrorString, Result, const char**) \
+  CALL(cuDeviceGetCount, int*) \
+  CALL(cuDeviceGet, DeviceHandle*, int) \
+  CALL(cuDeviceGetName, char*, int, DeviceHandle) \
+  CALL(cuDeviceGetUuid_v2, Uuid*, DeviceHandle) \
+  CALL(cuDeviceTotalMem_v2, size_t*, DeviceHandle) \
+  CALL(cuDeviceGetAttribute, int*, int, DeviceHandle) \
+  CALL(cuDevicePrimaryCtxRetain, Context*, DeviceHandle) \
+  CALL(cuDevicePrimaryCtxRelease_v2, DeviceHandle) \
+  CALL(cuCtxPushCurrent_v2, Context) \
+  CALL(cuCtxPopCurrent_v2, Context*) \
+  CALL(cuModuleLoadData, Module*, const void*) \
+  CALL(cuModuleGetFunction, Function*, Module, const char*) \
+  CALL(cuMemAlloc_v2, DevicePtr*, size_t) \
+  CALL(cuMemFree_v2, DevicePtr) \
+  CALL(cuMemHostAlloc, void**, size_t, unsigned) \
+  CALL(cuMemFreeHost, void*) \
+  CALL(cuMemHostRegister_v2, void*, size_t, unsigned) \
+  CALL(cuMemHostUnregister, void*) \
+  CALL(cuMemcpyHtoDAsync_v2, DevicePtr, const void*, size_t, Stream) \
+  CALL(cuMemcpyDtoHAsync_v2, void*, DevicePtr, size_t, Stream) \
+  CALL(cuMemsetD8Async, DevicePtr, unsigned char, size_t, Stream) \
+  CALL(cuPointerGetAttribute, void*, int, DevicePtr) \
+  CALL(cuStreamCreate, Stream*, unsigned) \
+  CALL(cuStreamDestroy_v2, Stream) \
+  CALL(cuStreamSynchronize, Stream) \
+  CALL(cuStreamWaitEvent, Stream, Event, unsigned) \
+  CALL(cuEventCreate, Event*, unsigned) \
+  CALL(cuEventDestroy_v2, Event) \
+  CALL(cuEventRecord, Event, Stream) \
+  CALL(cuEventQuery, Event) \
+  CALL(cuEventSynchronize, Event) \
+  CALL(cuEventElapsedTime, float*, Event, Event) \
+  CALL(cuLaunchKernel, Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, \
+        void**, void**)
+
 struct Driver {
-  Result (*cuInit)(unsigned);
-  Result (*cuDriverGetVersion)(int*);
-  Result (*cuGetErrorString)(Result, const char**);
-  Result (*cuDeviceGetCount)(int*);
-  Result (*cuDeviceGet)(DeviceHandle*, int);
-  Result (*cuDeviceGetName)(char*, int, DeviceHandle);
-  Result (*cuDeviceGetUuid_v2)(Uuid*, DeviceHandle);
-  Result (*cuDeviceTotalMem_v2)(size_t*, DeviceHandle);
-  Result (*cuDeviceGetAttribute)(int*, int, DeviceHandle);
-  Result (*cuDevicePrimaryCtxRetain)(Context*, DeviceHandle);
-  Result (*cuDevicePrimaryCtxRelease_v2)(DeviceHandle);
-  Result (*cuCtxPushCurrent_v2)(Context);
-  Result (*cuCtxPopCurrent_v2)(Context*);
-  Result (*cuModuleLoadData)(Module*, const void*);
-  Result (*cuModuleGetFunction)(Function*, Module, const char*);
-  Result (*cuMemAlloc_v2)(DevicePtr*, size_t);
-  Result (*cuMemFree_v2)(DevicePtr);
-  Result (*cuMemHostAlloc)(void**, size_t, unsigned);
-  Result (*cuMemFreeHost)(void*);
-  Result (*cuMemHostRegister_v2)(void*, size_t, unsigned);
-  Result (*cuMemHostUnregister)(void*);
-  Result (*cuMemcpyHtoDAsync_v2)(DevicePtr, const void*, size_t, Stream);
-  Result (*cuMemcpyDtoHAsync_v2)(void*, DevicePtr, size_t, Stream);
-  Result (*cuMemsetD8Async)(DevicePtr, unsigned char, size_t, Stream);
-  Result (*cuPointerGetAttribute)(void*, int, DevicePtr);
-  Result (*cuStreamCreate)(Stream*, unsigned);
-  Result (*cuStreamDestroy_v2)(Stream);
-  Result (*cuStreamSynchronize)(Stream);
-  Result (*cuStreamWaitEvent)(Stream, Event, unsigned);
-  Result (*cuEventCreate)(Event*, unsigned);
-  Result (*cuEventDestroy_v2)(Event);
-  Result (*cuEventRecord)(Event, Stream);
-  Result (*cuEventQuery)(Event);
-  Result (*cuEventSynchronize)(Event);
-  Result (*cuEventElapsedTime)(float*, Event, Event);
-  Result (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream,
-                           void**, void**);
+#define KVDOCK_DECLARE(name, ...) Result (*name)(__VA_ARGS__);
+  KVDOCK_DRIVER_CALLS(KVDOCK_DECLARE)
+#undef KVDOCK_DECLARE
   // Since CUDA 12.8; null before. Many copies cost hardly more than one (about 0.3 against 3 µs each on an H200).
   Result (*cuMemcpyBatchAsync)(DevicePtr*, DevicePtr*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, size_t*,
                                Stream);

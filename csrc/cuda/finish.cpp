@@ -57,11 +57,8 @@ void Copier::wait_for_end(const Batch& batch) {
 }
 
 void Copier::wait_for_streams() {
-  try {
-    const ContextGuard current(device_);
-    for (const OwnedStream* stream : {&uploads_, &transfers_, &kernels_}) driver().cuStreamSynchronize(stream->get());
-  } catch (const Refused&) {  // no context: nothing runs in it
-  }
+  for (const OwnedStream* stream : {&uploads_, &transfers_, &kernels_})
+    unless_gone(device_, [&](const Driver& cu) { cu.cuStreamSynchronize(stream->get()); });
 }
 
 void Copier::finish(Batch& batch) {

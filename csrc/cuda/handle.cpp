@@ -36,19 +36,20 @@ bool Copy::wait_verified(double timeout_s) const {
 std::vector<uint64_t> Copy::verified_checksums() const {
   wait_verified(-1);
   const std::lock_guard<std::mutex> guard(shared_->mutex);
-  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
+  if (!error_.empty()) throw Refused(Refusal::cuda, error_, "a failed copy", "a copy");
   return batches_left_ == 0 ? sums_ : verified_sums_;
+}
+
+std::vector<uint64_t> Copy::checksums() const {
+  wait(-1);
+  return verified_checksums();
 }
 
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (bands_.empty()) return;  // a copy of nothing
   const size_t band = which.value_or(bands_.size() - 1);
-  if (band >= bands_.size()) {
-    const std::string wanted = "less than " + std::to_string(bands_.size());
-    throw Refused(Refusal::copy, "band: found " + std::to_string(band) + ", wanted " + wanted, (long long)(band),
-                  wanted);
-  }
+  if (band >= bands_.size()) refuse(Refusal::copy, "band", band, "less than " + std::to_string(bands_.size()));
   while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
@@ -56,12 +57,6 @@ void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   if (bands_[band] == nullptr) return;  // it has ended
   const ContextGuard current(shared_->device);
   check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
-}
-
-std::vector<uint64_t> Copy::checksums() const {
-  wait(-1);
-  if (!error_.empty()) throw Refused(Refusal::cuda, error_, std::string("a failed copy"), std::string("a copy"));
-  return sums_;
 }
 
 }  // namespace kvdock::cuda

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 namespace kvdock::cuda {
 
-extern const char kKernelTargets[];  // "sm_80,sm_90,…"; "" when this build has none
+extern const std::vector<std::string> kKernelTargets;  // "sm_90", "compute_80", …; none in a build without nvcc
 extern const size_t kKernelImageBytes;
 extern const unsigned char kKernelImage[];
 

@@ -21,11 +21,9 @@ void add_range(const Range& range) {
   const auto next = g_ranges.lower_bound(range.begin);
   const bool meets_next = next != g_ranges.end() && next->second.begin < range.end;
   const bool meets_last = next != g_ranges.begin() && std::prev(next)->second.end > range.begin;
-  if (meets_next || meets_last) {
-    const std::string found = range_text(range.begin, range.end - range.begin);
-    throw Refused(Refusal::cuda, "memory for slots: found " + found + ", wanted memory not yet in use for slots", found,
-                  std::string("memory not yet in use for slots"));
-  }
+  if (meets_next || meets_last)
+    refuse(Refusal::cuda, "memory for slots", range_text(range.begin, range.end - range.begin),
+           "memory not yet in use for slots");
   g_ranges[range.begin] = range;
 }
 
@@ -46,10 +44,8 @@ void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
     if (known && type == kMemoryTypeDevice && ordinal == device.info().index) continue;
     const std::string found = known ? "memory type " + std::to_string(type) + " of device " + std::to_string(ordinal)
                                     : "memory unknown to the driver";
-    throw Refused(Refusal::cuda,
-                  "address " + std::to_string(at) + ": found " + found + ", wanted memory of device " +
-                      std::to_string(device.info().index),
-                  found, std::string("device memory"));
+    refuse(Refusal::cuda, "address " + std::to_string(at), found,
+           "memory of device " + std::to_string(device.info().index));
   }
 }
 
@@ -65,8 +61,7 @@ std::optional<Range> find_range(uintptr_t address, size_t bytes) {
 SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, MemoryKind kind)
     : device_(device), address_(address), kind_(kind) {
   if (address == 0 || bytes == 0)
-    throw Refused(Refusal::cuda, "memory for slots: found " + range_text(address, bytes) + ", wanted a range",
-                  range_text(address, bytes), std::string("a range"));
+    refuse(Refusal::cuda, "memory for slots", range_text(address, bytes), "a range");
   const ContextGuard current(device);
   add_range({address, address + bytes, kind});
   try {
@@ -86,11 +81,7 @@ void SlotMemory::close() {
   open_ = false;
   drop_range(address_);
   if (kind_ == MemoryKind::device) return;
-  try {
-    const ContextGuard current(device_);
-    driver().cuMemHostUnregister(reinterpret_cast<void*>(address_));
-  } catch (const Refused&) {  // the driver is gone, and the registration with it
-  }
+  unless_gone(device_, [&](const Driver& cu) { cu.cuMemHostUnregister(reinterpret_cast<void*>(address_)); });
 }
 
 Buffer::Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use)
@@ -110,40 +101,26 @@ Buffer::Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use)
 
 Buffer::~Buffer() {
   if (use_ == MemoryUse::slots) drop_range(address_);
-  try {
-    const ContextGuard current(device_);
-    if (kind_ == MemoryKind::device) driver().cuMemFree_v2(address_);
-    else driver().cuMemFreeHost(reinterpret_cast<void*>(address_));
-  } catch (const Refused&) {  // the driver is gone, and the memory with it
-  }
+  unless_gone(device_, [&](const Driver& cu) {
+    if (kind_ == MemoryKind::device) cu.cuMemFree_v2(address_);
+    else cu.cuMemFreeHost(reinterpret_cast<void*>(address_));
+  });
 }
 
-Stopwatch::Stopwatch(Device& device) : device_(device), stream_(make_stream(device)) {
-  const ContextGuard current(device);
-  check(driver().cuEventCreate(&start_, 0), "cuEventCreate");
-  check(driver().cuEventCreate(&stop_, 0), "cuEventCreate");
-}
-
-Stopwatch::~Stopwatch() {
-  try {
-    const ContextGuard current(device_);
-    driver().cuEventDestroy_v2(start_);
-    driver().cuEventDestroy_v2(stop_);
-  } catch (const Refused&) {
-  }
-}
+Stopwatch::Stopwatch(Device& device)
+    : device_(device), stream_(make_stream(device)), start_(make_event(device, 0)), stop_(make_event(device, 0)) {}
 
 void Stopwatch::start() {
   const ContextGuard current(device_);
-  check(driver().cuEventRecord(start_, stream_.get()), "cuEventRecord");
+  check(driver().cuEventRecord(start_.get(), stream_.get()), "cuEventRecord");
 }
 
 double Stopwatch::stop_ms() {
   const ContextGuard current(device_);
-  check(driver().cuEventRecord(stop_, stream_.get()), "cuEventRecord");
-  check(driver().cuEventSynchronize(stop_), "cuEventSynchronize");
+  check(driver().cuEventRecord(stop_.get(), stream_.get()), "cuEventRecord");
+  check(driver().cuEventSynchronize(stop_.get()), "cuEventSynchronize");
   float ms = 0;
-  check(driver().cuEventElapsedTime(&ms, start_, stop_), "cuEventElapsedTime");
+  check(driver().cuEventElapsedTime(&ms, start_.get(), stop_.get()), "cuEventElapsedTime");
   return ms;
 }
 

@@ -68,7 +68,6 @@ class Buffer {
 class Stopwatch {
  public:
   explicit Stopwatch(Device& device);
-  ~Stopwatch();
   uintptr_t stream() const { return reinterpret_cast<uintptr_t>(stream_.get()); }
   void start();
   double stop_ms();  // waits for the stream
@@ -81,7 +80,7 @@ class Stopwatch {
  private:
   Device& device_;
   OwnedStream stream_;
-  Event start_ = nullptr, stop_ = nullptr;
+  OwnedEvent start_, stop_;
 };
 
 }  // namespace kvdock::cuda

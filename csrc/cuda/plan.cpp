@@ -56,26 +56,28 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
     const std::string name = "part " + std::to_string(i) + ": ";
     const size_t blocks = parts[i].block_ids.size(), bytes = blocks * layout.block_bytes();
     if (bytes >= kMostPartBytes || (blocks + 32) * sizeof(int32_t) > kBatchRingBytes)
-      refuse(name + "blocks", (long long)(blocks), "less than 32 GiB and at most 500000");
+      refuse(Refusal::copy, name + "blocks", blocks, "less than 32 GiB and at most 500000");
     if (blocks > blocks_at.part_blocks)
-      refuse(name + "blocks", (long long)(blocks), "at most the layout's " + std::to_string(blocks_at.part_blocks));
+      refuse(Refusal::copy, name + "blocks", blocks, "at most the layout's " + std::to_string(blocks_at.part_blocks));
     const auto range = find_range(parts[i].slot, bytes);
     if (bytes != 0 && !range)
-      refuse(name + "slot address", (long long)(parts[i].slot), "memory registered for copies, in one piece");
+      refuse(Refusal::copy, name + "slot address", parts[i].slot, "memory registered for copies, in one piece");
     if (bytes != 0 && bands.verified_after > 0 && range->kind == MemoryKind::device)
-      refuse(name + "slot address", (long long)(parts[i].slot), "host memory, where the CPU hashes the rest of a load");
+      refuse(Refusal::copy, name + "slot address", parts[i].slot,
+             "host memory, where the CPU hashes the rest of a load");
   }
   size_t before = 0;
   for (const size_t end : bands.ends) {
     if (end <= before || end > layout.planes().size())
-      refuse("end of a band (planes)", (long long)(end),
+      refuse(Refusal::copy, "end of a band (planes)", end,
              std::to_string(before + 1) + ".." + std::to_string(layout.planes().size()));
     before = end;
   }
   if (!bands.ends.empty() && before != layout.planes().size())
-    refuse("end of the last band (planes)", (long long)(before), std::to_string(layout.planes().size()));
+    refuse(Refusal::copy, "end of the last band (planes)", before, std::to_string(layout.planes().size()));
   if (bands.verified_after > bands.ends.size())
-    refuse("verified_after (bands)", (long long)(bands.verified_after), "at most " + std::to_string(bands.ends.size()));
+    refuse(Refusal::copy, "verified_after (bands)", bands.verified_after,
+           "at most " + std::to_string(bands.ends.size()));
 }
 
 std::vector<std::unique_ptr<Copier::Batch>> Copier::make_batches(const DeviceLayout& blocks_at,

@@ -12,26 +12,22 @@
 
 namespace pybind11::detail {
 
-template <class T>
-struct RawBytesCaster {
-  PYBIND11_TYPE_CASTER(T, const_name("bytes"));
+template <uint32_t kBytes>
+struct type_caster<kvdock::Digest<kBytes>> {
+  PYBIND11_TYPE_CASTER(kvdock::Digest<kBytes>, const_name("bytes"));
   bool load(handle source, bool) {
     if (!isinstance<bytes>(source)) return false;
     std::string_view raw = reinterpret_borrow<bytes>(source);
-    if (raw.size() != sizeof(T))
-      throw kvdock::TableError("bad_argument", sizeof(T) == 32 ? "a key is 32 bytes" : "an id is 16 bytes",
-                               int64_t(raw.size()), int64_t(sizeof(T)));
-    std::memcpy(value.bytes, raw.data(), sizeof(T));
+    if (raw.size() != kBytes)
+      throw kvdock::TableError("bad_argument", kBytes == 32 ? "a key is 32 bytes" : "an id is 16 bytes",
+                               int64_t(raw.size()), kBytes);
+    std::memcpy(value.bytes, raw.data(), kBytes);
     return true;
   }
-  static handle cast(const T& id, return_value_policy, handle) {
-    return bytes(reinterpret_cast<const char*>(id.bytes), sizeof(T)).release();
+  static handle cast(const kvdock::Digest<kBytes>& id, return_value_policy, handle) {
+    return bytes(reinterpret_cast<const char*>(id.bytes), kBytes).release();
   }
 };
-template <>
-struct type_caster<kvdock::Key> : RawBytesCaster<kvdock::Key> {};
-template <>
-struct type_caster<kvdock::Id16> : RawBytesCaster<kvdock::Id16> {};
 
 template <>
 struct type_caster<std::vector<kvdock::Key>> {  // one behind the other in one bytes object
@@ -78,12 +74,6 @@ auto call(Result (Part::*method)(Args...)) {
 template <class Part, class Result, class... Args>
 auto call(Result (Part::*method)(Args...) const) {
   return locked<Part, Args...>(method);
-}
-
-py::object value(const Value& v) {
-  if (auto* i = std::get_if<long long>(&v)) return py::int_(*i);
-  if (auto* s = std::get_if<std::string>(&v)) return py::str(*s);
-  return py::none();
 }
 
 const char* name_of(Limit limit) {
@@ -208,7 +198,7 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("can_evict", call(&Chunks::can_evict))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
-      .def("clear", call(&Table::clear), "namespace"_a, "start"_a, "budget"_a)
+      .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a)
       .def("pin", call(&Table::keep_chunks), "namespace"_a, "keys"_a, "until_ms"_a)
       .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a)
       .def("stats", call(&Table::stats))
@@ -256,9 +246,9 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("cancel", call(&Table::cancel), "session"_a, "member"_a, "grant"_a)
       .def("keep", call(&Table::keep), "member"_a, "grant"_a, "now_ms"_a)
       .def("done", call(&Table::done), "member"_a, "grant"_a, "ranks"_a)
-      .def("grants", call(&Table::grants), "session"_a = 0, py::kw_only(), "from_place"_a = 0, "limit"_a = SIZE_MAX)
-      .def("grant", call(&Table::grant), "grant"_a)
-      .def("open_grants", call(&Table::open_grants), "session"_a, "request"_a);
+      .def("grants", call(&Grants::page), "session"_a = 0, py::kw_only(), "from_place"_a = 0, "limit"_a = SIZE_MAX)
+      .def("grant", call(&Grants::view), "grant"_a)
+      .def("open_grants", call(&Grants::open_grants), "session"_a, "request"_a);
 }
 
 py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
@@ -319,8 +309,8 @@ void bind_table(py::module_& m) {
     } catch (const TableError& r) {
       py::object e = py::reinterpret_borrow<py::object>(error)(r.message);
       e.attr("code") = r.code;
-      e.attr("found") = value(r.found);
-      e.attr("wanted") = value(r.wanted);
+      e.attr("found") = py::cast(r.found);
+      e.attr("wanted") = py::cast(r.wanted);
       PyErr_SetObject(error.ptr(), e.ptr());
     }
   });

@@ -1,7 +1,6 @@
 // The keys that lookups have begun or ceased to find, in order, for engines that announce them to routers.
 //
 // Ownership: it is lost with the process.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariant: the latest kKept changes are known.
 #pragma once
 

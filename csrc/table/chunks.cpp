@@ -31,7 +31,7 @@ void Chunks::count_state(uint32_t id, int sign) {
 void Chunks::set_state(uint32_t id, RecordState state) {
   Record& r = record(id);
   count_state(id, -1);
-  publish(r.word, state == RecordState::kFree ? 0 : sealed(r.generation() << 3 | static_cast<uint64_t>(state)));
+  publish(r.word, record_word(r.generation(), state));
   if (state != RecordState::kFree) count_state(id, 1);
 }
 
@@ -149,7 +149,7 @@ void Chunks::write_record(const NewChunk& chunk, uint32_t id, std::span<const St
   for (const StoredPart& p : parts) bytes += round_slot(p.length);
   info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
   KVDOCK_PAUSE("reserve.body_written");
-  publish(r.word, sealed(generation << 3 | static_cast<uint64_t>(RecordState::kReserved)));
+  publish(r.word, record_word(generation, RecordState::kReserved));
   KVDOCK_PAUSE("reserve.reserved");
   count_state(id, 1);
 }

@@ -1,7 +1,6 @@
 // The pool's chunks: their records and slots, who pins them, which go first, and where each record ends.
 //
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
 //   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned, not kept and without children is
 //   listed for eviction.
@@ -133,6 +132,7 @@ class Chunks {
 
   void evict_one(uint32_t id);
   std::optional<Candidate> oldest(uint32_t shape);
+  std::optional<Candidate> oldest_with(std::optional<uint64_t> slot_bytes);
   bool make_room(uint64_t bytes, const NewChunk& chunk);
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
 

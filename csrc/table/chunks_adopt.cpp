@@ -109,8 +109,7 @@ void Chunks::Adopter::drop_damaged() {
 
 void Chunks::Adopter::quarantine_unfinished() {
   auto quarantine = [this](uint32_t id) {
-    Record& r = c.record(id);
-    publish(r.word, sealed(r.generation() << 3 | static_cast<uint64_t>(RecordState::kQuarantined)));
+    publish(c.record(id).word, record_word(c.record(id).generation(), RecordState::kQuarantined));
   };
   found.replaced = static_cast<uint32_t>(older.size());
   for (uint32_t id : older) quarantine(id);

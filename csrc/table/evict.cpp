@@ -18,13 +18,19 @@ std::optional<Candidate> Chunks::oldest(uint32_t shape) {
   });
 }
 
+// Of all chunks, or of those of namespaces that have slots of that size.
+std::optional<Candidate> Chunks::oldest_with(std::optional<uint64_t> slot_bytes) {
+  std::optional<Candidate> best;
+  for (uint32_t shape : evictions_.shapes()) {
+    if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) continue;
+    if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
+  }
+  return best;
+}
+
 // Frees something on the way to a slot of `bytes`; false when nothing may go.
 bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
-  std::optional<Candidate> own;
-  for (uint32_t shape : evictions_.shapes()) {
-    if (!spaces_.shape_has(shape, round_slot(bytes))) continue;
-    if (auto c = oldest(shape); c && (!own || older(*c, *own))) own = c;
-  }
+  std::optional<Candidate> own = oldest_with(round_slot(bytes));
   std::optional<SlotAllocator::Window> window;
   if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes);
   if (own && (!window || own->last_used <= window->newest)) {
@@ -78,9 +84,7 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
   uint32_t gone = 0;
   while (gone < max_chunks && slots_.free_bytes() < target_free_bytes) {
-    std::optional<Candidate> best;
-    for (uint32_t shape : evictions_.shapes())
-      if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
+    std::optional<Candidate> best = oldest_with(std::nullopt);
     if (!best) break;
     evict_one(best->record);
     ++gone;
@@ -88,16 +92,13 @@ uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
   return gone;
 }
 
-bool Chunks::can_evict() {
-  for (uint32_t shape : evictions_.shapes())
-    if (oldest(shape)) return true;
-  return false;
-}
+bool Chunks::can_evict() { return oldest_with(std::nullopt).has_value(); }
 
 // ---- administration
 
 // In slices, so that no other call waits long.
 Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
+  if (space >= 0) spaces_.require(static_cast<uint32_t>(space));
   uint32_t taken = 0;
   auto from = static_cast<uint32_t>(std::min<uint64_t>(start, pages_.end()));
   for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {

@@ -1,7 +1,6 @@
 // Which chunk is evicted first: the one least recently used. Chunks decides what may go (READY leaves without pins).
 //
 // Ownership: derived; rebuilt by offering every candidate again.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: one entry per record and generation. When an entry comes to the top, it is dropped if it is no longer a
 //   candidate, and listed again if it was used since: O(log n), amortised over the uses.
 #pragma once

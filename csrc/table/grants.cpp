@@ -57,12 +57,6 @@ Grant* Grants::of_request(uint32_t session, GrantKind kind, const Id16& request)
   return it == requests_.end() ? nullptr : &grants_[it->second];
 }
 
-bool Grants::asked_for(uint32_t session, const Id16& request) const {
-  for (GrantKind kind : {GrantKind::kLease, GrantKind::kReservation})
-    if (const Grant* g = of_request(session, kind, request); g && g->live_holders()) return true;
-  return false;
-}
-
 std::vector<Grant*> Grants::held_by(uint32_t session) const {
   std::vector<Grant*> out;
   if (auto it = held_.find(session); it != held_.end())
@@ -111,8 +105,6 @@ Grant& Grants::prepare(const NewGrant& wanted) {
   g.first_block = g.last_block = kNone;
   return g;
 }
-
-void Grants::give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }
 
 void Grants::open(Grant& g) {
   uint32_t cell = cell_of(g);
@@ -246,10 +238,10 @@ GrantInfo Grants::info_of(const Grant& g) const {
 }
 
 // Only the page's grants are looked at closely; of the others no more than their places.
-std::vector<GrantInfo> Grants::page(uint32_t session, uint64_t from, size_t at_most) const {
+std::vector<GrantInfo> Grants::page(uint64_t session, uint64_t from, size_t at_most) const {
   std::vector<std::pair<uint64_t, uint32_t>> found;
   for (auto& [owner, cells] : held_) {
-    if (session != kNone && owner != session) continue;
+    if (session && members_.session_id(owner) != session) continue;
     for (uint32_t cell : cells)
       if (uint64_t place = place_of(grants_[cell]); place >= from) found.emplace_back(place, cell);
   }
@@ -258,6 +250,19 @@ std::vector<GrantInfo> Grants::page(uint32_t session, uint64_t from, size_t at_m
   std::vector<GrantInfo> out;
   for (auto it = found.begin(); it != end; ++it) out.push_back(info_of(grants_[it->second]));
   return out;
+}
+
+std::optional<GrantInfo> Grants::view(uint64_t id) const {
+  const Grant* g = find(id);
+  return g && g->live_holders() ? std::optional(info_of(*g)) : std::nullopt;
+}
+
+std::pair<uint32_t, bool> Grants::open_grants(uint64_t session, const Id16& request) const {
+  uint32_t cell = members_.session_cell(session);
+  bool named = false;
+  for (GrantKind kind : {GrantKind::kLease, GrantKind::kReservation})
+    if (const Grant* g = of_request(cell, kind, request)) named = named || g->live_holders();
+  return {static_cast<uint32_t>(held_by(cell).size()), named};
 }
 
 Grants::Count Grants::count(uint32_t session) const {

@@ -1,7 +1,6 @@
 // Leases and reservations: what they let their holders touch, and who has not said done yet.
 //
 // Ownership: the cells of grants and their lines lie in the region; everything else is derived.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: a holder is discharged once, by D1, D2 or D3 of docs/lifetime_protocol.md#grants; time alone discharges
 //   nobody (I6). A grant pins what its lines name while it has a holder. Without one it is closed: its cell is a
 //   tombstone that answers repeats until it is needed for another grant.
@@ -46,7 +45,7 @@ class Grants {
   // -- opening: prepare, add lines, fill in what is the caller's, open
   void require_lines(uint32_t count);  // TableError table_full without room for `count` more lines
   Grant& prepare(const NewGrant& wanted);
-  void give_up(Grant& g);  // prepared, but without a line
+  void give_up(Grant& g) { free_grants_.push_back(cell_of(g)); }  // prepared, but without a line
   void open(Grant& g);     // the store that makes it live: it happens before the answer is sent
   void add_line(Grant& g, const Line& line);
   template <class F>
@@ -67,11 +66,12 @@ class Grants {
   void member_gone(uint32_t member);  // D2
   void close_late(uint64_t now);      // reservations past their deadline
 
-  GrantInfo info_of(const Grant& g) const;
   uint64_t aborted_chunks() const { return aborted_chunks_; }
-  bool asked_for(uint32_t session, const Id16& request) const;  // by that name, and a holder is left
-  // Those from that place on, in rising order, `at_most` of them. session kNone: of all.
-  std::vector<GrantInfo> page(uint32_t session, uint64_t from, size_t at_most) const;
+  // Those from that place on that have a holder, in rising order, `at_most` of them. session 0: of all.
+  std::vector<GrantInfo> page(uint64_t session, uint64_t from, size_t at_most) const;
+  std::optional<GrantInfo> view(uint64_t id) const;  // none once everyone has said done
+  // How many of the session's grants have a holder left, and whether one of them was asked for by that name.
+  std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request) const;
   struct Count {
     uint32_t leases = 0, reservations = 0;
   };
@@ -100,6 +100,7 @@ class Grants {
   uint64_t place_of(const Grant& g) const { return g.opened_ms * header_.max_grants + cell_of(g); }
   RequestKey key_of(const Grant& g) const { return {Members::session_id(g.session, g.session_use), g.kind, g.request}; }
   bool is_held(const Grant& g) const;
+  GrantInfo info_of(const Grant& g) const;
   void close(Grant& g);
   void free_lines(Grant& g);
   bool reclaim_tombstone();

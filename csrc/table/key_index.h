@@ -1,7 +1,6 @@
 // Which record a key names, and how many records name it as their parent: an open-addressing hash table.
 //
 // Ownership: derived from the records; rebuilt, never stored.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: an entry exists while its key has a READY record, a RESERVED record or children; at most one record
 //   of each state (I5); probing is linear and deletion shifts back, so no tombstones accumulate.
 #pragma once

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "base/limits.h"
 #include "segment/header.h"
@@ -30,31 +31,22 @@ constexpr uint32_t kPageBytes = 64 * 1024;  // records of one size share a page
 constexpr uint32_t kPageRecords = 512;      // record id = page * kPageRecords + index
 constexpr uint32_t kLinesPerBlock = 15;
 
-struct Key {
-  uint8_t bytes[kKeyBytes];
-  bool operator==(const Key& o) const { return std::memcmp(bytes, o.bytes, kKeyBytes) == 0; }
-  bool is_root() const {
-    static constexpr uint8_t zero[kKeyBytes] = {};
-    return std::memcmp(bytes, zero, kKeyBytes) == 0;
-  }
+template <uint32_t kBytes>
+struct Digest {
+  uint8_t bytes[kBytes];
+  bool operator==(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) == 0; }
+  bool is_root() const { return *this == Digest{}; }
 };
-
-struct Id16 {
-  uint8_t bytes[kIdBytes];
-  bool operator==(const Id16& o) const { return std::memcmp(bytes, o.bytes, kIdBytes) == 0; }
-};
+using Key = Digest<kKeyBytes>;  // of a chunk; zeros, the root: the parent of chunks that start their sequence
+using Id16 = Digest<kIdBytes>;
 
 // The one store that makes a transition happen. The only other reader is the next server, in adoption, after this
 // process has ended: it sees every store that this process made. So what matters is the order in which they are made:
 // release keeps what is written before the transition before it, the fence what follows after it.
 template <class Word>
-void publish(Word& word, Word value) {
+void publish(Word& word, std::type_identity_t<Word> value) {
   std::atomic_ref<Word>(word).store(value, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
-}
-template <class Word, class Value>
-void publish(Word& word, Value value) {
-  publish<Word>(word, static_cast<Word>(value));
 }
 
 // State words use 48 bits; the top 16 are a check of them, so that a word that was overwritten is detected. If a cell
@@ -86,11 +78,11 @@ constexpr uint64_t kCommitted = 1ull << 63;
 
 struct Record {
   Key key;
-  Key parent;              // zeros: the chunk starts its sequence
+  Key parent;
   uint64_t temp_seen;      // mutable, temporary records: 0 unread, else who read it; kTempKept: two did
   uint64_t kept_until_ms;  // mutable: an administrator keeps it until then, on the server clock
   // A lookup or release touches no more than the 64 bytes from here to the end of the first part.
-  uint64_t word;  // sealed: generation << 3 | state; 0 = FREE
+  uint64_t word;  // record_word()
   uint32_t crc;
   uint16_t space;  // namespace
   uint16_t part_count;
@@ -103,6 +95,10 @@ struct Record {
   uint64_t generation() const { return (word & kWordMask) >> 3; }
 };
 constexpr uint64_t kTempKept = ~0ull;
+
+constexpr uint64_t record_word(uint64_t generation, RecordState state) {
+  return state == RecordState::kFree ? 0 : sealed(generation << 3 | static_cast<uint64_t>(state));
+}
 
 // ---- grants ------------------------------------------------------------------------------------
 enum class GrantState : uint64_t { kAbsent = 0, kOpen = 1, kClosed = 2 };

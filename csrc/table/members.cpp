@@ -28,8 +28,6 @@ std::vector<uint32_t> ranks_of(const Member& m) {
 
 }  // namespace
 
-Members::Members(const Region& region) : sessions_(region.sessions), members_(region.members) {}
-
 void Members::begin_empty() {
   for (uint32_t i = kMaxSessions; i-- > 0;) free_sessions_.push_back(i);
   for (uint32_t i = kMaxMembers; i-- > 0;) free_members_.push_back(i);

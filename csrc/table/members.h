@@ -1,7 +1,6 @@
 // Sessions, their members, and whether those are alive.
 //
 // Ownership: the cells of sessions and members lie in the region; which of them are in use is derived.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: a member belongs to one open session; a rank of a session belongs to at most one of its members that are
 //   not gone; a session whose members are all gone is closed by the call that saw the last one go.
 //
@@ -31,7 +30,7 @@ class Members {
     std::vector<uint32_t> settled, empty;  // members to be gone; sessions that never got a member
   };
 
-  explicit Members(const Region& region);
+  explicit Members(const Region& region) : sessions_(region.sessions), members_(region.members) {}
   void begin_empty();
 
   // Cells of ids. TableError unknown_session, unknown_member.

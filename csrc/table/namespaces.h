@@ -1,7 +1,6 @@
 // The namespaces of a pool, and which of them make room for each other.
 //
 // Ownership: the entries lie in the region; their number and shapes are derived.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: entries are live from 0 on, without gaps, and never change or go; a shape is the ascending list of the
 //   distinct slot sizes of a namespace's parts, and namespaces with equal lists have the same one.
 #pragma once

@@ -1,7 +1,6 @@
 // Where records lie: pages of 64 KiB, each for records of one size, and which of their ids are free.
 //
 // Ownership: pages and their sizes lie in the region; everything else is derived.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: an id is free or taken; a page with taken ids keeps its size; one that has taken and free ids stands in
 //   with_room_ under its size, one whose ids are all free in spare_, and then it may serve records of any size.
 #pragma once

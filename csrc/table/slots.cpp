@@ -132,8 +132,6 @@ void SlotAllocator::free_extent(Segment& s, uint64_t offset, uint64_t bytes) {
   s.free[offset] = bytes;
 }
 
-void SlotAllocator::touch(uint32_t slab, uint64_t tick) { live_[slab].newest = std::max(live_[slab].newest, tick); }
-
 bool SlotAllocator::has_other_sizes(uint64_t bytes) const {
   return slabs_of_size_.size() > slabs_of_size_.count(round_slot(bytes));
 }

@@ -1,11 +1,11 @@
 // Cuts the pool's segments into slabs, and slabs into slots of one size.
 //
 // Ownership: the slab entries lie in the table's region; everything else is derived from them and from the records.
-// Thread safety: none of its own; the table's mutex guards every call.
 // Invariants: free extents and slabs of a segment are disjoint and cover it; some slot of each slab has an owner; the
 //   size of a slot is a multiple of kSlotAlign.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -48,7 +48,8 @@ class SlotAllocator {
   // Which record owns the slot that a part names, or kNone; nullptr if no slot of the part's size is there.
   uint32_t* owner_of(const StoredPart& part);
 
-  void touch(uint32_t slab, uint64_t tick);  // a record in the slab was used
+  // A record in the slab was used.
+  void touch(uint32_t slab, uint64_t tick) { live_[slab].newest = std::max(live_[slab].newest, tick); }
   void pin(uint32_t slab) { ++live_[slab].pinned; }
   void unpin(uint32_t slab) { --live_[slab].pinned; }
   void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // one more or one less kept record in the slab

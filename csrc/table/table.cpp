@@ -182,11 +182,6 @@ uint32_t Table::remove(uint32_t space, const std::vector<Key>& keys) {
   return take_out(std::move(ids));
 }
 
-Cleared Table::clear(int64_t space, uint64_t start, uint32_t budget) {
-  if (space >= 0) chunks_.namespaces().require(static_cast<uint32_t>(space));
-  return chunks_.clear(space, start, budget);
-}
-
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms) {
   chunks_.namespaces().require(space);
   uint32_t found = 0;
@@ -210,25 +205,6 @@ std::vector<SessionInfo> Table::sessions() {
                    s.opened_ms});
   }
   return out;
-}
-
-std::vector<GrantInfo> Table::grants(uint64_t session, uint64_t from, size_t at_most) {
-  if (session == 0) return grants_.page(kNone, from, at_most);
-  for (uint32_t cell : members_.open_sessions())
-    if (members_.session_id(cell) == session) return grants_.page(cell, from, at_most);
-  return {};
-}
-
-std::optional<GrantInfo> Table::grant(uint64_t id) {
-  const Grant* g = grants_.find(id);
-  if (!g || !g->live_holders()) return std::nullopt;
-  return grants_.info_of(*g);
-}
-
-// How many of the session's grants have a holder left, and whether one of them was asked for by that name.
-std::pair<uint32_t, bool> Table::open_grants(uint64_t session, const Id16& request) {
-  uint32_t cell = members_.session_cell(session);
-  return {static_cast<uint32_t>(grants_.held_by(cell).size()), grants_.asked_for(cell, request)};
 }
 
 const char* Table::state_of(uint32_t space, const Key& key) {

@@ -5,7 +5,7 @@
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
 //   uses the other two; neither knows Grants. Table has the calls, and with them the rules that span the parts.
 // Thread safety: who calls the table or one of its parts holds its one mutex (csrc/bind/table.cpp), but for
-//   incarnation() and first_incarnation(), which return constants.
+//   incarnation() and first_incarnation(), which return constants. The parts and what they consist of lock nothing.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
 //   and compares all that is derived. It cannot see I3, I6 and I8: they are about steps, not about a state.
 //   tests/table/test_model.py holds I6 and I8 step by step, tests/table/test_protocol_model.py all three in the model.
@@ -39,6 +39,7 @@ class Table {
   template <class Part>
   auto& part() {
     if constexpr (std::is_same_v<Part, Members>) return members_;
+    else if constexpr (std::is_same_v<Part, Grants>) return grants_;
     else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
     else if constexpr (std::is_same_v<Part, Namespaces>) return chunks_.namespaces();
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
@@ -76,14 +77,10 @@ class Table {
 
   // -- administration: none of it discharges a holder (I6)
   uint32_t remove(uint32_t space, const std::vector<Key>& keys);  // no keys: all of them
-  Cleared clear(int64_t space, uint64_t start, uint32_t budget);
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms);  // 0: no longer
 
   // -- views
   std::vector<SessionInfo> sessions();
-  std::vector<GrantInfo> grants(uint64_t session, uint64_t from, size_t at_most);  // as Grants::page; session 0: all
-  std::optional<GrantInfo> grant(uint64_t id);  // none once everyone has said done
-  std::pair<uint32_t, bool> open_grants(uint64_t session, const Id16& request);
   std::map<std::string, uint64_t> stats();
   const char* state_of(uint32_t space, const Key& key);
   void check_integrity();  // TableError corrupt

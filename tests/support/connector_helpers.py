@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forks
 import msgspec
-import server_forks
 import torch
 from api_helpers import Engine as Member, ServerProcess, attach, unique
 from bytes_helpers import open_descriptors
@@ -210,7 +210,7 @@ def no_trace() -> Iterator[None]:
     """Descriptors, threads and mappings afterwards are those of before, without a garbage collection.
 
     One before it takes what earlier tests left to the collector, which could go at any time."""
-    server_forks.start()  # what forks servers stays
+    forks.start()  # what forks servers stays
     gc.collect()
     before = open_descriptors(), own_threads(), mapped_objects()
     yield

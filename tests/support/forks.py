@@ -1,4 +1,4 @@
-"""Servers for tests, each forked from a process that has imported everything, as imports take most of a start."""
+"""Processes for tests, forked from one that has imported everything, as imports take most of a start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
@@ -15,12 +16,35 @@ from pathlib import Path
 from typing import Any
 
 _forkserver = get_context("forkserver")
-_forkserver.set_forkserver_preload(["kvdock.api.server"])
+_preloaded = ["kvdock.api.server"]
+_forkserver.set_forkserver_preload(_preloaded)
+
+
+def preload(module: str) -> None:
+    """That module too is imported once, for all that the same process forks. Before the first server starts."""
+    _preloaded.append(module)
+    _forkserver.set_forkserver_preload(_preloaded)
 
 
 def start() -> None:
-    """The process that servers are forked from runs after this; otherwise the first server starts it."""
+    """The process that others are forked from runs after this; otherwise the first of them starts it."""
     ensure_running()
+
+
+@contextmanager
+def forked(target: Callable[..., None], *args: object) -> Iterator[Connection]:
+    """Runs target(*args, link) in a process and yields the link's other end; the process is killed at the end."""
+    ours, theirs = _forkserver.Pipe()
+    process = _forkserver.Process(target=target, args=(*args, theirs))
+    process.start()
+    theirs.close()
+    with ours:
+        try:
+            yield ours
+        finally:
+            process.kill()
+            process.join()
+            process.close()
 
 
 def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:

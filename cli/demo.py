@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -60,50 +60,73 @@ class Turn:
         return self.ttft_alone_s / self.ttft_kvdock_s
 
 
-def _started(module: str, *arguments: str) -> subprocess.Popen[str]:
+def _started(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
     """A program of kvdock's, in a session of its own: Ctrl-C reaches the demo, which ends it."""
     return subprocess.Popen(
-        [sys.executable, "-m", f"kvdock.cli.{module}", *arguments],
+        [sys.executable, "-m", f"kvdock.cli.{module}", *arguments], pass_fds=pass_fds,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )
 
 
-class EngineProcess:
-    """A demo_engine at the other end of two pipes."""
+class DemoEngine:
+    """One engine of the engines' process, at the other end of two pipes."""
 
-    def __init__(self, name: str, address: str | None, preset: str) -> None:
-        settings = {"name": name, "address": address, "preset": preset, "chunk_tokens": CHUNK_TOKENS}
-        self.name, self._process = name, _started("demo_engine", json.dumps(settings))
+    def __init__(self, name: str, address: str | None) -> None:
+        self.name, self.address = name, address
+        reads, to_it = os.pipe()
+        from_it, writes = os.pipe()
+        self.its_ends = reads, writes
+        self._to_it, self._from_it = os.fdopen(to_it, "w"), os.fdopen(from_it)
 
     def wait_ready(self) -> None:
         self._read()
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: reading will say so
-            self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
-            self._process.stdin.flush()
+            self._to_it.write(json.dumps({"prompt": prompt, "max_tokens": ANSWER_TOKENS}) + "\n")
+            self._to_it.flush()
         return self._read()
 
     def close(self) -> None:
-        """Asks it to leave the server and end, at once if it has not started yet."""
-        self._process.terminate()
-        _reap(self._process)
+        with suppress(BrokenPipeError):
+            self._to_it.close()
+        self._from_it.close()
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._from_it.readline()
         if not line:
-            raise CommandError(f"{self.name} ended with status {self._process.wait()}", FAILED)
+            raise CommandError(f"{self.name} ended early (see above)", FAILED)
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+@contextmanager
+def computing(address: str, preset: str) -> Iterator[list[DemoEngine]]:
+    """Starts two engines at the server and one alone. One process imports torch, and forks the others."""
+    engines = [DemoEngine("engine A", address), DemoEngine("engine B", address), DemoEngine("engine alone", None)]
+    settings = [
+        {"name": engine.name, "address": engine.address, "preset": preset, "chunk_tokens": CHUNK_TOKENS,
+         "reads": engine.its_ends[0], "writes": engine.its_ends[1]}
+        for engine in engines
+    ]
+    its_ends = [end for engine in engines for end in engine.its_ends]
+    process = _started("demo_engine", json.dumps(settings), pass_fds=its_ends)
+    for end in its_ends:
+        os.close(end)
+    try:
+        yield engines
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        for engine in engines:
+            engine.close()
+        _reap(process)
 
 
 def _reap(process: subprocess.Popen[str]) -> None:
     """Waits for a child that was asked to end, with its pipes; kills it when it does not."""
     assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
+    process.stdin.close()
     try:
         process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -130,7 +153,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
         _reap(process)
 
 
-def run_turns(engines: list[EngineProcess], alone: EngineProcess, turns: int, show: Screen) -> list[Turn]:
+def run_turns(engines: list[DemoEngine], alone: DemoEngine, turns: int, show: Screen) -> list[Turn]:
     """Turn 1 goes to both engines: the first computes and stores the document, the second finds it there."""
     done: list[Turn] = []
     package = files("kvdock.cli")
@@ -232,10 +255,7 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
         screen = stack.enter_context(Screen(console))
         server, url, address = stack.enter_context(serving(port, pool_bytes, folder))
-        engines = []
-        for name, its_server in (("engine A", address), ("engine B", address), ("engine alone", None)):
-            engines.append(EngineProcess(name, its_server, preset))
-            stack.callback(engines[-1].close)
+        engines = stack.enter_context(computing(address, preset))
         for engine in engines:
             engine.wait_ready()
         console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)

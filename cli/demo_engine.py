@@ -1,10 +1,12 @@
-"""One engine process of the demo: JSON lines in (prompts), JSON lines out (what happened).
+"""The engines of the demo: JSON lines in (prompts), JSON lines out (what happened), two pipes for each engine.
 
-    python -m kvdock.cli.demo_engine '{"name": "A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256}'
+    python -m kvdock.cli.demo_engine '[{"name": "A", "address": "unix:/…", "preset": "small", "chunk_tokens": 256,
+                                        "reads": 3, "writes": 6}, …]'
 
-The engine's own prefix cache is off, so that every reuse seen is kvdock's, and a prefill chunk is as
-long as a kvdock chunk, so that a run with reuse computes in the same shapes as one without and gives
-the same bits. It ends with its standard input, or by SIGTERM, and leaves the server either way.
+One process imports torch, which takes most of a start, and forks the others. An engine's own prefix cache is off, so
+that every reuse seen is kvdock's, and a prefill chunk is as long as a kvdock chunk, so that a run with reuse computes
+in the same shapes as one without and gives the same bits. An engine ends when its pipe does, or by SIGTERM, and leaves
+the server either way; the first one waits for the others.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -71,19 +74,39 @@ def _end(*_: object) -> None:
     sys.exit()
 
 
-def main() -> None:
-    settings = json.loads(sys.argv[1])
+def serve(settings: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"{settings['name']}: %(message)s")
-    signal.signal(signal.SIGTERM, _end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # while it attaches: only what has attached can leave
     engine = build(settings)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        print(json.dumps({"ready": settings["name"]}), flush=True)
-        for line in sys.stdin:
-            print(json.dumps(answer(engine, json.loads(line))), flush=True)
+        with os.fdopen(settings["reads"]) as prompts, os.fdopen(settings["writes"], "w") as answers:
+            print(json.dumps({"ready": settings["name"]}), file=answers, flush=True)
+            for line in prompts:
+                print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
     finally:
         engine.close()
+
+
+def main() -> None:
+    engines: list[dict[str, Any]] = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, _end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # while it attaches: only what has attached can leave
+    mine, forked = engines[0], []
+    for other in engines[1:]:
+        pid = os.fork()
+        if pid == 0:
+            mine, forked = other, []
+            break
+        forked.append(pid)
+    for other in engines:
+        if other is not mine:
+            os.close(other["reads"])
+            os.close(other["writes"])
+    try:
+        serve(mine)
+    finally:
+        for pid in forked:
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

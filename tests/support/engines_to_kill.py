@@ -46,8 +46,8 @@ def store_half(address: str, salt: str, length: int, link: Connection) -> None:
 
 def serve_for_ever(address: str, link: Connection) -> None:
     """Sends the process ids of the other ranks once it computes and stores."""
-    group = ProcessGroup(4)
-    engine = engine_of_ranks(group, shared("tiny-mla", 4), address)
+    process_group = ProcessGroup(4)
+    engine = engine_of_ranks(process_group, shared("tiny-mla", 4), address)
     said = False
     number = 0
     while True:
@@ -57,4 +57,4 @@ def serve_for_ever(address: str, link: Connection) -> None:
             engine.step()
             if not said and engine.scheduler.storing:
                 said = True
-                link.send([process.pid for process in group.processes.values()])
+                link.send([process.pid for process in process_group.processes.values()])

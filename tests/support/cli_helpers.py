@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forks
+
 KVDOCK = (sys.executable, "-m", "kvdock")
 SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
 TIMEOUT_S = 60
@@ -21,10 +23,8 @@ def clean_environ(**more: str) -> dict[str, str]:
 
 def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself."""
-    return subprocess.run(
-        [*KVDOCK, *args], env=clean_environ(**{"COLUMNS": "200", **environ}), capture_output=True, text=True,
-        timeout=TIMEOUT_S, input=stdin or "",
-    )
+    environ = clean_environ(**{"COLUMNS": "200", **environ})
+    return forks.run_kvdock(*args, environ=environ, stdin=stdin or "", timeout_s=TIMEOUT_S)
 
 
 def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -14,6 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+
+STREAMS = ("stdin", "stdout", "stderr")
 
 _forkserver = get_context("forkserver")
 _preloaded = ["kvdock.api.server"]
@@ -45,6 +48,39 @@ def forked(target: Callable[..., None], *args: object) -> Iterator[Connection]:
             process.kill()
             process.join()
             process.close()
+
+
+def _run(argv: list[str], environ: dict[str, str], folder: str) -> None:
+    from kvdock.cli.__main__ import main
+
+    for fd, name in enumerate(STREAMS):
+        opened = os.open(f"{folder}/{name}", os.O_RDWR)
+        os.dup2(opened, fd)
+        os.close(opened)
+    sys.stdin, sys.argv, tempfile.tempdir = os.fdopen(0), argv, None
+    os.environ.clear()
+    os.environ.update(environ)
+    main()
+
+
+def run_kvdock(*args: str, environ: dict[str, str], stdin: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run of `python -m kvdock` with these arguments, in half a second less."""
+    argv = ["kvdock", *args]
+    with tempfile.TemporaryDirectory(prefix="kvdock-run-") as folder:
+        for name in STREAMS:
+            (Path(folder) / name).write_text(stdin if name == "stdin" else "")
+        process = _forkserver.Process(target=_run, args=(argv, environ, folder))
+        process.start()
+        process.join(timeout_s)
+        status = process.exitcode
+        if status is None:
+            process.kill()
+            process.join()
+        process.close()
+        out, err = ((Path(folder) / name).read_text() for name in STREAMS[1:])
+    if status is None:
+        raise subprocess.TimeoutExpired(argv, timeout_s, out, err)
+    return subprocess.CompletedProcess(argv, status, out, err)
 
 
 def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:

@@ -1,4 +1,4 @@
-// Named places at which the kill tests stop a process: KVDOCK_PAUSE("operation.step"). Only a build with
+// Named places at which the kill tests stop a process: KVDOCK_PAUSE("operation.step"). Only a target with
 // -DKVDOCK_PAUSE_POINTS has them; everywhere else the macro is nothing, and so is this file.
 #pragma once
 

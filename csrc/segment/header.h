@@ -16,7 +16,6 @@
 #include <cstdint>
 
 #include "base/crc32c.h"
-#include "base/pause.h"
 
 namespace kvdock {
 
@@ -53,15 +52,7 @@ inline uint32_t segment_crc(SegmentHeader header) {
 }
 
 // REQUIRES: the object is fresh, so that its version is 0 until the last store here.
-inline void write_segment_header(void* base, uint64_t bytes, uint64_t pool_id, uint32_t segment,
-                                 uint64_t data_offset) {
-  auto* shared = static_cast<SegmentHeader*>(base);
-  SegmentHeader header{kSegmentMagic, 0, sizeof(SegmentHeader), pool_id, bytes, data_offset, kSlotAlign, segment, 0};
-  header.crc = segment_crc(header);
-  *shared = header;
-  KVDOCK_PAUSE("grow.header_half");
-  std::atomic_ref<uint32_t>(shared->version).store(kSegmentVersion, std::memory_order_release);  // SYNC POINT version
-}
+void write_segment_header(void* base, uint64_t bytes, uint64_t pool_id, uint32_t segment, uint64_t data_offset);
 
 enum class HeaderState { ok, not_ready, wrong_version, corrupt };
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "base/pause.h"
 
 namespace kvdock {
 

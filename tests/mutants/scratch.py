@@ -85,7 +85,7 @@ class Scratch:
 
     def build(self) -> None:
         """Compiles what has changed of the copy's extension: minutes the first time, then as long as a file takes."""
-        build = "import kill_build; print(kill_build.build('core', ''))"
+        build = "import kill_build; print(kill_build.build('core'))"
         environ = {**os.environ, "PYTHONPATH": str(self.checkout / "tests" / "support")}
         done = subprocess.run([sys.executable, "-c", build], env=environ, capture_output=True, text=True)
         if done.returncode:

@@ -1,5 +1,5 @@
-"""The extension once more, built in another way, in a folder of its own: with pause points for the kill tests, or with
-a sanitizer for tests/support/sanitize.py."""
+"""The extension once more, built in another way: with pause points for the kill tests, with a sanitizer for
+tests/support/sanitize.py, or from broken sources for tests/mutants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,25 @@ import pybind11
 from paths import ROOT
 
 CMAKE = str(Path(sys.executable).parent / "cmake")
-PAUSE_POINTS = "-DKVDOCK_PAUSE_POINTS"
+EXTENSION = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+PYTHON = "cp{0.major}{0.minor}".format(sys.version_info)
+INSTALLED = ROOT / "build" / f"{PYTHON}-{PYTHON}-{sysconfig.get_platform().replace('-', '_')}"
+"""Where the checkout's own extension is compiled."""
 
 
-def build(name: str = "pause-points", flags: str = PAUSE_POINTS) -> Path:
-    """Configures and builds what has changed; minutes the first time. One at a time, whoever asks."""
-    folder = ROOT / "build" / name
+def build(name: str, flags: str = "") -> Path:
+    """The extension compiled with `flags` in a folder of its own."""
+    return _build(ROOT / "build" / name, "_core", flags) / EXTENSION
+
+
+def build_paused() -> Path:
+    """The extension with pause points: what has none is taken as the checkout's own extension has it."""
+    is_there = (INSTALLED / "CMakeCache.txt").exists()
+    return _build(INSTALLED if is_there else ROOT / "build" / "core", "_core_paused") / "pause-points" / EXTENSION
+
+
+def _build(folder: Path, target: str, flags: str = "") -> Path:
+    """Compiles what has changed; minutes the first time. One at a time, whoever asks."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -28,12 +41,13 @@ def build(name: str = "pause-points", flags: str = PAUSE_POINTS) -> Path:
             f"-DCMAKE_CXX_FLAGS={flags}", "-DKVDOCK_NVCC=", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
-        for command in (configure, [CMAKE, "--build", str(folder), "-j", str(os.cpu_count() or 1)]):
+        compile_it = [CMAKE, "--build", str(folder), "--target", target, "-j", str(os.cpu_count() or 1)]
+        for command in (compile_it,) if folder == INSTALLED else (configure, compile_it):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return folder / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return folder
 
 
 if __name__ == "__main__":
-    print(build())
+    print(build_paused())

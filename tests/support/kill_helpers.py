@@ -139,7 +139,7 @@ class Nursery:
 
 @contextmanager
 def nursery() -> Iterator[Nursery]:
-    one = Nursery(kill_build.build())
+    one = Nursery(kill_build.build_paused())
     try:
         yield one
     finally:

@@ -124,13 +124,13 @@ def computing(address: str, preset: str) -> Iterator[list[DemoEngine]]:
 
 
 def _reap(process: subprocess.Popen[str]) -> None:
-    """Waits for a child that was asked to end, with its pipes; kills it when it does not."""
+    """Waits for a program that was asked to end; kills it, and what it has started, when it does not."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:
         process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     process.stdout.close()
 

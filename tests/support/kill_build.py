@@ -15,7 +15,7 @@ from paths import ROOT
 
 CMAKE = str(Path(sys.executable).parent / "cmake")
 EXTENSION = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-PYTHON = "cp{0.major}{0.minor}".format(sys.version_info)
+PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 INSTALLED = ROOT / "build" / f"{PYTHON}-{PYTHON}-{sysconfig.get_platform().replace('-', '_')}"
 """Where the checkout's own extension is compiled."""
 

@@ -91,11 +91,13 @@ def main() -> None:
     engines: list[dict[str, Any]] = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, _end)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # while it attaches: only what has attached can leave
-    mine, forked = engines[0], []
+    mine = engines[0]
+    forked: list[int] = []
     for other in engines[1:]:
         pid = os.fork()
         if pid == 0:
-            mine, forked = other, []
+            mine = other
+            forked.clear()
             break
         forked.append(pid)
     for other in engines:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvdock.cli.outcome import FAILED, CommandError
+from kvdock.cli.outcome import FAILED, CommandError, ctrl_c_waits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,6 +149,7 @@ def demo(
     if missing:
         advice = "in a checkout, pip install '.[engine]'"
         raise CommandError(f"the demo's engines need {' and '.join(missing)}: {advice}", FAILED)
-    from kvdock.cli.demo import demo as run_demo
+    with ctrl_c_waits():
+        from kvdock.cli.demo import demo as run_demo
 
     return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)

@@ -50,6 +50,7 @@ def main() -> None:
         # By default typer detects the calling shell; with this variable it takes the shell as an argument.
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         result = app(prog_name="kvdock", standalone_mode=False)
         if result == INTERRUPTED:  # typer has caught the KeyboardInterrupt
             raise KeyboardInterrupt

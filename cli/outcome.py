@@ -10,6 +10,9 @@ Scripts rely on the exit statuses:
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 DONE: Final = 0
@@ -24,3 +27,13 @@ class CommandError(Exception):
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """For long imports: a KeyboardInterrupt in the midst of one can become another exception."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

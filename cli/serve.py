@@ -18,6 +18,7 @@ import typer
 from kvdock.api.errors import StartupError
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
+from kvdock.cli.outcome import ctrl_c_waits
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
@@ -40,7 +41,8 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
         level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     settings = effective(os.environ, config=config, flags=flags).settings
-    from kvdock.api.server import Server, ending_signals  # imports for half a second, which --help does not need
+    with ctrl_c_waits():  # half a second, which --help does not need
+        from kvdock.api.server import Server, ending_signals
 
     if takeover:
         make_room(settings)

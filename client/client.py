@@ -106,8 +106,13 @@ class Client:
     def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
     ) -> A:
-        with self._releases.carried(session, body) as loaded:
+        loaded, taken = self._releases.load(session, body)
+        try:
             return self._do(call, loaded, timeout_s, *ids)
+        except BaseException as error:
+            if session is not None:
+                self._releases.put_back(session, taken, error)
+            raise
 
     # ---------------------------------------------------------------- sessions
 

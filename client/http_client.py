@@ -120,8 +120,13 @@ class AsyncHttpClient:
     async def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
     ) -> A:
-        with self._releases.carried(session, body) as loaded:
+        loaded, taken = self._releases.load(session, body)
+        try:
             return await self._do(call, loaded, timeout_s, *ids)
+        except BaseException as error:
+            if session is not None:
+                self._releases.put_back(session, taken, error)
+            raise
 
     async def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
         refused: list[RefusedRelease] = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import TypeVar
 
 import msgspec
@@ -44,18 +43,12 @@ class ReleaseQueue:
         """Whether any release of the session waits."""
         return session in self._waiting
 
-    @contextmanager
-    def carried(self, session: str | None, body: C) -> Iterator[C]:
-        """The body with the session's oldest releases, as many as fit. They wait again if the call fails."""
+    def load(self, session: str | None, body: C) -> tuple[C, list[Released]]:
+        """The body with the session's oldest releases, as many as fit, and which they are: see `put_back`."""
         if session is None or session not in self._waiting:
-            yield body
-            return
+            return body, []
         taken = self._take(session, MAX_RELEASES - len(body.releases))
-        try:
-            yield msgspec.structs.replace(body, releases=[*body.releases, *taken])
-        except BaseException as error:
-            self._put_back(session, taken, error)
-            raise
+        return msgspec.structs.replace(body, releases=[*body.releases, *taken]), taken
 
     def _take(self, session: str, at_most: int) -> list[Released]:
         with self._lock:
@@ -65,8 +58,9 @@ class ReleaseQueue:
                 self._waiting.pop(session, None)
         return taken
 
-    def _put_back(self, session: str, releases: list[Released], error: BaseException) -> None:
-        """They may not have arrived. If the server does not know the session, it holds nothing that they release."""
+    def put_back(self, session: str, releases: list[Released], error: BaseException) -> None:
+        """After a call that failed: they may not have arrived. A server that does not know the session holds nothing
+        that they release."""
         if isinstance(error, ApiError) and error.code == "unknown_session":
             return
         for released in releases:

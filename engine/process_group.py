@@ -24,9 +24,6 @@ from kvdock.engine.rank import Ask, Done, Gone, Rank, main, set_up
 from kvdock.engine.runner import Runner, Step
 from kvdock.engine.team import LOOPBACK, GlooTeam, RankLost
 
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["kvdock.engine.rank"])  # to import torch takes longer than all else of a rank's start
-
 ENDING_S = 3.0
 """What a rank that is to end gets for copies in flight and a word to the server."""
 
@@ -44,11 +41,13 @@ class ProcessGroup:
         self._on_lost: Callable[[int], None] = lambda rank: None
         self._sending = {rank: threading.Lock() for rank in range(1, size)}
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload(["kvdock.engine.rank"])  # importing torch takes most of a rank's start
         self.processes: dict[int, ForkServerProcess] = {}
         self._links: dict[int, Connection] = {}
         for rank in range(1, size):
-            self._links[rank], theirs = _forks.Pipe()
-            process = _forks.Process(target=main, args=(theirs, store.port, rank, size, timeout_s), daemon=True)
+            self._links[rank], theirs = forkserver.Pipe()
+            process = forkserver.Process(target=main, args=(theirs, store.port, rank, size, timeout_s), daemon=True)
             process.start()
             theirs.close()
             self.processes[rank] = process

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import forks
-
-import kvdock.engine.process_group  # noqa: F401  # which sets what is preloaded, so it comes first
+import pytest
 
 forks.preload("kvdock.engine.rank")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forking() -> None:
+    """Before an engine of several ranks would start it for its own ranks alone."""
+    forks.start()

@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 from paths import SUPPORT
 
-WORKERS: Final = 2
+WORKERS: Final = 3
 LONGEST: Final = (
     "tests/engine/test_tp.py", "tests/cli/test_demo.py", "tests/engine/test_soak.py", "tests/page/test_page.py",
     "tests/api/test_adoption.py", "tests/api/test_faults.py", "tests/cli/test_asks.py",

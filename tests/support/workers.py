@@ -1,4 +1,4 @@
-"""pytest plugin: a run of all tests is shared by two workers, longest first; a run of some of them is one process.
+"""pytest plugin: a run of all tests is shared by three workers, longest first; a run of some of them is one process.
 
 A module's tests stay together, so that what they share is made once, but where a conftest says otherwise. Tests marked
 `alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
@@ -20,11 +20,13 @@ import pytest
 from paths import SUPPORT
 
 WORKERS: Final = 3
+"""One more than the cores that CI has: while a test waits for a browser or a death, others compute."""
 LONGEST: Final = (
-    "tests/engine/test_tp.py", "tests/cli/test_demo.py", "tests/engine/test_soak.py", "tests/page/test_page.py",
-    "tests/api/test_adoption.py", "tests/api/test_faults.py", "tests/cli/test_asks.py",
-    "tests/engine/test_same_tokens_tp.py", "tests/connectors/test_session.py", "tests/engine/test_connector.py",
-    "tests/api/test_fuzz.py", "tests/page/test_reach.py", "tests/kill/test_matrix.py",
+    "tests/cli/test_demo.py", "tests/page/test_page.py", "tests/engine/test_soak.py",
+    "tests/engine/test_same_tokens_tp.py", "tests/engine/test_connector.py", "tests/api/test_faults.py",
+    "tests/page/test_reach.py", "tests/engine/test_same_tokens_matrix.py", "tests/engine/test_tp.py",
+    "tests/api/test_fuzz.py", "tests/cli/test_end.py", "tests/connectors/test_session.py",
+    "tests/engine/test_same_tokens.py", "tests/page/test_live.py", "tests/kill/test_matrix.py",
 )
 """Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself. The kill
 matrix is late because its extension is compiled meanwhile."""

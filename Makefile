@@ -4,6 +4,7 @@ PORT ?= 7410
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles what is imported when it is: the rest of PyTorch never.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOG := build/setup.log
 ROOMS := $(shell sed -n 's|^"kvdock/.*" = "\(.*\)"$$|\1|p' pyproject.toml)
@@ -72,7 +73,7 @@ clean:
 $(VENV)/.deps: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvdock needs Python 3.11: PYTHON=… make")'
 	$(call step,Making $(VENV),$(PYTHON) -m venv $(VENV))
-	$(call step,$(RUN_SIZE),$(PIP) -r constraints.txt)
+	$(call step,$(RUN_SIZE),$(PIP) -r constraints.txt && $(BIN)/python -c 'import torch')
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.deps constraints-test.txt

@@ -19,7 +19,7 @@ endef
 # $(call step,what it does,command): one line for a person, all output into the log, the end of which follows a failure.
 define step
 @echo '$(1)' && mkdir -p $(dir $(LOG))
-@trap 'exit 130' INT; $(2) >$(LOG) 2>&1 || { tail -n 40 $(LOG) >&2; echo 'All of it is in $(LOG)' >&2; exit 1; }
+@trap 'exit 130' INT; { $(2); } >$(LOG) 2>&1 || { tail -n 40 $(LOG) >&2; echo 'All of it is in $(LOG)' >&2; exit 1; }
 endef
 
 # Ctrl-C waits until the program has its handlers: Python would answer it with a traceback before that.

@@ -81,6 +81,10 @@ class ServerProcess:
             raise RuntimeError(f"the {kind} process did not start")
         self.unix: str = json.loads(line)["unix"]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def private_mib(self) -> float:
         """Anonymous memory: none of it is the pool's or the table's, which are shared."""
         for line in Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""pytest plugin: a run of all tests is shared by three workers, longest first; a run of some of them is one process.
+"""pytest plugin: a run of all tests is shared by two workers, longest first; a run of some of them is one process.
 
 A module's tests stay together, so that what they share is made once, but where a conftest says otherwise. Tests marked
 `alone`, which measure the machine or look at all of it, come last, and no other test runs beside one of them.
@@ -19,8 +19,8 @@ from typing import Final
 import pytest
 from paths import SUPPORT
 
-WORKERS: Final = 3
-"""One more than the cores that CI has: while a test waits for a browser or a death, others compute."""
+WORKERS: Final = 2
+"""As many as CI has cores: with three, a run of all of vLLM's tests took half as long again."""
 LONGEST: Final = (
     "tests/cli/test_demo.py", "tests/page/test_page.py", "tests/engine/test_soak.py",
     "tests/engine/test_same_tokens_tp.py", "tests/engine/test_connector.py", "tests/api/test_faults.py",

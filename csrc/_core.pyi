@@ -184,7 +184,7 @@ class Table:
     def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:
         """Takes chunks of a lease (counted from token 0), whose checksums did not match, out of use."""
     def delete(self, namespace: int, keys: bytes) -> int:
-        """Takes READY chunks of these keys (b'' = all of the namespace) out of use; returns how many."""
+        """Takes READY chunks of these keys out of use; returns how many."""
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""

@@ -90,7 +90,6 @@ class Chunks {
   uint32_t evict(uint64_t target_free_bytes, uint32_t max_chunks);
   bool can_evict();
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
-  std::vector<uint32_t> ready_in(uint32_t space) const;
   void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
   void expire_kept(uint64_t now);
   uint64_t kept_bytes() const { return kept_bytes_; }

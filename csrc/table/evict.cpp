@@ -111,14 +111,6 @@ Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
   return {taken, -1};
 }
 
-std::vector<uint32_t> Chunks::ready_in(uint32_t space) const {
-  std::vector<uint32_t> out;
-  index_.for_each([&](const KeyEntry& e) {
-    if (e.space == space && e.ready != kNone) out.push_back(e.ready);
-  });
-  return out;
-}
-
 void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
   Record& r = record(id);
   r.kept_until_ms = until_ms;

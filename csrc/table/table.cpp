@@ -174,7 +174,6 @@ uint32_t Table::take_out(std::vector<uint32_t> ids) {
 
 uint32_t Table::remove(uint32_t space, const std::vector<Key>& keys) {
   chunks_.namespaces().require(space);
-  if (keys.empty()) return take_out(chunks_.ready_in(space));
   std::vector<uint32_t> ids;
   for (const Key& k : keys)
     if (const KeyEntry* e = chunks_.find(space, k); e && e->ready != kNone) ids.push_back(e->ready);

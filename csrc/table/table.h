@@ -76,7 +76,7 @@ class Table {
   void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker is done
 
   // -- administration: none of it discharges a holder (I6)
-  uint32_t remove(uint32_t space, const std::vector<Key>& keys);  // no keys: all of them
+  uint32_t remove(uint32_t space, const std::vector<Key>& keys);
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms);  // 0: no longer
 
   // -- views

@@ -244,6 +244,7 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(space=st.integers(0, 1), path=paths)
     def delete(self, space: int, path: Path) -> None:
         r = self.model.find(space, keys_of(path)[-1], "ready")
+        assert self.table.delete(self.spaces[space], b"") == 0  # no keys are no chunks
         assert self.table.delete(self.spaces[space], keys_of(path)[-1]) == int(r is not None)
         if r:
             self.model.remove(r)

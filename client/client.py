@@ -12,18 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 
+from kvdock.client.answers import Answers
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Leases, LeaseView, Problem, Requests, Stats, Status
+from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
 from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
 
@@ -32,7 +33,6 @@ A = TypeVar("A")
 FLUSH_S = 1.0
 """How long close() may take to send queued releases. The server asks about those that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
-_PROBLEM = msgspec.json.Decoder(Problem)
 
 
 class Client:
@@ -51,7 +51,7 @@ class Client:
         self.timeout_s = timeout_s
         self._form = PACKED if packed else JSON
         self._media_type = self._form.media_type.encode()
-        self._decoders: dict[tuple[type, bool], msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]] = {}
+        self._answers = Answers(self.address)
 
     @property
     def address(self) -> str:
@@ -81,27 +81,7 @@ class Client:
             call.method, call.target(ids, query), sent, self.timeout_s if timeout_s is None else timeout_s,
             self._media_type if form is self._form else _JSON_TYPE,
         )
-        return self._decoded(call, status, raw, packed=form.packed)
-
-    def _decoded(self, call: Call[A], status: int, raw: bytes, *, packed: bool) -> A:
-        try:
-            if status >= 400:
-                raise ApiError.from_problem(_PROBLEM.decode(raw))
-            if call.answer is NoneType:
-                return call.answer()
-            decoder = self._decoders.get((call.answer, packed)) or self._add_decoder(call.answer, packed)
-            answer = decoder.decode(raw)
-            assert isinstance(answer, call.answer)
-            return answer
-        except msgspec.DecodeError as error:
-            what = f"{call.method} {call.path} answered {status} with something else: {error}"
-            raise ServerUnavailable(f"{self.address}: {what}") from error
-
-    def _add_decoder(
-        self, answer: type[object], packed: bool
-    ) -> msgspec.json.Decoder[object] | msgspec.msgpack.Decoder[object]:
-        made = msgspec.msgpack.Decoder(answer) if packed else msgspec.json.Decoder(answer)
-        return self._decoders.setdefault((answer, packed), made)
+        return self._answers.decoded(call, status, raw, packed=form.packed)
 
     def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str

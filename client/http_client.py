@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 import httpx
 import msgspec
 
+from kvdock.client.answers import Answers
 from kvdock.client.client import FLUSH_S, Client
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
@@ -96,7 +97,7 @@ class AsyncHttpClient:
     def __init__(self, address: str, *, timeout_s: float = 5.0, http: httpx.AsyncClient | None = None) -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. `http` keeps its own transport."""
         self.address, self.timeout_s = address, timeout_s
-        self._parsed, self._decoded = Address.parse(address), Client(address, packed=False)._decoded
+        self._parsed, self._answers = Address.parse(address), Answers(address)
         uds = self._parsed.socket_path or None
         self._http = http or httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=uds, retries=1))
         self._releases = ReleaseQueue()
@@ -115,7 +116,7 @@ class AsyncHttpClient:
                 response = await self._http.request(**asked)
         except _FAILED as error:
             raise ServerUnavailable(f"{self.address}: {error or type(error).__name__}") from error
-        return self._decoded(call, response.status_code, response.content, packed=False)
+        return self._answers.decoded(call, response.status_code, response.content, packed=False)
 
     async def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str

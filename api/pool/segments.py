@@ -12,6 +12,7 @@ grow() raises, no object that it made is left behind.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Collection
@@ -25,10 +26,12 @@ from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull
 from kvdock.shm.segment import MAX_SEGMENT_BYTES, SegmentInfo, map_checked
 
+log = logging.getLogger("kvdock.api")
+
 PREFAULT_PIECE_BYTES: Final = 16 << 20
 
 
-class _Prefault:
+class Prefault:
     """Maps the pages of one mapping in background threads, piece by piece."""
 
     def __init__(self, mapping: _core.Mapping, threads: int, name: str) -> None:
@@ -56,7 +59,8 @@ class _Prefault:
                 self._next = start + size
             try:
                 self._mapping.populate(start, size)
-            except OSError:  # it only saves engines page faults
+            except OSError as error:  # it only saves engines page faults
+                log.warning("prefault ends at %d of %d bytes: %s", self.done_bytes, self._mapping.bytes, error)
                 self._stopped = True
                 return
             with self._lock:
@@ -67,7 +71,7 @@ class _Prefault:
 class _Segment:
     info: SegmentInfo
     mapping: _core.Mapping
-    prefault: _Prefault
+    prefault: Prefault
 
 
 class SegmentPool:
@@ -203,7 +207,7 @@ class SegmentPool:
 
     def _add(self, info: SegmentInfo, mapping: _core.Mapping) -> None:
         mapping.advise_huge()  # a hint: mounts without huge pages ignore it
-        prefault = _Prefault(mapping, self._prefault_threads, info.name)
+        prefault = Prefault(mapping, self._prefault_threads, info.name)
         self._segments[info.id] = _Segment(info, mapping, prefault)
         self._next_id = max(self._next_id, info.id + 1)
 

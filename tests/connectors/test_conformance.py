@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kvdock.engine.kvdock import manifest_of
 class OurSubject:
     """EngineConnector over the small engine's KV memory."""
 
-    def __init__(self, address: str, name: str, kind: type[EngineConnector], model: str) -> None:
+    def __init__(self, name: str, kind: type[EngineConnector], model: str, settings: ConnectorSettings) -> None:
         config = preset(model)
         self.windows = [group.reach for group in config.model.groups]
         self.label = unique(name)
@@ -35,7 +36,7 @@ class OurSubject:
         layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=self.block_tokens)
         manifest = manifest_of(config, layout, self.chunk_tokens)
         layouts = [layout] * len(self.windows)
-        self.connector: Connector = kind(ConnectorSettings(address, timeout_s=PATIENCE_S), manifest, identity, layouts)
+        self.connector: Connector = kind(settings, manifest, identity, layouts)
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -52,14 +53,25 @@ class OurSubject:
 SEEDS = itertools.count(7)
 
 
-def bench_of(server: ServerProcess, kind: type[EngineConnector] = EngineConnector, model: str = "tiny") -> Bench:
-    return Bench(lambda name: OurSubject(server.unix, name, kind, model), server.unix, seed=next(SEEDS))
+def bench_of(
+    server: ServerProcess, kind: type[EngineConnector] = EngineConnector, model: str = "tiny", **settings: Any
+) -> Bench:
+    made = ConnectorSettings(server.unix, timeout_s=PATIENCE_S, **settings)
+    return Bench(lambda name: OurSubject(name, kind, model, made), server.unix, seed=next(SEEDS))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("model", ["tiny", "tiny-mla", "tiny-hybrid2", "tiny-hybrid3"])
 def test_our_connector_conforms(server: ServerProcess, model: str, check: Callable[[Bench], None]) -> None:
     check(bench_of(server, model=model))
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_our_connector_conforms_within_limits_and_with_statistics(
+    server: ServerProcess, check: Callable[[Bench], None]
+) -> None:
+    wide = {"max_load_tokens": 4096, "min_load_tokens": 1, "chunk_statistics": True}
+    check(bench_of(server, model="tiny-hybrid3", **wide))
 
 
 class WritesSharedBlocks(EngineConnector):

@@ -21,7 +21,7 @@ from hypothesis import given, settings, strategies as st
 from kvdock import _core
 from kvdock.api.pool.capacity import Capacity
 from kvdock.api.pool.lock import PoolLock
-from kvdock.api.pool.segments import SegmentPool
+from kvdock.api.pool.segments import Prefault, SegmentPool
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ManifestError
 from kvdock.protocol.keys import HashedChain, KeyChain, canonical_manifest, chunk_keys, namespace_digest
@@ -89,6 +89,18 @@ def test_prefault_reaches_every_byte_and_says_how_far_it_is(pool_id: int) -> Non
     mapped = next(line for line in _smaps_of(info.name) if line.startswith("Rss:"))
     assert int(mapped.split()[1]) << 10 == 64 * MIB
     pool.close()
+
+
+def test_prefault_that_the_kernel_refuses_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    fd = os.memfd_create("kvdock-test")
+    os.ftruncate(fd, 64 * MIB)
+    mapping = _core.Mapping(fd, 64 * MIB)
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    prefault = Prefault(mapping, 1, "-test")
+    eventually(lambda: "prefault ends at 0 of 67108864 bytes: " in caplog.text)
+    prefault.stop()
+    assert prefault.done_bytes == 0
 
 
 def _smaps_of(name: str) -> list[str]:

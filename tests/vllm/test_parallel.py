@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HERE, Engine, comes_true, python_path, tokens_of
+from engines import Engine, comes_true, tokens_of
 from schedulers import VERSIONS, Schedulers
 
 pytestmark = pytest.mark.vllm
@@ -48,8 +48,7 @@ def several(shards: int, stages: int, connector: str = "Several", **environ: str
             "tensor_parallel_size": shards, "pipeline_parallel_size": stages, "distributed_executor_backend": "mp",
         },
         "connector": [connector, "odd_connectors"],
-        "environ": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(HERE),
-                    **environ},
+        "environ": environ,
     }
 
 

@@ -15,11 +15,14 @@ to check, request by request.
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +31,9 @@ from typing import Any, NoReturn
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.update(
-    HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1"
+    HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
+    TORCHDYNAMO_DISABLE="1",  # to compile how log-probabilities are gathered takes longer than all that engines compute
+    VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",  # threads that wait for each other spin
 )
 
 
@@ -78,6 +83,7 @@ def fork_engines(socket_fd: int) -> None:
     """Until the other end of the socket is closed."""
     import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
 
+    gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
     with socket.socket(fileno=socket_fd) as asked:
         while True:
@@ -101,7 +107,10 @@ def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, statu
             os.dup2(fd, number)
             os.close(fd)
         serve(said)
-        sys.exit()
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvdock")]
+        if left:
+            sys.exit(f"threads of the connector outlived it: {left}")
+        os._exit(0)  # to take a whole vLLM apart takes seconds
     for fd in (stdin, stdout, stderr):
         os.close(fd)
     with os.fdopen(status, "w") as news:
@@ -134,11 +143,11 @@ def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    import torch
     from vllm import LLM, SamplingParams
+    from vllm.v1.executor import multiproc_executor
 
-    if "OMP_NUM_THREADS" in said.get("environ", {}):  # read when torch was loaded, before the fork
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # Workers are forked too: on a CPU vLLM starts each anew, and each imports vLLM again.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     groups = scheduler.kv_cache_config.kv_cache_groups

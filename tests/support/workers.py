@@ -72,7 +72,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         builder.wait()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before pytest-xdist's, which reads the marks."""
     if LOCKS in config.stash:
         items.sort(key=_turn)
         for item in items:
@@ -80,6 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.xdist_group("alone"))
             elif item.get_closest_marker("xdist_group") is None:
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Raises RuntimeError if pytest-xdist did not see the groups: it says nothing, and scatters modules' tests."""
+    if LOCKS in session.config.stash:
+        scattered = [item.nodeid for item in session.items if "@" not in item.nodeid]
+        if scattered:
+            raise RuntimeError(f"{len(scattered)} tests have no group for pytest-xdist, {scattered[0]} among them")
 
 
 def _turn(item: pytest.Item) -> int:

@@ -17,6 +17,7 @@ KINDS = ("llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3")
 """What models.py makes."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker runs all scenarios of a version, in one process; whole engines, one by one, go to whoever is free."""
     for number, item in enumerate(items):

@@ -70,8 +70,7 @@ def test_our_connector_conforms(server: ServerProcess, model: str, check: Callab
 def test_our_connector_conforms_within_limits_and_with_statistics(
     server: ServerProcess, check: Callable[[Bench], None]
 ) -> None:
-    wide = {"max_load_tokens": 4096, "min_load_tokens": 1, "chunk_statistics": True}
-    check(bench_of(server, model="tiny-hybrid3", **wide))
+    check(bench_of(server, model="tiny-hybrid3", max_load_tokens=4096, min_load_tokens=1, chunk_statistics=True))
 
 
 class WritesSharedBlocks(EngineConnector):

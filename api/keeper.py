@@ -95,12 +95,12 @@ class Keeper:
         low_bytes = int(pool.limits.low_water * pool.limit_bytes)
         high_bytes = int(pool.limits.high_water * pool.limit_bytes)
         grow_bytes = pool.limit_bytes if self._settings.growth == "ahead" else low_bytes
-        free_bytes = table.free_bytes()
-        if free_bytes < grow_bytes and pool.can_grow():
+        room_bytes = table.room_bytes()
+        if room_bytes < grow_bytes and pool.can_grow():
             if self._growth is None or self._growth.done():
                 self._growth = asyncio.create_task(pool.grow_until(grow_bytes))
             return
-        if free_bytes >= low_bytes:
+        if room_bytes >= low_bytes:
             return
-        while table.free_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
+        while table.room_bytes() < high_bytes and table.evict(high_bytes, EVICT_SLICE_CHUNKS):
             await asyncio.sleep(0)

@@ -125,15 +125,21 @@ class Table:
     def free_bytes(self) -> int: ...
     def segment_used_bytes(self, segment: int) -> int:
         """Bytes in slots that have an owner. `segment`: one that add_segment named."""
-    def evict(self, target_free_bytes: int, max_chunks: int) -> int:
-        """Evicts unpinned chunks, least recently used leaf first, until so much is free; returns their number."""
+    def room_bytes(self) -> int:
+        """free_bytes, as far as slots of every size that stores had to make room for since evict() can use them."""
+    def evict(self, target_room_bytes: int, max_chunks: int) -> int:
+        """Evicts unpinned chunks, least recently used leaf first, until room_bytes is so much, or until about
+        `max_chunks` went; returns their number."""
 
     # -- identity
     def add_namespace(
         self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
         groups: Sequence[tuple[str, int, int]],
     ) -> int:
-        """groups: (kind 'full'|'window', window_tokens, part_bytes). Idempotent by digest."""
+        """groups: (kind 'full'|'window', window_tokens, part_bytes). Idempotent by digest. Drops idle namespaces if it
+        has to: table_full if there are none. A namespace's number is used again once it was dropped."""
+    def drop_idle_namespaces(self) -> list[int]:
+        """Forgets the namespaces that have neither a session nor a chunk; returns the others."""
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
         """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
     def add_member(

@@ -152,8 +152,7 @@ class Pool:
 
     async def make_room(self, space: int, keys: bytes, chunk_bytes: int) -> None:
         """Grows before a store that needs memory the pool does not have yet: growing beats evicting."""
-        free_bytes = self.table.free_bytes()
-        if free_bytes >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
+        if self.table.room_bytes() >= len(keys) // KEY_BYTES * chunk_bytes or not self.can_grow():
             return
         missing = 0
         for start in range(0, len(keys), KEY_BYTES):
@@ -162,10 +161,10 @@ class Pool:
                 await asyncio.sleep(0)  # about 0.5 ms each
         await self.grow_until(missing * chunk_bytes)
 
-    async def grow_until(self, free_bytes: int) -> None:
-        """Adds segments until `free_bytes` are free or the pool may not grow. Concurrent calls share the work."""
+    async def grow_until(self, room_bytes: int) -> None:
+        """Adds segments until there is so much room or the pool may not grow. Concurrent calls share the work."""
         async with self._growing:
-            while self.table.free_bytes() < free_bytes and self.can_grow():
+            while self.table.room_bytes() < room_bytes and self.can_grow():
                 await self._grow()
 
     async def grow_once(self) -> bool:

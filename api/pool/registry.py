@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -109,7 +109,7 @@ class Registry:
 
     def namespaces(self) -> list[NamespaceRecord]:
         """In rising order of their table ids."""
-        return list(self._namespaces.values())
+        return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
     def namespace(self, digest: bytes) -> NamespaceRecord:
         found = self._namespaces.get(digest)
@@ -118,7 +118,15 @@ class Registry:
         return found
 
     def add_namespace(self, table_id: int, digest: bytes, manifest: Manifest) -> NamespaceRecord:
-        return self._namespaces.setdefault(digest, NamespaceRecord(table_id, digest, manifest))
+        """The table uses the numbers of namespaces again: what had this one is gone."""
+        found = self._namespaces.get(digest)
+        if found is None or found.table_id != table_id:
+            self._keep_namespaces(lambda record: record.table_id != table_id)
+            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest)
+        return found
+
+    def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
+        self._namespaces = {digest: record for digest, record in self._namespaces.items() if wanted(record)}
 
     def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
         """The session's id contains the pool's number, so an id of another pool is never found here. The table never
@@ -134,7 +142,11 @@ class Registry:
         self._by_table_id.pop(record.table_id, None)
 
     def prune(self, table: Table) -> None:
-        """Drops sessions that the table has closed, and sets `grants` of the others to the true number."""
+        """Drops sessions that the table has closed, then the namespaces that nothing is left of, in the table as well;
+        sets `grants` of the other sessions to the true number."""
+        if self._namespaces:
+            live = set(table.drop_idle_namespaces())
+            self._keep_namespaces(lambda record: record.table_id in live)
         if not self._by_id:
             return
         grants = {view.session: view.leases + view.reservations for view in table.sessions()}

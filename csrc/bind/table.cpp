@@ -194,7 +194,8 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("remove_segment", call(&Chunks::remove_segment), "segment"_a)
       .def("segment_used_bytes", call(&SlotAllocator::used_in), "segment"_a)
       .def("free_bytes", call(&SlotAllocator::free_bytes))
-      .def("evict", call(&Chunks::evict), "target_free_bytes"_a, "max_chunks"_a)
+      .def("room_bytes", call(&Chunks::room_bytes))
+      .def("evict", call(&Chunks::evict), "target_room_bytes"_a, "max_chunks"_a)
       .def("can_evict", call(&Chunks::can_evict))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
@@ -205,12 +206,13 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("check_integrity", call(&Table::check_integrity))
       .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
                                uint32_t writers, const GroupSpecs& groups) {
-        return call(&Namespaces::add)(t, digest, chunk_tokens, block_tokens, writers, groups_of(groups));
+        return call(&Table::add_namespace)(t, digest, chunk_tokens, block_tokens, writers, groups_of(groups));
       }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a);
 }
 
 void bind_members(py::class_<BoundTable>& c) {
-  c.def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a)
+  c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces))
+      .def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a)
       .def("add_member", [](BoundTable& t, uint64_t session, const Id16& nonce, std::vector<uint32_t> ranks,
                             bool scheduler, uint64_t now, uint64_t lock_offset) {
         return call(&Members::add_member)(t, session, {nonce, std::move(ranks), scheduler, lock_offset}, now);

@@ -44,7 +44,9 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   Chunks::Adopter chunks(chunks_, *found);
   Grants::Adopter grants(grants_, *found);
   chunks.judge(region_, segments);
-  members_.judge(chunks_.namespaces().count(), found);
+  std::vector<bool> namespaces(kMaxNamespaces);
+  for (uint32_t space : chunks_.namespaces().live()) namespaces[space] = true;
+  members_.judge(namespaces, found);
   grants.judge();
   KVDOCK_PAUSE("adopt.judged");
 

@@ -35,6 +35,12 @@ class ChangeLog {
     ++next_;
   }
 
+  // Its number will be another namespace's: nobody is told of its changes as of that one's.
+  void forget(uint32_t space) {
+    for (Change& change : kept_)
+      if (change.space == space) change.space = kNone;
+  }
+
   // At most `at_most` changes of `space`, from number `from` on.
   Changes since(uint32_t space, uint64_t from, size_t at_most) const {
     bool complete = next_ - kept_.size() <= from && from <= next_;

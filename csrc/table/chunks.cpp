@@ -25,6 +25,18 @@ void Chunks::count_state(uint32_t id, int sign) {
   auto s = static_cast<size_t>(record(id).state());
   sums_.bytes[s] += sign * bytes_of(id);
   sums_.records[s] += sign;
+  uint32_t space = record(id).space;
+  if (space >= records_in_.size()) records_in_.resize(space + 1);
+  records_in_[space] += sign;
+}
+
+void Chunks::drop_idle(const std::vector<bool>& used) {
+  for (uint32_t space : spaces_.live()) {
+    bool has_records = space < records_in_.size() && records_in_[space] > 0;
+    if (has_records || used[space]) continue;
+    spaces_.drop(space);
+    changes_.forget(space);
+  }
 }
 
 // Every transition of a record but its first passes here: one 64-bit store.

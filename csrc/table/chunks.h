@@ -10,6 +10,7 @@
 
 #include <array>
 #include <map>
+#include <set>
 #include <span>
 #include <unordered_map>
 
@@ -52,6 +53,9 @@ class Chunks {
   const Counters& counters() const { return counters_; }
   const Sums& sums() const { return sums_; }
 
+  // Drops the namespaces that have no record and are not in `used`.
+  void drop_idle(const std::vector<bool>& used);
+
   // -- finding
   const KeyEntry* find(uint32_t space, const Key& key) const { return index_.find(space, key); }
   void prefetch_key(uint32_t space, const Key& key) const { index_.prefetch(space, key); }
@@ -87,7 +91,10 @@ class Chunks {
   void take_out(uint32_t id);
 
   // -- eviction, and what an administrator may do
-  uint32_t evict(uint64_t target_free_bytes, uint32_t max_chunks);
+  // Free bytes, as far as slots of every size that stores had to make room for since evict() can use them.
+  uint64_t room_bytes() const;
+  // Until room_bytes() is the target, or about max_chunks went; returns how many did.
+  uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
   bool can_evict();
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
   void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
@@ -132,6 +139,7 @@ class Chunks {
   void evict_one(uint32_t id);
   std::optional<Candidate> oldest(uint32_t shape);
   std::optional<Candidate> oldest_with(std::optional<uint64_t> slot_bytes);
+  bool evict_for(uint64_t bytes);
   bool make_room(uint64_t bytes, const NewChunk& chunk);
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
 
@@ -157,8 +165,10 @@ class Chunks {
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin
   std::vector<uint64_t> held_by_;                       // by session cell: bytes it pins
   uint64_t held_bytes_ = 0;
-  std::multimap<uint64_t, std::pair<uint32_t, uint64_t>> kept_until_;  // when → record, generation
+  std::vector<uint32_t> records_in_;                  // by namespace: records that are not FREE
+  std::set<std::pair<uint64_t, uint32_t>> kept_until_;  // when, record: one for each kept record
   uint64_t kept_bytes_ = 0;
+  std::set<uint64_t> wanted_;  // slot sizes that stores had to make room for
   ChangeLog changes_;
   Counters counters_;
 };

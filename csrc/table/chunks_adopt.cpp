@@ -14,6 +14,8 @@ constexpr uint64_t kSaneKeepMs = 1ull << 40;  // nobody keeps a chunk for so lon
 
 void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts>& segments) {
   c.spaces_.judge();
+  if (c.header_.last_generation >= kGenerations)
+    refuse_adoption("the last generation is damaged", c.header_.last_generation, int64_t(kGenerations - 1));
   judge_segments(segments);
   judge_slabs(region.slabs);
   bad_pages = c.pages_.judge();
@@ -81,7 +83,7 @@ void Chunks::Adopter::judge_record(uint32_t id) {
 bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
   if (!whole(r.word) || r.state() == RecordState::kFree || r.state() > RecordState::kQuarantined) return false;
   if (sizeof(Record) + r.part_count * sizeof(StoredPart) != size || r.crc != body_crc(r, r.generation())) return false;
-  if (r.generation() == 0 || r.generation() > c.header_.last_generation || r.space >= c.spaces_.count() ||
+  if (r.generation() == 0 || r.generation() > c.header_.last_generation || !c.spaces_.has(r.space) ||
       r.key.is_root())
     return false;
   const Namespace& ns = c.spaces_[r.space];

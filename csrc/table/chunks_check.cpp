@@ -1,6 +1,4 @@
 // What is derived from records and slots is computed again and compared.
-#include <algorithm>
-
 #include "table/body_crc.h"
 #include "table/chunks.h"
 
@@ -49,7 +47,7 @@ void Chunks::check_records() const {
 // count their pinned and kept slots. Each kept chunk has its time, and their bytes add up.
 void Chunks::check_slots() {
   std::map<uint32_t, std::pair<uint32_t, uint32_t>> counted;  // by slab: pinned and kept slots
-  uint64_t kept = 0;
+  uint64_t kept = 0, timed = 0;
   for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
     const Record& r = record(id);
     const Info& in = info_[id];
@@ -63,11 +61,11 @@ void Chunks::check_slots() {
     }
     if (!in.kept) continue;
     kept += bytes_of(id);
-    auto [first, last] = kept_until_.equal_range(r.kept_until_ms);
-    bool timed = std::any_of(first, last, [&](auto& entry) { return entry.second == std::pair(id, r.generation()); });
-    require(timed, "a kept chunk has no end", id);
+    ++timed;
+    require(kept_until_.count({r.kept_until_ms, id}) != 0, "a kept chunk has no end", id);
   }
   require(kept == kept_bytes_, "kept bytes do not add up");
+  require(timed == kept_until_.size(), "what ends is not a kept chunk", 0);
   for (auto& [slab, count] : counted) {
     require(slots_.pinned_slots(slab) == count.first, "a slab counts its pinned slots wrongly", slab);
     require(slots_.kept_slots(slab) == count.second, "a slab counts its kept slots wrongly", slab);

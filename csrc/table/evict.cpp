@@ -13,7 +13,9 @@ void Chunks::evict_one(uint32_t id) {
 
 std::optional<Candidate> Chunks::oldest(uint32_t shape) {
   return evictions_.choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
-    if (record(c.record).generation() != c.generation || !evictable(c.record)) return std::nullopt;
+    // Of a record that is FREE not even the generation is read: its page may hold larger records by now.
+    if (info_[c.record].pages == 0 || record(c.record).generation() != c.generation || !evictable(c.record))
+      return std::nullopt;
     return record(c.record).last_used;
   });
 }
@@ -21,28 +23,33 @@ std::optional<Candidate> Chunks::oldest(uint32_t shape) {
 // Of all chunks, or of those of namespaces that have slots of that size.
 std::optional<Candidate> Chunks::oldest_with(std::optional<uint64_t> slot_bytes) {
   std::optional<Candidate> best;
-  for (uint32_t shape : evictions_.shapes()) {
-    if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) continue;
+  evictions_.for_each_shape([&](uint32_t shape) {
+    if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
     if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
-  }
+  });
   return best;
 }
 
-// Frees something on the way to a slot of `bytes`; false when nothing may go.
-bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
+// Frees something on the way to a slot of `bytes`; false when no leaf and no window may go.
+bool Chunks::evict_for(uint64_t bytes) {
   std::optional<Candidate> own = oldest_with(round_slot(bytes));
+  std::optional<uint64_t> own_use;
+  if (own) own_use = own->last_used;
   std::optional<SlotAllocator::Window> window;
-  if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes);
+  if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes, own_use);
   if (own && (!window || own->last_used <= window->newest)) {
     evict_one(own->record);
     return true;
   }
-  if (window && !window->records.empty()) {
-    for (uint32_t id : window->records)
-      if (record(id).state() == RecordState::kReady) evict_one(id);  // else it went with an earlier one
-    return true;
-  }
-  return evict_self_naming_chain(bytes, chunk);
+  if (!window || window->records.empty()) return false;
+  for (uint32_t id : window->records)
+    if (record(id).state() == RecordState::kReady) evict_one(id);  // else it went with an earlier one
+  return true;
+}
+
+bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
+  wanted_.insert(round_slot(bytes));
+  return evict_for(bytes) || evict_self_naming_chain(bytes, chunk);
 }
 
 // No leaf is left. Records above one that is pinned, kept or RESERVED, or above the new chunk, wait for it. Any other
@@ -81,15 +88,29 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   return victim.has_value();
 }
 
-uint32_t Chunks::evict(uint64_t target_free_bytes, uint32_t max_chunks) {
-  uint32_t gone = 0;
-  while (gone < max_chunks && slots_.free_bytes() < target_free_bytes) {
+uint64_t Chunks::room_bytes() const {
+  uint64_t room = slots_.free_bytes();
+  for (uint64_t size : wanted_) room = std::min(room, slots_.room_for(size, room));
+  return room;
+}
+
+// First for the sizes that stores had to make room for: what is free elsewhere is of no use to them.
+uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
+  uint64_t until = counters_.evicted_chunks + max_chunks, before = counters_.evicted_chunks;
+  while (counters_.evicted_chunks < until) {
+    auto lacks = [&](uint64_t size) { return slots_.room_for(size, target_room_bytes) < target_room_bytes; };
+    auto size = std::find_if(wanted_.begin(), wanted_.end(), lacks);
+    if (size != wanted_.end()) {
+      if (!evict_for(*size)) wanted_.erase(size);
+      continue;
+    }
+    wanted_.clear();
+    if (slots_.free_bytes() >= target_room_bytes) break;
     std::optional<Candidate> best = oldest_with(std::nullopt);
     if (!best) break;
     evict_one(best->record);
-    ++gone;
   }
-  return gone;
+  return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
 bool Chunks::can_evict() { return oldest_with(std::nullopt).has_value(); }
@@ -113,6 +134,7 @@ Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
 
 void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
   Record& r = record(id);
+  if (info_[id].kept) kept_until_.erase({r.kept_until_ms, id});
   r.kept_until_ms = until_ms;
   bool kept = until_ms != 0;
   if (info_[id].kept != kept) {
@@ -120,7 +142,7 @@ void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
     kept_bytes_ += kept ? bytes_of(id) : -bytes_of(id);
   }
   info_[id].kept = kept;
-  if (kept) kept_until_.emplace(until_ms, std::pair(id, r.generation()));
+  if (kept) kept_until_.emplace(until_ms, id);
 }
 
 void Chunks::keep(uint32_t id, uint64_t until_ms) {
@@ -129,11 +151,7 @@ void Chunks::keep(uint32_t id, uint64_t until_ms) {
 }
 
 void Chunks::expire_kept(uint64_t now) {
-  while (!kept_until_.empty() && kept_until_.begin()->first <= now) {
-    auto [id, generation] = kept_until_.begin()->second;
-    kept_until_.erase(kept_until_.begin());
-    if (info_[id].kept && record(id).generation() == generation && record(id).kept_until_ms <= now) keep(id, 0);
-  }
+  while (!kept_until_.empty() && kept_until_.begin()->first <= now) keep(kept_until_.begin()->second, 0);
 }
 
 }  // namespace kvdock

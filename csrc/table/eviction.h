@@ -56,11 +56,11 @@ class EvictionList {
     return std::nullopt;
   }
 
-  std::vector<uint32_t> shapes() const {
-    std::vector<uint32_t> out;
+  // `f` may choose().
+  template <class F>
+  void for_each_shape(F&& f) const {
     for (auto& [shape, heap] : heaps_)
-      if (!heap.empty()) out.push_back(shape);
-    return out;
+      if (!heap.empty()) f(shape);
   }
 
   bool lists(uint32_t record, uint64_t generation) const {

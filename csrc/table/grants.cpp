@@ -196,8 +196,7 @@ void Grants::close_reservation(Grant& g) {
   publish(g.word, grant_word(cell, g.use(), GrantState::kClosed));
   answers_.erase(cell);
   for_each_line(g, [&](const Line& line) {
-    const Record& r = chunks_.record(line.record);
-    if (r.generation() != line.generation || r.state() != RecordState::kReserved) return;
+    if (!chunks_.names_live(line) || chunks_.record(line.record).state() != RecordState::kReserved) return;
     ++aborted_chunks_;
     chunks_.take_out(line.record);
   });

@@ -95,6 +95,8 @@ struct Record {
   uint64_t generation() const { return (word & kWordMask) >> 3; }
 };
 constexpr uint64_t kTempKept = ~0ull;
+constexpr uint32_t kMaxParts = (kPageBytes - sizeof(Record)) / sizeof(StoredPart);  // a record fits its page
+constexpr uint64_t kGenerations = 1ull << 45;  // a record's word has room for generations below it
 
 constexpr uint64_t record_word(uint64_t generation, RecordState state) {
   return state == RecordState::kFree ? 0 : sealed(generation << 3 | static_cast<uint64_t>(state));

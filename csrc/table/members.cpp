@@ -218,6 +218,12 @@ std::vector<uint32_t> Members::open_sessions() const {
   return out;
 }
 
+std::vector<bool> Members::namespaces() const {
+  std::vector<bool> out(kMaxNamespaces);
+  for (auto& [cell, open] : open_) out[sessions_[cell].space] = true;
+  return out;
+}
+
 std::vector<MemberInfo> Members::views() const {
   std::vector<MemberInfo> out;
   for (auto& [session, open] : open_)
@@ -233,7 +239,7 @@ std::vector<MemberInfo> Members::views() const {
 
 // ---- adoption
 
-void Members::judge(uint32_t namespaces, Adoption* found) {
+void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
   for (uint32_t cell = 0; cell < kMaxSessions; ++cell) {
     const Session& s = sessions_[cell];
     if (!whole(s.word)) refuse_adoption("a session's state is damaged", cell);
@@ -241,7 +247,8 @@ void Members::judge(uint32_t namespaces, Adoption* found) {
       free_sessions_.push_back(cell);
       continue;
     }
-    if (s.crc != body_crc(s) || s.space >= namespaces) refuse_adoption("a session is damaged", cell);
+    if (s.crc != body_crc(s) || s.space >= namespaces.size() || !namespaces[s.space])
+      refuse_adoption("a session is damaged", cell);
     open_[cell];
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;

@@ -66,11 +66,12 @@ class Members {
   size_t member_count() const;
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
   std::vector<uint32_t> open_sessions() const;
+  std::vector<bool> namespaces() const;  // by number: whether an open session is in it
   std::vector<MemberInfo> views() const;
 
   // Adoption: judge() takes over what is there, or refuses it, and writes nothing. restart(): nobody has been heard of
   // yet, so the living are suspect until they come back, and the dead settle once more.
-  void judge(uint32_t namespaces, Adoption* found);
+  void judge(const std::vector<bool>& namespaces, Adoption* found);
   void restart(uint64_t clock_ms);
   std::vector<uint32_t> sessions_without_members() const;
 

@@ -8,7 +8,7 @@ namespace kvdock {
 
 uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
                          const std::vector<Group>& groups) {
-  for (uint32_t i = 0; i < count(); ++i)
+  for (uint32_t i : live())
     if (entries_[i].digest == digest) return i;
   if (block_tokens == 0 || chunk_tokens == 0 || chunk_tokens % block_tokens)
     throw TableError("bad_argument", "chunk_tokens is not a multiple of block_tokens", chunk_tokens, block_tokens);
@@ -17,8 +17,14 @@ uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t bloc
   if (groups.empty() || groups.size() > kMaxGroups)
     throw TableError("bad_argument", "number of groups out of range", int64_t(groups.size()),
                      "1.." + std::to_string(kMaxGroups));
-  if (count() == kMaxNamespaces) throw TableError("table_full", "no namespace left", kMaxNamespaces);
-  Namespace& ns = entries_[count()];
+  if (writers * groups.size() > kMaxParts)
+    throw TableError("bad_argument", "a chunk has too many parts: writers times groups",
+                     int64_t(writers * groups.size()), "at most " + std::to_string(kMaxParts));
+  uint32_t space = 0;
+  while (has(space)) ++space;
+  if (space == kMaxNamespaces)
+    throw TableError("table_full", "every namespace has sessions or chunks", kMaxNamespaces, "fewer manifests in use");
+  Namespace& ns = entries_[space];
   for (size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].part_bytes == 0) throw TableError("bad_argument", "part_bytes is 0", 0, "1 or more");
     if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
@@ -32,18 +38,38 @@ uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t bloc
   ns.digest = digest;
   ns.crc = body_crc(ns);
   publish(ns.word, sealed(1));
-  add_shape(ns);
-  return count() - 1;
+  add_shape(space);
+  return space;
 }
 
-void Namespaces::add_shape(const Namespace& ns) {
+// The entry's body may change once its word is 0.
+void Namespaces::drop(uint32_t space) {
+  publish(entries_[space].word, 0);
+  shape_of_[space] = kNone;
+}
+
+std::vector<uint32_t> Namespaces::live() const {
+  std::vector<uint32_t> out;
+  for (uint32_t i = 0; i < shape_of_.size(); ++i)
+    if (has(i)) out.push_back(i);
+  return out;
+}
+
+void Namespaces::add_shape(uint32_t space) {
+  const Namespace& ns = entries_[space];
   std::vector<uint64_t> shape;
   for (uint32_t g = 0; g < ns.group_count; ++g) shape.push_back(round_slot(ns.groups[g].part_bytes));
   std::sort(shape.begin(), shape.end());
   shape.erase(std::unique(shape.begin(), shape.end()), shape.end());
-  auto known = std::find(shapes_.begin(), shapes_.end(), shape);
-  shape_of_.push_back(static_cast<uint32_t>(known - shapes_.begin()));
-  if (known == shapes_.end()) shapes_.push_back(shape);
+  auto number = static_cast<uint32_t>(std::find(shapes_.begin(), shapes_.end(), shape) - shapes_.begin());
+  if (number == shapes_.size()) {
+    number = 0;
+    while (std::find(shape_of_.begin(), shape_of_.end(), number) != shape_of_.end()) ++number;
+    if (number == shapes_.size()) shapes_.emplace_back();
+    shapes_[number] = std::move(shape);
+  }
+  if (space >= shape_of_.size()) shape_of_.resize(space + 1, kNone);
+  shape_of_[space] = number;
 }
 
 bool Namespaces::shape_has(uint32_t shape, uint64_t slot_bytes) const {
@@ -54,15 +80,16 @@ void Namespaces::judge() {
   for (uint32_t i = 0; i < kMaxNamespaces; ++i) {
     const Namespace& ns = entries_[i];
     if (ns.word == 0) continue;
-    if (ns.word != sealed(1) || ns.crc != body_crc(ns) || i != count()) refuse_adoption("a namespace is damaged", i);
+    if (ns.word != sealed(1) || ns.crc != body_crc(ns)) refuse_adoption("a namespace is damaged", i);
     if (ns.group_count < 1 || ns.group_count > kMaxGroups || ns.writers < 1 || ns.writers > kMaxRanks)
       refuse_adoption("a namespace has impossible groups or writers", i);
+    if (ns.writers * ns.group_count > kMaxParts) refuse_adoption("a namespace has too many parts", i);
     if (ns.block_tokens == 0 || ns.chunk_tokens == 0 || ns.chunk_tokens % ns.block_tokens)
       refuse_adoption("a namespace has impossible chunks", i);
     for (uint32_t g = 0; g < ns.group_count; ++g)
       if (ns.groups[g].part_bytes == 0 || ns.groups[g].kind > GroupKind::kWindow)
         refuse_adoption("a namespace has an impossible group", i);
-    add_shape(ns);
+    add_shape(i);
   }
 }
 

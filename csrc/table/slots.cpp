@@ -8,16 +8,18 @@ namespace kvdock {
 namespace {
 // Slabs aim at 16 MiB, or 1/64 of a smaller segment: small enough to be emptied for another size.
 constexpr uint64_t kSlabTarget = 16ull << 20;
+constexpr size_t kColdest = 16;  // slabs around which room is looked for, if something else could be evicted
 }  // namespace
 
 void SlotAllocator::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
   Segment& s = segments_[segment];
   s.data_bytes = data_bytes;
-  s.free[data_offset] = data_bytes;
+  add_extent(s, data_offset, data_bytes);
   total_bytes_ += data_bytes;
 }
 
 std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t below) {
+  if (extents_.empty() || *extents_.rbegin() < slot_bytes) return std::nullopt;
   Segment* home = nullptr;
   uint32_t home_id = 0;
   uint64_t offset = 0, room = 0;
@@ -47,8 +49,8 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   }
   uint32_t count = static_cast<uint32_t>(room / slot_bytes);
   uint64_t extent = home->free[offset];
-  home->free.erase(offset);
-  if (extent > count * slot_bytes) home->free[offset + count * slot_bytes] = extent - count * slot_bytes;
+  remove_extent(*home, home->free.find(offset));
+  if (extent > count * slot_bytes) add_extent(*home, offset + count * slot_bytes, extent - count * slot_bytes);
   home->slabs[offset] = slab;
   Slab& body = slabs_[slab];
   body.segment = home_id;
@@ -64,6 +66,8 @@ std::optional<uint32_t> SlotAllocator::open_slab(uint64_t slot_bytes, uint32_t b
   for (uint32_t i = 0; i < count; ++i) live.free[i] = count - 1 - i;
   with_room_[slot_bytes].insert(slab);
   ++slabs_of_size_[slot_bytes];
+  free_slots_[slot_bytes] += count;
+  list(slab);
   return slab;
 }
 
@@ -84,6 +88,7 @@ std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record, uint32_
   live.free.pop_back();
   live.owner[i] = record;
   if (live.free.empty()) with_room_[slot_bytes].erase(slab);
+  --free_slots_[slot_bytes];
   used_bytes_ += slot_bytes;
   const Slab& body = slabs_[slab];
   return Slot{slab, static_cast<uint16_t>(body.segment), body.offset + i * slot_bytes};
@@ -95,7 +100,10 @@ void SlotAllocator::give(uint32_t slab, uint64_t offset) {
   uint32_t i = static_cast<uint32_t>((offset - body.offset) / body.slot_bytes);
   live.owner[i] = kNone;
   live.free.push_back(i);
-  if (!segments_[body.segment].retired) with_room_[body.slot_bytes].insert(slab);
+  if (!segments_[body.segment].retired) {
+    with_room_[body.slot_bytes].insert(slab);
+    ++free_slots_[body.slot_bytes];
+  }
   used_bytes_ -= body.slot_bytes;
   if (live.free.size() == body.count) close_slab(slab);
 }
@@ -105,9 +113,11 @@ void SlotAllocator::close_slab(uint32_t slab) {
   publish(body.word, 0);
   KVDOCK_PAUSE("evict.slab_closed");
   with_room_[body.slot_bytes].erase(slab);
+  if (!segments_[body.segment].retired) free_slots_[body.slot_bytes] -= body.count;
   if (--slabs_of_size_[body.slot_bytes] == 0) {
     slabs_of_size_.erase(body.slot_bytes);
     with_room_.erase(body.slot_bytes);
+    free_slots_.erase(body.slot_bytes);
   }
   live_[slab] = Live{};
   Segment& s = segments_[body.segment];
@@ -116,72 +126,133 @@ void SlotAllocator::close_slab(uint32_t slab) {
   spare_slabs_.push_back(slab);
 }
 
+void SlotAllocator::add_extent(Segment& s, uint64_t offset, uint64_t bytes) {
+  s.free[offset] = bytes;
+  if (!s.retired) extents_.insert(bytes);
+}
+
+std::map<uint64_t, uint64_t>::iterator SlotAllocator::remove_extent(Segment& s,
+                                                                     std::map<uint64_t, uint64_t>::iterator extent) {
+  if (!s.retired) extents_.erase(extents_.find(extent->second));
+  return s.free.erase(extent);
+}
+
 void SlotAllocator::free_extent(Segment& s, uint64_t offset, uint64_t bytes) {
   auto next = s.free.lower_bound(offset);
   if (next != s.free.end() && offset + bytes == next->first) {
     bytes += next->second;
-    next = s.free.erase(next);
+    next = remove_extent(s, next);
   }
   if (next != s.free.begin()) {
     auto prev = std::prev(next);
     if (prev->first + prev->second == offset) {
-      prev->second += bytes;
-      return;
+      offset = prev->first;
+      bytes += prev->second;
+      remove_extent(s, prev);
     }
   }
-  s.free[offset] = bytes;
+  add_extent(s, offset, bytes);
+}
+
+uint64_t SlotAllocator::room_for(uint64_t slot_bytes, uint64_t enough) const {
+  auto slots = free_slots_.find(slot_bytes);
+  uint64_t room = slots == free_slots_.end() ? 0 : slots->second * slot_bytes;
+  for (auto at = extents_.lower_bound(slot_bytes); at != extents_.end() && room < enough; ++at)
+    room += *at / slot_bytes * slot_bytes;
+  return room;
 }
 
 bool SlotAllocator::has_other_sizes(uint64_t bytes) const {
   return slabs_of_size_.size() > slabs_of_size_.count(round_slot(bytes));
 }
 
-std::optional<SlotAllocator::Window> SlotAllocator::oldest_window(uint64_t bytes) const {
+bool SlotAllocator::warmer(const Cold& a, const Cold& b) { return a.newest > b.newest; }
+
+void SlotAllocator::list(uint32_t slab) {
+  Live& live = live_[slab];
+  if (live.listed != 0 || live.owner.empty() || blocked(slab)) return;
+  live.listed = ++listings_;
+  cold_.push_back({live.newest, live.listed, slab});
+  std::push_heap(cold_.begin(), cold_.end(), warmer);
+  if (cold_.size() < 1024 || cold_.size() < 4 * live_.size()) return;
+  std::erase_if(cold_, [this](const Cold& c) { return live_[c.slab].listed != c.number; });
+  std::make_heap(cold_.begin(), cold_.end(), warmer);
+}
+
+// Takes the entry of the slab used least recently, of those that are not blocked, off the heap.
+std::optional<SlotAllocator::Cold> SlotAllocator::coldest() {
+  while (!cold_.empty()) {
+    std::pop_heap(cold_.begin(), cold_.end(), warmer);
+    Cold c = cold_.back();
+    cold_.pop_back();
+    Live& live = live_[c.slab];
+    if (live.listed != c.number) continue;
+    live.listed = 0;
+    if (blocked(c.slab) || segments_.at(slabs_[c.slab].segment).retired) continue;
+    if (live.newest == c.newest) return c;
+    list(c.slab);
+  }
+  return std::nullopt;
+}
+
+std::optional<SlotAllocator::Window> SlotAllocator::oldest_window(uint64_t bytes, std::optional<uint64_t> older_than) {
+  bytes = round_slot(bytes);
   std::optional<Window> best;
-  for (auto& [id, s] : segments_)
-    if (!s.retired) scan_segment(s, round_slot(bytes), best);
+  std::vector<uint32_t> seen;
+  while (!older_than || seen.size() < kColdest) {
+    std::optional<Cold> c = coldest();
+    if (!c) break;
+    seen.push_back(c->slab);
+    if ((older_than && c->newest >= *older_than) || (best && c->newest >= best->newest)) break;
+    auto window = window_around(c->slab, bytes);
+    if (window && (!best || window->newest < best->newest)) best = std::move(window);
+  }
+  for (uint32_t slab : seen) list(slab);
   return best;
 }
 
-// Walks over the segment's extents in address order. No window contains a slab with a pinned or kept record.
-void SlotAllocator::scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const {
-  struct Extent {
-    uint64_t bytes;
-    uint32_t slab;  // kNone: free
+// Grows to the side that was used less recently until the slot fits; nullopt between two blocked neighbours.
+std::optional<SlotAllocator::Window> SlotAllocator::window_around(uint32_t slab, uint64_t bytes) const {
+  const Segment& s = segments_.at(slabs_[slab].segment);
+  uint64_t begin = slabs_[slab].offset, end = begin + bytes_of(slab);
+  Window window{live_[slab].newest, {}};
+  auto add = [&](uint32_t one) {
+    window.newest = std::max(window.newest, live_[one].newest);
+    for (uint32_t r : live_[one].owner)
+      if (r != kNone) window.records.push_back(r);
   };
-  std::map<uint64_t, Extent> extents;
-  for (auto& [at, size] : s.free) extents[at] = {size, kNone};
-  for (auto& [at, slab] : s.slabs) extents[at] = {slabs_[slab].count * slabs_[slab].slot_bytes, slab};
-  for (auto first = extents.begin(); first != extents.end(); ++first) {
-    uint64_t span = 0, newest = 0;
-    auto last = first;
-    bool blocked = false;
-    for (; last != extents.end() && span < bytes; ++last) {
-      const Extent& e = last->second;
-      if (e.slab != kNone) {
-        const Live& live = live_.at(e.slab);
-        if ((blocked = live.pinned + live.kept > 0)) break;
-        newest = std::max(newest, live.newest);
-      }
-      span += e.bytes;
-    }
-    if (blocked) {
-      first = last;
+  add(slab);
+  while (end - begin < bytes) {
+    if (auto free = s.free.find(end); free != s.free.end()) {
+      end += free->second;
       continue;
     }
-    if (span < bytes || (best && best->newest <= newest)) continue;
-    best = Window{newest, {}};
-    for (auto it = first; it != last; ++it)
-      if (it->second.slab != kNone)
-        for (uint32_t r : live_.at(it->second.slab).owner)
-          if (r != kNone) best->records.push_back(r);
+    if (auto free = s.free.lower_bound(begin); free != s.free.begin()) {
+      if (--free; free->first + free->second == begin) {
+        begin = free->first;
+        continue;
+      }
+    }
+    auto right = s.slabs.find(end), left = s.slabs.lower_bound(begin);
+    bool to_right = right != s.slabs.end() && !blocked(right->second);
+    bool to_left = left != s.slabs.begin() && !blocked(std::prev(left)->second);
+    if (!to_right && !to_left) return std::nullopt;
+    if (to_left) --left;
+    if (to_left && to_right) to_right = live_[right->second].newest <= live_[left->second].newest;
+    add(to_right ? right->second : left->second);
+    (to_right ? end : begin) = to_right ? end + bytes_of(right->second) : left->first;
   }
+  return window;
 }
 
 void SlotAllocator::retire_segment(uint32_t segment) {
   Segment& s = segments_.at(segment);
   s.retired = true;
-  for (auto& [at, slab] : s.slabs) with_room_[slabs_[slab].slot_bytes].erase(slab);
+  for (auto& [at, slab] : s.slabs) {
+    with_room_[slabs_[slab].slot_bytes].erase(slab);
+    free_slots_[slabs_[slab].slot_bytes] -= live_[slab].free.size();
+  }
+  for (auto& [at, bytes] : s.free) extents_.erase(extents_.find(bytes));
 }
 
 void SlotAllocator::remove_segment(uint32_t segment) {
@@ -211,6 +282,25 @@ uint64_t SlotAllocator::used_in(uint32_t segment) const {
   return used;
 }
 
+void SlotAllocator::check_derived() const {
+  std::multiset<uint64_t> extents;
+  std::map<uint64_t, uint64_t> free_slots;
+  std::set<uint64_t> listed;
+  for (const Cold& c : cold_) listed.insert(c.number);
+  for (auto& [id, s] : segments_) {
+    if (s.retired) continue;
+    for (auto& [at, bytes] : s.free) extents.insert(bytes);
+    for (auto& [at, slab] : s.slabs) {
+      const Live& live = live_[slab];
+      free_slots[slabs_[slab].slot_bytes] += live.free.size();
+      require(blocked(slab) || listed.count(live.listed), "a slab that may be emptied is not listed", slab);
+    }
+  }
+  require(extents == extents_, "the sizes of free extents are wrong");
+  for (auto& [size, count] : free_slots_)
+    require(free_slots[size] == count, "free slots of a size do not add up", size);
+}
+
 void SlotAllocator::check() const {
   uint64_t used = 0;
   for (auto& [id, s] : segments_) {
@@ -233,6 +323,7 @@ void SlotAllocator::check() const {
     require(covered == s.data_bytes, "extents do not cover their segment", id);
   }
   require(used == used_bytes_, "used bytes of slots do not add up");
+  check_derived();
 }
 
 }  // namespace kvdock

@@ -51,8 +51,14 @@ class SlotAllocator {
   // A record in the slab was used.
   void touch(uint32_t slab, uint64_t tick) { live_[slab].newest = std::max(live_[slab].newest, tick); }
   void pin(uint32_t slab) { ++live_[slab].pinned; }
-  void unpin(uint32_t slab) { --live_[slab].pinned; }
-  void keep(uint32_t slab, int sign) { live_[slab].kept += sign; }  // one more or one less kept record in the slab
+  void unpin(uint32_t slab) {
+    --live_[slab].pinned;
+    if (live_[slab].listed == 0) list(slab);
+  }
+  void keep(uint32_t slab, int sign) {  // one more or one less kept record in the slab
+    live_[slab].kept += sign;
+    if (live_[slab].listed == 0) list(slab);
+  }
 
   // No slot of the segment is given out any more; remove_segment once used_in(segment) is 0.
   void retire_segment(uint32_t segment);
@@ -67,10 +73,13 @@ class SlotAllocator {
     uint64_t newest;  // use tick of the most recently used record in it
     std::vector<uint32_t> records;
   };
-  // The run of neighbouring unpinned slabs that, once emptied, has room for a slot of `bytes`; of several runs, the one
-  // whose newest use is oldest.
-  std::optional<Window> oldest_window(uint64_t bytes) const;
+  // Neighbouring slabs without pinned or kept slots that, once emptied, have room for a slot of `bytes`: the slab used
+  // least recently, and as much around it as is wanted. `older_than`: nullopt if that slab was used as lately, or if
+  // there is no room around any of the kColdest slabs used least recently.
+  std::optional<Window> oldest_window(uint64_t bytes, std::optional<uint64_t> older_than);
 
+  // Bytes that slots of the size could take without eviction: more than `enough` are not counted.
+  uint64_t room_for(uint64_t slot_bytes, uint64_t enough) const;
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }
   uint64_t free_bytes() const;  // without those of retired segments
@@ -88,6 +97,12 @@ class SlotAllocator {
     uint32_t pinned = 0;
     uint32_t kept = 0;
     uint64_t newest = 0;
+    uint64_t listed = 0;  // its entry in cold_; 0: none
+  };
+  struct Cold {
+    uint64_t newest;  // when listed
+    uint64_t number;
+    uint32_t slab;
   };
   struct Segment {
     uint64_t data_bytes = 0;
@@ -98,8 +113,16 @@ class SlotAllocator {
 
   std::optional<uint32_t> open_slab(uint64_t slot_bytes, uint32_t below);
   void close_slab(uint32_t slab);
+  void add_extent(Segment& s, uint64_t offset, uint64_t bytes);
+  std::map<uint64_t, uint64_t>::iterator remove_extent(Segment& s, std::map<uint64_t, uint64_t>::iterator extent);
   void free_extent(Segment& s, uint64_t offset, uint64_t bytes);
-  void scan_segment(const Segment& s, uint64_t bytes, std::optional<Window>& best) const;
+  uint64_t bytes_of(uint32_t slab) const { return slabs_[slab].count * slabs_[slab].slot_bytes; }
+  bool blocked(uint32_t slab) const { return live_[slab].pinned + live_[slab].kept > 0; }
+  static bool warmer(const Cold& a, const Cold& b);
+  void list(uint32_t slab);
+  std::optional<Cold> coldest();
+  std::optional<Window> window_around(uint32_t slab, uint64_t bytes) const;
+  void check_derived() const;
 
   Slab* slabs_;
   uint32_t max_slabs_;
@@ -109,6 +132,12 @@ class SlotAllocator {
   std::vector<Live> live_;                            // by slab; no owners: closed
   std::map<uint64_t, std::set<uint32_t>> with_room_;  // slot bytes → slabs with a free slot
   std::map<uint64_t, uint32_t> slabs_of_size_;
+  std::map<uint64_t, uint64_t> free_slots_;  // by slot bytes: in slabs of segments that are not retired
+  std::multiset<uint64_t> extents_;          // sizes of the free extents of all segments
+  // A heap of open slabs, the one used least recently on top; one without pinned and kept slots is always listed. An
+  // entry that comes to the top is dropped if its slab is gone or blocked, and listed anew if it was used since.
+  std::vector<Cold> cold_;
+  uint64_t listings_ = 0;
   uint64_t total_bytes_ = 0;
   uint64_t used_bytes_ = 0;
 };

@@ -13,13 +13,12 @@ bool SlotAllocator::adopt_slab(uint32_t slab) {
   auto extent = s.free.upper_bound(body.offset);
   if (extent == s.free.begin()) return false;
   --extent;
-  uint64_t end = body.offset + body.count * body.slot_bytes, extent_end = extent->first + extent->second;
+  uint64_t begin = extent->first, extent_end = begin + extent->second;
+  uint64_t end = body.offset + body.count * body.slot_bytes;
   if (end > extent_end) return false;
-  if (extent->first == body.offset)
-    s.free.erase(extent);
-  else
-    extent->second = body.offset - extent->first;
-  if (end < extent_end) s.free[end] = extent_end - end;
+  remove_extent(s, extent);
+  if (begin < body.offset) add_extent(s, begin, body.offset - begin);
+  if (end < extent_end) add_extent(s, end, extent_end - end);
   s.slabs[body.offset] = slab;
   if (slab >= next_slab_) live_.resize(next_slab_ = slab + 1);
   live_[slab].owner.assign(body.count, kNone);
@@ -48,10 +47,13 @@ void SlotAllocator::adopted() {
       if (live.owner[i] == kNone) live.free.push_back(i);
     used_bytes_ += (body.count - live.free.size()) * body.slot_bytes;
     ++slabs_of_size_[body.slot_bytes];
-    if (live.free.size() == body.count)
+    free_slots_[body.slot_bytes] += live.free.size();
+    if (live.free.size() == body.count) {
       close_slab(slab);
-    else if (!live.free.empty())
-      with_room_[body.slot_bytes].insert(slab);
+      continue;
+    }
+    if (!live.free.empty()) with_room_[body.slot_bytes].insert(slab);
+    list(slab);
   }
 }
 

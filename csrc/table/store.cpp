@@ -177,6 +177,14 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
   return publish_whole(*g, lines, rank);
 }
 
+void Table::require_one_checksum_each(std::vector<NewPart> parts) {
+  std::sort(parts.begin(), parts.end(), [](const NewPart& a, const NewPart& b) { return a.at < b.at; });
+  for (size_t i = 1; i < parts.size(); ++i)
+    if (parts[i].at == parts[i - 1].at && parts[i].checksum != parts[i - 1].checksum)
+      throw TableError("already_committed", "the commit names a part twice, with two checksums",
+                       hex_of(parts[i].checksum), hex_of(parts[i - 1].checksum));
+}
+
 // Those of the named parts that were not committed before.
 std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, uint32_t rank,
                                                const std::vector<PartCommit>& parts) {
@@ -188,8 +196,8 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, u
       throw TableError("not_reserved", "the reservation has no such part", index, int64_t(lines.size()));
     if (checksum >= kChecksumPrime)
       throw TableError("bad_argument", "a checksum is below 2^61 - 1", int64_t(checksum));
+    if (!chunks_.names_live(*it)) continue;  // published, read and gone since: a late repeat
     Record& r = chunks_.record(it->record);
-    if (r.generation() != it->generation) continue;  // published, read and gone since: a late repeat
     auto part = std::find_if(r.parts, r.parts + r.part_count,
                              [&](const StoredPart& x) { return x.group == group && x.writer == rank; });
     if (!(part->committed & kCommitted))
@@ -197,6 +205,7 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, u
     else if (part->committed != (kCommitted | checksum))
       throw TableError("already_committed", "the part was committed with another checksum", index);
   }
+  require_one_checksum_each(fresh);
   return fresh;
 }
 

@@ -2,7 +2,7 @@
 #include "table/table.h"
 
 #include <algorithm>
-
+#include <set>
 
 namespace kvdock {
 
@@ -38,7 +38,18 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
   remember_widest_caps();
 }
 
-// ---- sessions and members
+// ---- namespaces, sessions and members
+
+uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
+                              const std::vector<Group>& groups) {
+  if (!chunks_.namespaces().has_room()) drop_idle_namespaces();
+  return chunks_.namespaces().add(digest, chunk_tokens, block_tokens, writers, groups);
+}
+
+std::vector<uint32_t> Table::drop_idle_namespaces() {
+  chunks_.drop_idle(members_.namespaces());
+  return chunks_.namespaces().live();
+}
 
 uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   chunks_.namespaces().require(space);
@@ -153,10 +164,11 @@ void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
 uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
   if (!g) return 0;
+  std::set<uint32_t> wanted(chunks.begin(), chunks.end());
   std::vector<uint32_t> ids;
   grants_.for_each_line(*g, [&](const Line& line) {  // a lease with lines has a holder, so it pins its records
-    bool named = std::find(chunks.begin(), chunks.end(), line.index) != chunks.end();
-    if (named && chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
+    if (!wanted.count(line.index)) return;
+    if (chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
   });
   uint32_t taken = take_out(std::move(ids));
   counters_.mismatches += taken;

@@ -41,14 +41,18 @@ class Table {
     if constexpr (std::is_same_v<Part, Members>) return members_;
     else if constexpr (std::is_same_v<Part, Grants>) return grants_;
     else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
-    else if constexpr (std::is_same_v<Part, Namespaces>) return chunks_.namespaces();
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
     else return *this;
   }
 
   void set_limits(uint64_t limit_bytes, double session_cap, double total_cap);
 
-  // -- sessions and members
+  // -- namespaces, sessions and members
+  // Idempotent by digest. Drops idle ones if it has to.
+  uint32_t add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
+                         const std::vector<Group>& groups);
+  // Those without session and chunk are forgotten; returns the others.
+  std::vector<uint32_t> drop_idle_namespaces();
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
   void member_dead(uint64_t member, uint64_t now);
@@ -114,6 +118,7 @@ class Table {
     StoredPart* at;
     uint64_t checksum;
   };
+  static void require_one_checksum_each(std::vector<NewPart> parts);
   std::vector<NewPart> fresh_parts(const std::vector<Line>& lines, uint32_t rank, const std::vector<PartCommit>& parts);
   CommitResult publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank);
   uint32_t take_out(std::vector<uint32_t> ids);  // returns how many distinct ones there were

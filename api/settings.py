@@ -40,12 +40,13 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * unit) if "." in number else int(number) * unit
 
 
-def default_socket_path(environ: Mapping[str, str]) -> str:
-    """The default socket of one user's server and engines."""
-    run_dir = environ.get("XDG_RUNTIME_DIR", "")
-    if run_dir and Path(run_dir).is_dir():
-        return str(Path(run_dir) / "kvdock.sock")
-    return f"/tmp/kvdock-{os.getuid()}.sock"
+def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/user")) -> str:
+    """The default socket of one user's server and engines: in the folder that the system made for the user, whether the
+    environment names it or not, else in one under /tmp, which the server makes."""
+    for folder in (environ.get("XDG_RUNTIME_DIR", ""), run_user / str(os.getuid())):
+        if folder and Path(folder).is_dir():
+            return str(Path(folder) / "kvdock.sock")
+    return f"/tmp/kvdock-{os.getuid()}/kvdock.sock"
 
 
 def default_prefault_threads() -> int:

@@ -26,7 +26,8 @@ from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.shm.objects import pool_objects
+from kvdock.shm.errors import ForeignObject
+from kvdock.shm.objects import foreign_objects, pool_objects
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -133,18 +134,18 @@ def _calibrations(known: list[Calibration]) -> Finding:
 def _stale_pools(machine: Machine) -> Finding:
     if not machine.shm_dir.is_dir():
         return Finding("pools", "ok", "none")
-    live, foreign, stale, stale_bytes = 0, 0, 0, 0
+    live, stale, stale_bytes = 0, 0, 0
+    foreign = len(foreign_objects(machine.shm_dir))
     for pool_id, names in pool_objects(machine.shm_dir).items():
         try:
             if server_alive(pool_id, machine.shm_dir):
                 live += 1
                 continue
-        except OSError:  # another user's: this user can neither check nor remove it
-            foreign += 1
+        except (OSError, ForeignObject):  # it has changed meanwhile
             continue
         stale += 1
         stale_bytes += sum(_size_bytes(machine, name) for name in names)
-    said = f"{live} in use" + (f", {foreign} of other users" if foreign else "")
+    said = f"{live} in use" + (f", {foreign} objects that are not ours alone" if foreign else "")
     if stale:
         return Finding(
             "pools", "note", f"{said}, {stale} left by servers that have ended: {size(stale_bytes)}",

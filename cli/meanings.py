@@ -46,7 +46,7 @@ MEANINGS: dict[str, str] = {
 }
 
 COMPUTED_DEFAULTS: dict[str, str] = {
-    "socket_path": "$XDG_RUNTIME_DIR/kvdock.sock, else /tmp/kvdock-UID.sock",
+    "socket_path": "$XDG_RUNTIME_DIR/kvdock.sock, else /run/user/UID/kvdock.sock, else /tmp/kvdock-UID/kvdock.sock",
     "prefault_threads": "half of the cores, at most 8",
 }
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvdock.protocol.errors import KvdockError, ServerUnavailable
+from kvdock.protocol.peers import require_trusted_server
 
 RECEIVE_BYTES = 1 << 16
 MAX_PIECE_BYTES = 1 << 20
@@ -65,6 +66,7 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connect(self, timeout_s: float) -> socket.socket:
+        """OSError, among them PermissionError when another user's server answers."""
         if not self.socket_path:
             sock = socket.create_connection((self.host, self.port), timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,6 +76,7 @@ class Address(NamedTuple):
             # Blocking, with the kernel's timeout: a full backlog makes a non-blocking connect fail at once.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sock.connect(self.socket_path)
+            require_trusted_server(sock, self.socket_path)
         except BaseException:
             sock.close()
             raise

@@ -37,7 +37,7 @@ from kvdock.protocol.schemas import (
 )
 from kvdock.protocol.wire_types import MAX_KEYS
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
-from kvdock.shm.objects import pool_exists
+from kvdock.shm.objects import lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
 
 log = logging.getLogger("kvdock.connector")
@@ -234,7 +234,7 @@ class EngineSession:
         # A new member id an epoch: to a server that saw the old one die, the old one stays dead.
         self._epochs += 1
         member = f"{self.identity.member}-{self._epochs}"
-        liveness = MemberLiveness(pool.lock_file, source=self._source)
+        liveness = MemberLiveness(lock_path(int(pool.pool_id, 16)), source=self._source)
         segments = AttachedSegments(int(pool.pool_id, 16))
         registrar = None
         if self._register is not None:

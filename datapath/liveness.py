@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 from kvdock._core import MemberLock
 from kvdock.shm.locks import MEMBER_OFFSETS
+from kvdock.shm.objects import open_lock
 
 
 class MemberLiveness:
     """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
-    OSError when the lock file cannot be opened.
+    OSError when the lock file cannot be opened, ForeignObject when it is not this user's own.
     """
 
     def __init__(self, lock_file: str | Path, *, source: random.Random) -> None:
-        self._lock = _take_free(Path(lock_file), source)
+        fd = open_lock(Path(lock_file))
+        try:
+            self._lock = _take_free(fd, source)
+        finally:
+            os.close(fd)
         self.offset = self._lock.offset
 
     def close(self) -> None:
@@ -24,9 +30,9 @@ class MemberLiveness:
         self._lock.close()
 
 
-def _take_free(path: Path, source: random.Random) -> MemberLock:
+def _take_free(fd: int, source: random.Random) -> MemberLock:
     while True:
         try:
-            return MemberLock(str(path), source.randrange(*MEMBER_OFFSETS))
+            return MemberLock(f"/proc/self/fd/{fd}", source.randrange(*MEMBER_OFFSETS))
         except BlockingIOError:
             continue  # another member has that byte: draw again

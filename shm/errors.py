@@ -11,6 +11,7 @@ wanted.
         ├── SegmentAbsent        no shared memory object of that name
         ├── SegmentNotReady      its header is not written yet: try again
         ├── SegmentNotRegistered it is mapped, but not yet registered with the GPU's driver: try again
+        ├── ForeignObject        it is another user's, or others may open, link or replace it
         ├── SegmentWrongVersion  it was written by a build with another layout
         └── SegmentCorrupt       the header contradicts itself, the object or the caller
 """
@@ -53,6 +54,10 @@ class AttachError(ShmError):
 
 class SegmentAbsent(AttachError):
     pass
+
+
+class ForeignObject(AttachError):
+    """Also of a lock file or a table. found, wanted: kind, owner, mode and links."""
 
 
 class SegmentNotRegistered(AttachError):

@@ -6,8 +6,9 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
     kvdock-P-table    the table region of the server
     kvdock-P-0000 …   the segments
 
-Invariant: an object that `create` returned has every byte allocated, so touching it cannot fail; one
-that could not be allocated is gone again.
+Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; one that could not be
+allocated is gone again. Anybody may put objects of any name there: one that is not this user's own, or that others may
+open, is not listed, opened or removed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import errno
 import importlib
 import os
 import re
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from kvdock._core import Mapping
-from kvdock.shm.errors import PoolTooSmall
+from kvdock.shm.errors import ForeignObject, PoolTooSmall
 
 # posix_ipc ships no types; this is the only place that touches it.
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
@@ -42,14 +45,60 @@ def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
     return Path(shm_dir) / f"kvdock-{pool_id:016x}.lock"
 
 
+def is_own(found: os.stat_result) -> bool:
+    """Whether it is a regular file of this process's user, with one link, that nobody else may open."""
+    is_private = stat.S_IMODE(found.st_mode) & 0o077 == 0
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and is_private and found.st_nlink == 1
+
+
+def require_own(fd: int, name: str) -> None:
+    """ForeignObject unless the open object is_own."""
+    found = os.fstat(fd)
+    if not is_own(found):
+        raise ForeignObject(
+            f"shared memory object {name}",
+            found=f"{stat.filemode(found.st_mode)} of user {found.st_uid}, {found.st_nlink} links",
+            wanted=f"-rw------- of user {os.geteuid()}, 1 link",
+        )
+
+
 def pool_objects(shm_dir: Path = SHM_DIR) -> dict[int, list[str]]:
-    """The names in the shared-memory directory by pool id, with the lock files, sorted."""
+    """Our objects in the shared-memory directory by pool id, with the lock files, sorted by name."""
     found: dict[int, list[str]] = {}
-    for entry in sorted(path.name for path in Path(shm_dir).iterdir()):
-        match = _NAME.fullmatch(entry)
-        if match:
-            found.setdefault(int(match[1], 16), []).append(entry)
+    for path, own in _named(shm_dir):
+        match = _NAME.fullmatch(path.name)
+        if match and own:
+            found.setdefault(int(match[1], 16), []).append(path.name)
     return found
+
+
+def foreign_objects(shm_dir: Path = SHM_DIR) -> list[str]:
+    """What there has a name of ours and is not ours, sorted."""
+    return [path.name for path, own in _named(shm_dir) if not own]
+
+
+def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
+    """What has a name of ours, by name, and whether it is our own."""
+    for path in sorted(Path(shm_dir).iterdir()):
+        if _NAME.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # gone meanwhile
+                yield path, is_own(path.lstat())
+
+
+def open_lock(path: Path) -> int:
+    """Its descriptor, readable and writable. FileNotFoundError, PermissionError, ForeignObject."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise ForeignObject(f"lock file {path}", found=error.strerror, wanted="a regular file") from error
+    try:
+        require_own(fd, path.name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
@@ -97,12 +146,17 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
 
 
 def open_existing(name: str) -> int:
-    """The object's descriptor, readable and writable. FileNotFoundError when there is none."""
+    """The object's descriptor, readable and writable. FileNotFoundError when there is none, ForeignObject."""
     try:
         fd: int = _posix_ipc.SharedMemory(name).fd
     except _posix_ipc.ExistentialError as error:
         raise FileNotFoundError(errno.ENOENT, "no shared memory object", name) from error
-    os.set_inheritable(fd, False)
+    try:
+        os.set_inheritable(fd, False)
+        require_own(fd, name)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -127,7 +181,8 @@ def create_region(name: str, size_bytes: int) -> Mapping:
 
 
 def open_region(name: str) -> Mapping:
-    """Maps an object that an earlier server left. FileNotFoundError when there is none, ValueError when it is empty."""
+    """Maps an object that an earlier server left. FileNotFoundError when there is none, ValueError when it is empty,
+    ForeignObject."""
     fd = open_existing(name)
     try:
         size_bytes = os.fstat(fd).st_size

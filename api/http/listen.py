@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvdock.api.errors import StartupError
@@ -37,8 +37,10 @@ def bind_tcp(host: str, port: int) -> Iterator[socket.socket]:
 def bind_unix(path: str) -> Iterator[socket.socket]:
     """Bound with mode 0600; the file is removed at the end if it is still the same one.
 
-    StartupError: socket_in_use if a live server answers there, bad_address if the file is something else.
+    StartupError: socket_in_use if a live server answers there, bad_address if the file is something else, or if others
+    could put something else in its place.
     """
+    _require_own_folder(Path(path).absolute().parent)
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         umask = os.umask(0o177)  # nobody else may connect, not even between bind and a chmod
@@ -55,6 +57,22 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
         finally:
             if _inode(path) == inode:
                 Path(path).unlink()
+
+
+def _require_own_folder(folder: Path) -> None:
+    """Makes a missing folder, for nobody else."""
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found, link = folder.stat(), folder.lstat()
+    except OSError as error:
+        raise StartupError("bad_address", f"socket folder {folder}: {error.strerror}") from error
+    if not {found.st_uid, link.st_uid} <= {os.geteuid(), 0} or found.st_mode & 0o022:
+        raise StartupError(
+            "bad_address",
+            f"socket folder {folder}: found {stat.filemode(found.st_mode)} of user {found.st_uid}, wanted one that "
+            f"nobody but user {os.geteuid()} or root can write to: choose another socket_path",
+        )
 
 
 def _remove_stale(path: str) -> None:

@@ -11,13 +11,12 @@ import os
 import select
 import signal
 import socket
-import struct
 from typing import Final
 
 from kvdock.api.errors import StartupError
+from kvdock.protocol.peers import require_trusted_server
 
 HAND_OVER: Final = signal.SIGUSR2
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 CONNECT_S: Final = 1.0
 
 
@@ -34,8 +33,10 @@ def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
             return 0
         except OSError as error:
             raise StartupError("socket_in_use", f"socket {socket_path}: {error}") from error
-        credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid = int(_CREDENTIALS.unpack(credentials)[0])
+        try:
+            pid = require_trusted_server(asking, socket_path).pid
+        except PermissionError as error:
+            raise StartupError("socket_in_use", str(error)) from error
         try:
             process = os.pidfd_open(pid)
         except OSError as error:

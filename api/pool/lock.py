@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvdock._core import MemberLock, lock_holder_alive
 from kvdock.shm import objects as shm
-from kvdock.shm.errors import PoolGone, PoolInUse
+from kvdock.shm.errors import ForeignObject, PoolGone, PoolInUse
 from kvdock.shm.locks import LOCK_FILE_BYTES, SERVER_OFFSET
 
 
@@ -52,14 +52,15 @@ class PoolLock:
 
     @classmethod
     def adopt(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR) -> PoolLock:
-        """Takes over a dead server's pool. PoolInUse while that server lives, PoolGone when nothing is left."""
+        """Takes over a dead server's pool. PoolInUse while that server lives, PoolGone when nothing is left,
+        ForeignObject when the lock file is not ours."""
         path = shm.lock_path(pool_id, shm_dir)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = shm.open_lock(path)
         except FileNotFoundError as error:
             raise PoolGone(f"lock file {path}", found="no such file", wanted="the lock file of a pool") from error
         try:
-            lock = _take(path, SERVER_OFFSET)
+            lock = _take(fd, path)
             # A remover may have taken the lock and unlinked the file between our open and our lock.
             if not path.exists() or path.stat().st_ino != os.fstat(fd).st_ino:
                 lock.close()
@@ -89,9 +90,9 @@ class PoolLock:
 
 
 def server_alive(pool_id: int, shm_dir: Path = shm.SHM_DIR) -> bool:
-    """Whether a server holds the pool now."""
+    """Whether a server holds the pool now. ForeignObject."""
     try:
-        fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+        fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     except FileNotFoundError:
         return False
     try:
@@ -115,7 +116,7 @@ def left_pools(shm_dir: Path = shm.SHM_DIR, *, wall_s: Callable[[], float] = tim
     for pool_id in shm.pool_objects(shm_dir):
         try:
             alive, left = _look(pool_id, shm_dir, wall_s)
-        except (FileNotFoundError, PermissionError):
+        except (FileNotFoundError, PermissionError, ForeignObject):
             continue
         if not alive:
             found.append(left)
@@ -123,8 +124,8 @@ def left_pools(shm_dir: Path = shm.SHM_DIR, *, wall_s: Callable[[], float] = tim
 
 
 def _look(pool_id: int, shm_dir: Path, wall_s: Callable[[], float]) -> tuple[bool, LeftPool]:
-    """Whether its server is alive, and what the lock file says about the pool."""
-    fd = os.open(shm.lock_path(pool_id, shm_dir), os.O_RDWR | os.O_CLOEXEC)
+    """Whether its server is alive, and what the lock file says about the pool. ForeignObject."""
+    fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     try:
         address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
         left = LeftPool(pool_id, address, wall_s() - os.fstat(fd).st_mtime)
@@ -141,7 +142,7 @@ def remove_stale(
 
     A server may die at any moment, so each pool is checked by itself, and once more when its lock is held. The lock of
     a pool that stays is not taken, because its next server may be trying to take it. Engines that still map a removed
-    object keep their memory until they unmap it. Pools of other users, which this process may not open, stay too.
+    object keep their memory until they unmap it. What is not ours stays too (shm.objects.is_own).
     """
     removed: list[str] = []
     for pool_id, names in shm.pool_objects(shm_dir).items():
@@ -150,13 +151,13 @@ def remove_stale(
             alive, left = _look(pool_id, shm_dir, wall_s)
             if alive or spare(left):
                 continue
-            lock = MemberLock(str(path), SERVER_OFFSET)  # held while removing, so that nobody adopts it
+            lock = _lock_of(path)  # held while removing, so that nobody adopts it
             if spare(_look(pool_id, shm_dir, wall_s)[1]):
                 lock.close()
                 continue
         except FileNotFoundError:
             lock = None  # a removal was cut short, or has just ended
-        except (BlockingIOError, PermissionError):
+        except (PoolInUse, PermissionError, ForeignObject):
             continue
         for name in sorted(names, key=lambda name: name == path.name):  # the lock file last
             (Path(shm_dir) / name).unlink(missing_ok=True)
@@ -166,8 +167,17 @@ def remove_stale(
     return removed
 
 
-def _take(path: Path, offset: int) -> MemberLock:
+def _lock_of(path: Path) -> MemberLock:
+    fd = shm.open_lock(path)
     try:
-        return MemberLock(str(path), offset)
+        return _take(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _take(fd: int, path: Path) -> MemberLock:
+    """The server's byte of the file that `fd` has open, whatever lies at `path` by now."""
+    try:
+        return MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
     except BlockingIOError as error:
-        raise PoolInUse(f"byte {offset} of {path}", found="held", wanted="free") from error
+        raise PoolInUse(f"byte {SERVER_OFFSET} of {path}", found="held", wanted="free") from error

@@ -295,6 +295,10 @@ def open_pool(
     """
     adopted = _adopt(settings, left_at(address_of(settings)))
     _clear_up(address_of(settings))
+    foreign = shm.foreign_objects()
+    if foreign:
+        shown = ", ".join(ascii(name) for name in foreign[:4])
+        log.warning("left alone in %s, because not ours alone: %d objects, %s first", shm.SHM_DIR, len(foreign), shown)
     if adopted:
         return Pool(
             settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,

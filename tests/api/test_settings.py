@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvdock.api.clock import ServerClock, boottime_ns
@@ -67,10 +70,12 @@ def test_a_small_pool_has_one_small_segment_unless_told() -> None:
     assert Settings.load({"pool_bytes": "16MiB"}).segment_bytes == 16 << 20
 
 
-def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: object) -> None:
+def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: Path) -> None:
     assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{tmp_path}/kvdock.sock"
-    assert default_socket_path({"XDG_RUNTIME_DIR": "/does/not/exist"}).startswith("/tmp/kvdock-")
-    assert default_socket_path({}).startswith("/tmp/kvdock-")
+    (tmp_path / str(os.getuid())).mkdir()
+    for environ in ({"XDG_RUNTIME_DIR": "/does/not/exist"}, {}):
+        assert default_socket_path(environ, tmp_path) == f"{tmp_path}/{os.getuid()}/kvdock.sock"
+        assert default_socket_path(environ, tmp_path / "none") == f"/tmp/kvdock-{os.getuid()}/kvdock.sock"
 
 
 @pytest.mark.security

@@ -20,7 +20,7 @@ from kvdock.api.pool.lock import PoolLock, remove_stale, server_alive
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.shm import objects as shm
-from kvdock.shm.errors import PoolGone, PoolInUse
+from kvdock.shm.errors import ForeignObject, PoolGone, PoolInUse
 from kvdock.shm.objects import create_region
 
 _MEMBER = """
@@ -135,6 +135,9 @@ def test_two_members_never_share_a_byte_even_with_one_random_source(lock: PoolLo
 def test_a_lock_file_shorter_than_a_page_or_missing_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(b"x")
+    with pytest.raises(ForeignObject, match="wanted -rw-------"):
+        MemberLiveness(short, source=random.Random(1))
+    short.chmod(0o600)
     with pytest.raises(ValueError, match="found 1 bytes, wanted at least 4096"):
         MemberLiveness(short, source=random.Random(1))
     with pytest.raises(FileNotFoundError):

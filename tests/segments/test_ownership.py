@@ -1,0 +1,207 @@
+"""Whose memory it is: what another user put into /dev/shm or at a socket is neither used, adopted nor removed, and no
+server is kept from starting."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import MIB, ServerProcess, attach, keys
+
+from kvdock._core import SEGMENT_HEADER_BYTES
+from kvdock.api.errors import StartupError
+from kvdock.api.http.listen import bind_unix
+from kvdock.api.pool.handover import ask_to_leave
+from kvdock.api.pool.lock import PoolLock, left_pools, remove_stale, server_alive
+from kvdock.client.client import Client
+from kvdock.protocol.errors import ServerUnavailable
+from kvdock.shm import objects as shm
+from kvdock.shm.errors import ForeignObject
+from kvdock.shm.segment import map_checked
+
+pytestmark = pytest.mark.security
+
+STRANGER = 64_999
+"""A user that no machine has."""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+def named(kind: str, pool_id: int) -> Path:
+    suffix = {"lock": ".lock", "table": "-table", "segment": "-0000"}[kind]
+    return shm.SHM_DIR / f"kvdock-{pool_id:016x}{suffix}"
+
+
+@pytest.fixture
+def planted() -> Iterator[Callable[[Path, str], None]]:
+    """Puts something there; it is gone after the test."""
+    made: list[Path] = []
+
+    def plant(path: Path, what: str) -> None:
+        made.append(path)
+        target = path.with_name(path.name.replace("kvdock", "other"))
+        if what == "folder":
+            path.mkdir()
+            return
+        if what == "pipe":
+            os.mkfifo(path, 0o666)
+            return
+        if what == "link":
+            target.write_bytes(bytes(8192))
+            target.chmod(0o600)
+            made.append(target)
+            path.symlink_to(target)
+            return
+        path.write_bytes(bytes(8192))
+        path.chmod(0o666 if what == "open to others" else 0o600)
+        if what == "linked twice":
+            os.link(path, target)
+            made.append(target)
+        if what == "of another user":
+            os.chown(path, STRANGER, STRANGER)
+
+    yield plant
+    for path in made:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+FOREIGN = [
+    "open to others", "linked twice", "link", "folder", "pipe",
+    pytest.param("of another user", marks=needs_root),
+]
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("kind", ["lock", "table", "segment"])
+def test_what_is_not_ours_alone_stops_no_start_and_stays(
+    kind: str, what: str, planted: Callable[[Path, str], None]
+) -> None:
+    path = named(kind, secrets.randbits(64))
+    planted(path, what)
+    assert path.name in shm.foreign_objects()
+    with ServerProcess() as server, Client(server.unix) as client:
+        assert client.status().status == "ok"
+        assert server.log_text().count("left alone in /dev/shm, because not ours alone: ") == 1
+    assert path.is_symlink() or path.exists()
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_forged_lock_file_is_neither_opened_nor_adopted(what: str, planted: Callable[[Path, str], None]) -> None:
+    pool_id = secrets.randbits(64)
+    planted(named("lock", pool_id), what)
+    for refused in (lambda: server_alive(pool_id), lambda: PoolLock.adopt(pool_id)):
+        with pytest.raises(ForeignObject, match="lock"):
+            refused()
+    assert pool_id not in [left.pool_id for left in left_pools()]
+    assert named("lock", pool_id).name not in remove_stale(spare=lambda left: left.pool_id != pool_id)
+
+
+@pytest.mark.parametrize("what", ["open to others", "linked twice", pytest.param("of another user", marks=needs_root)])
+def test_a_segment_that_is_not_ours_alone_is_not_mapped(what: str, planted: Callable[[Path, str], None]) -> None:
+    assert SEGMENT_HEADER_BYTES <= 8192
+    pool_id = secrets.randbits(64)
+    planted(named("segment", pool_id), what)
+    with pytest.raises(ForeignObject, match="wanted -rw-------"):
+        map_checked(shm.segment_name(pool_id, 0), pool_id, 0)
+
+
+@pytest.mark.parametrize("how", ["open to others", pytest.param("of another user", marks=needs_root)])
+def test_a_pool_that_others_could_open_is_not_adopted_and_another_one_is_served(how: str) -> None:
+    """Its last owner may be at work in it: as in the reviewers' attack, whose pool named the victim's socket."""
+    with ServerProcess() as dead:
+        with Client(dead.unix) as client:
+            attach(client).store(keys(2))
+        dead.stop(signal.SIGKILL)
+        left = [shm.SHM_DIR / name for name in dead.shared_memory()]
+        for path in left:
+            if how == "open to others":
+                path.chmod(0o666)
+            else:
+                os.chown(path, STRANGER, STRANGER)
+        try:
+            with ServerProcess(socket_path=dead.settings["socket_path"]) as server, Client(server.unix) as client:
+                assert server.pool_id != dead.pool_id
+                assert client.status().chunks.ready == 0
+            assert all(path.exists() for path in left)
+        finally:
+            for path in left:
+                path.unlink()
+
+
+# --------------------------------------------------------------------------- sockets
+
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.bind(sys.argv[1]); os.chmod(sys.argv[1], 0o777); sock.listen(); print("bound", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def squatted() -> Iterator[str]:
+    """The path of a socket that another user has bound, where everybody may."""
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        Path(folder).chmod(0o1777)
+        path = f"{folder}/kvdock.sock"
+        command = [sys.executable, "-c", SQUATTER, path, str(STRANGER)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
+            assert squatter.stdout is not None and squatter.stdin is not None
+            assert squatter.stdout.readline() == "bound\n"
+            yield path
+            squatter.stdin.close()
+
+
+@needs_root
+def test_another_users_server_is_not_believed(squatted: str) -> None:
+    with Client(f"unix:{squatted}") as client, pytest.raises(ServerUnavailable, match=f"found user {STRANGER}, wanted"):
+        client.status()
+    with pytest.raises(StartupError, match=f"found user {STRANGER}, wanted 0 or root"):
+        ask_to_leave(squatted, patience_s=1.0)
+
+
+def test_a_socket_is_not_bound_where_others_could_replace_it() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as folder:
+        for mode in (0o777, 0o1777, 0o770):
+            Path(folder).chmod(mode)
+            with pytest.raises(StartupError, match="nobody but user") as refused, bind_unix(f"{folder}/kvdock.sock"):
+                pytest.fail("bound")
+            assert refused.value.code == "bad_address"
+        Path(folder).chmod(0o755)
+        with bind_unix(f"{folder}/kvdock.sock") as sock:
+            assert stat.S_IMODE(Path(sock.getsockname()).stat().st_mode) == 0o600
+
+
+def test_a_missing_socket_folder_is_made_for_nobody_else(tmp_path: Path) -> None:
+    with bind_unix(str(tmp_path / "own" / "kvdock.sock")) as sock:
+        assert isinstance(sock, socket.socket)
+        assert stat.S_IMODE((tmp_path / "own").stat().st_mode) == 0o700
+
+
+@needs_root
+def test_a_folder_that_is_another_users_link_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    os.lchown(link, STRANGER, STRANGER)
+    with pytest.raises(StartupError, match="socket folder"), bind_unix(str(link / "kvdock.sock")):
+        pytest.fail("bound")
+
+
+def test_objects_and_socket_of_a_server_are_for_its_user_alone() -> None:
+    with ServerProcess() as server:
+        for name in server.shared_memory():
+            assert shm.is_own((shm.SHM_DIR / name).stat()), name
+        assert len(server.shared_memory()) == 3
+        assert stat.S_IMODE(Path(server.unix.removeprefix("unix:")).stat().st_mode) == 0o600
+        assert server.settings["pool_bytes"] == 16 * MIB

@@ -27,7 +27,7 @@ from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, LookupReply, ReserveReply
-from kvdock.protocol.wire_types import MAX_KEYS, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_KEYS, Carrier, RefusedRelease
 
 
 class CacheService:
@@ -82,7 +82,7 @@ class CacheService:
         for kept in body.keep:
             with ignore_unknown_grant():
                 self._table.keep(member.table_id, grant_id(kept), now_ms)
-        questions = self._table.heartbeat(member.table_id, now_ms)
+        questions = self._table.heartbeat(member.table_id, now_ms)[:MAX_ANSWERS]  # the others next time
         return s.HeartbeatAnswer(
             refused_releases=refused,
             heartbeat_s=self._heartbeat_s,
@@ -102,7 +102,7 @@ class CacheService:
             member_id = next(iter(session.members))
         member = session.member(member_id)
         self._table.leave(member.table_id)
-        del session.members[member_id]
+        self._registry.drop_member(session, member)
         if not session.members:
             self._registry.drop_session(session)
 

@@ -16,6 +16,7 @@ import msgspec
 from kvdock._core import MAX_SEGMENTS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.wire_types import (
+    MAX_ANSWERS,
     MAX_GROUPS,
     MAX_KEYS,
     MAX_RANKS,
@@ -29,9 +30,12 @@ from kvdock.protocol.wire_types import (
     Identity,
     Key,
     Keys,
+    Label,
     Name,
     Rank,
+    Ranks,
     Readers,
+    Text,
     Tokens,
     checksum_value,
 )
@@ -57,13 +61,13 @@ class Manifest(Identity, frozen=True, kw_only=True):
     """Everything that changes the stored bytes. Engines share chunks exactly if their manifests are equal."""
 
     model: Name
-    revision: str = ""
-    adapter: str = ""
+    revision: Text = ""
+    adapter: Text = ""
     kv_dtype: Name
     layers: Count
     kv_heads: Count
     head_size: Count
-    token_order: str = "NHD"
+    token_order: Text = "NHD"
     """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     block_tokens: BlockTokens
@@ -72,10 +76,10 @@ class Manifest(Identity, frozen=True, kw_only=True):
     writers: Readers = 1
     """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
-    hash_function: str = HASH_FUNCTION
+    hash_function: Text = HASH_FUNCTION
     """Any other value: the engine hashes its sequences itself, and keys are made from its hashes, not from `tokens`."""
-    hash_seed: str = ""
-    cache_salt: str = ""
+    hash_seed: Text = ""
+    cache_salt: Text = ""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -109,7 +113,7 @@ class AttachSession(Body, kw_only=True):
     """Id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
     member: Member
-    label: str = ""
+    label: Label = ""
     """Free text, shown by the status page and the command line."""
 
 
@@ -149,15 +153,15 @@ class SessionAttached(Answer, kw_only=True):
 
 class GrantRanks(Body, kw_only=True):
     grant: Hex64
-    ranks: list[Rank] = msgspec.field(default_factory=list)
+    ranks: Ranks = msgspec.field(default_factory=list)
     """Empty: the question or answer is for the member that asked for the grant."""
 
 
 class Heartbeat(Carrier, kw_only=True, omit_defaults=True):
     member: Name
-    done: list[GrantRanks] = msgspec.field(default_factory=list)
+    done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
-    keep: list[Hex64] = msgspec.field(default_factory=list)
+    keep: Annotated[list[Hex64], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     pinned_through: PinnedThrough | None = None
     """The member's value now; None: unchanged."""
     changes_since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
@@ -245,8 +249,8 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
 class Lookup(Carrier, kw_only=True):
     """Give `keys`, or `tokens` for the server to hash. Without a session the answer is only a length."""
 
-    session: str | None = None
-    member: str = ""
+    session: Name | None = None
+    member: Label = ""
     namespace: Key | None = None
     """Only without a session."""
     request: Name = "-"
@@ -273,15 +277,15 @@ class LookupAnswer(LookupHead, kw_only=True):
 
 
 class ReleaseLease(Body, kw_only=True):
-    session: str
-    ranks: list[Rank]
+    session: Name
+    ranks: Ranks
     """The reader ranks that are done. Repeating it is harmless."""
 
 
 class CancelLease(Body, kw_only=True):
     """Sent by the member that asked for the lease, if no rank was or will be handed the plan."""
 
-    session: str
+    session: Name
     member: Name
 
 
@@ -292,7 +296,7 @@ class ReleaseAnswer(Answer, kw_only=True):
 class ReleaseMany(Carrier, kw_only=True):
     """Releases on their own, without another call that carries them."""
 
-    session: str
+    session: Name
 
 
 class ReleaseManyAnswer(Carried, kw_only=True):
@@ -303,7 +307,7 @@ class ReleaseManyAnswer(Carried, kw_only=True):
 
 
 class Reserve(Carrier, kw_only=True):
-    session: str
+    session: Name
     member: Name
     store: Name
     """Client-chosen id: repeating the call with the same body gives the same answer."""
@@ -311,7 +315,7 @@ class Reserve(Carrier, kw_only=True):
     """The key before keys[0]; None if keys[0] starts the sequence."""
     keys: Keys | None = None
     tokens: Tokens | None = None
-    groups: list[int] | None = None
+    groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
     """The chunks vanish with their last reader unless a second request hits them."""
@@ -361,7 +365,7 @@ class PartDone(Body, array_like=True, gc=False):
 
 
 class Commit(Carrier, kw_only=True):
-    session: str
+    session: Name
     rank: Rank
     parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * MAX_GROUPS)]
 
@@ -373,16 +377,16 @@ class CommitAnswer(Carried, kw_only=True):
 
 
 class Abort(Body, kw_only=True):
-    session: str
-    ranks: list[Rank] | None = None
+    session: Name
+    ranks: Ranks | None = None
     """The ranks that are done; None: all of them, sent by the member that asked (no rank was handed the plan)."""
-    member: str = ""
+    member: Label = ""
 
 
 class ReportMismatch(Body, kw_only=True):
     """A loaded part does not have the checksum that the lease names: the chunk is taken out of use."""
 
-    session: str
+    session: Name
     lease: Hex64
     chunks: Annotated[list[ChunkIndex], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     """Indices of the chunks, counted from token 0 as in the lookup's keys."""

@@ -15,6 +15,8 @@ MAX_RANKS: Final = _core.MAX_RANKS
 KEY_BYTES: Final = _core.KEY_BYTES
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Label = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
 # The length is checked here and the digits in api/convert.py: a regular expression per value would cost more than the
 # whole lookup.
 Hex64 = Annotated[
@@ -28,6 +30,7 @@ MAX_TOKENS = 1 << 20
 """In one call."""
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Ranks = Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
 Keys = (
@@ -48,6 +51,8 @@ def checksum_value(checksum: str | int) -> int:
 
 MAX_RELEASES = 256
 """In one call."""
+MAX_ANSWERS: Final = 1024
+"""The most answers to questions in one heartbeat: so many `done`, so many `keep`. The server asks no more at a time."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,7 +71,7 @@ class Released(Body, array_like=True):
     """`[lease, ranks]`: those reader ranks are done with the lease. Repeating it is harmless."""
 
     lease: Hex64
-    ranks: list[Rank]
+    ranks: Ranks
 
 
 class RefusedRelease(Answer, array_like=True):

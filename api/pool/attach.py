@@ -23,11 +23,12 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     if session is not None:
         _check_same_manifest(session, manifest)
     _check_member(session, member)
+    if registry.others_lock(member):
+        raise ApiError("lock_not_visible", "hold a byte of your own: a live member has this one", wanted="another byte")
     if not pool.lock_held(member.lock_offset):
         raise ApiError(
             "lock_not_visible",
             f"hold byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
-            found=member.lock_offset,
             wanted="a held byte",
         )
     if session is None:
@@ -39,10 +40,10 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     if member.pinned_through is not None:
         pool.table.report_pinned(table_id, member.pinned_through)
     if member.id not in session.members:
-        session.members[member.id] = MemberRecord(
+        registry.add_member(session, MemberRecord(
             member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
             retired_before=0 if came_back else len(pool.retired),
-        )
+        ))
     return session
 
 
@@ -107,9 +108,9 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
     known = session.members.get(member.id)
     if known is not None and not known.same_as(member):
         raise ApiError(
+            # Whoever knows the offset could speak for the member.
             "id_reused", f"member {member.id} is attached with other ranks or another lock",
-            found=[*member.ranks, member.scheduler, member.lock_offset],
-            wanted=[*known.ranks, known.scheduler, known.lock_offset],
+            found=[*member.ranks, member.scheduler], wanted=[*known.ranks, known.scheduler],
         )
 
 

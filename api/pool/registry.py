@@ -88,6 +88,7 @@ class Registry:
         self._by_id: dict[str, SessionRecord] = {}
         self._by_instance: dict[str, SessionRecord] = {}
         self._by_table_id: dict[int, SessionRecord] = {}
+        self._by_lock: dict[int, MemberRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
         self._opened = 0
 
@@ -136,10 +137,28 @@ class Registry:
         self._by_id[record.id] = self._by_instance[instance] = self._by_table_id[table_id] = record
         return record
 
+    def add_member(self, session: SessionRecord, member: MemberRecord) -> None:
+        session.members[member.id] = self._by_lock[member.lock_offset] = member
+
+    def drop_member(self, session: SessionRecord, member: MemberRecord) -> None:
+        del session.members[member.id]
+        self._forget_lock(member)
+
+    def others_lock(self, wanted: Member) -> bool:
+        """Whether another member that is not known to be dead holds the byte: one byte proves one life."""
+        holder = self._by_lock.get(wanted.lock_offset)
+        return holder is not None and not holder.dead and holder.id != wanted.id
+
+    def _forget_lock(self, member: MemberRecord) -> None:
+        if self._by_lock.get(member.lock_offset) is member:
+            del self._by_lock[member.lock_offset]
+
     def drop_session(self, record: SessionRecord) -> None:
         self._by_id.pop(record.id, None)
         self._by_instance.pop(record.instance, None)
         self._by_table_id.pop(record.table_id, None)
+        for member in record.members.values():
+            self._forget_lock(member)
 
     def prune(self, table: Table) -> None:
         """Drops sessions that the table has closed, then the namespaces that nothing is left of, in the table as well;

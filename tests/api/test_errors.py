@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from api_helpers import Engine, ServerProcess, attach, http_connection, keys, po
 from paths import ROOT
 
 from kvdock.client.client import Client
+from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.reports import Problem
@@ -66,6 +68,15 @@ def committed(engine: Engine, reservation: str) -> str:
     return reservation
 
 
+HELD: list[MemberLiveness] = []
+"""Locks of members that are never attached, held until the tests end."""
+
+
+def held_byte(engine: Engine) -> int:
+    HELD.append(MemberLiveness(engine.client.segments().lock_file, source=random.Random()))
+    return HELD[-1].offset
+
+
 def attach_body(engine: Engine, **member: object) -> dict[str, Any]:
     body: dict[str, Any] = msgspec.to_builtins(engine.body)
     body["member"].update(member)
@@ -85,7 +96,8 @@ REFUSALS: list[tuple[str, Any]] = [
     ("unknown_namespace", lambda e: ("/v1/lookups", {"namespace": "0" * 64, "keys": []})),
     ("lock_not_visible", lambda e: ("/v1/sessions", attach_body(e, id="new", ranks=[1], lock_offset=12345))),
     ("layout_mismatch", lambda e: ("/v1/sessions", other_manifest(e, layers=99))),
-    ("rank_taken", lambda e: ("/v1/sessions", attach_body(e, id=unique("second"), ranks=[0]))),
+    ("rank_taken", lambda e: ("/v1/sessions", attach_body(
+        e, id=unique("second"), ranks=[0], lock_offset=held_byte(e)))),
     ("id_reused", lambda e: ("/v1/sessions", attach_body(e, ranks=[1]))),
     ("bad_argument", lambda e: ("/v1/sessions", attach_body(e, id="new", ranks=[1, 1]))),
     ("bad_argument", lambda e: ("/v1/sessions", {**other_manifest(e, chunk_tokens=17), "instance": unique("i")})),

@@ -103,4 +103,5 @@ def test_nothing_is_stored_of_a_step_that_was_undone(
 ) -> None:
     found = schedulers.run(version, "undone", server.unix, module="layer_scenarios")
     assert found["excused"] > 0, "the step did read what was damaged"
+    assert found["loaded_at_last"] == 128, "all that it might have stored"
     assert (found["bad_reads"], found["wrong_tokens"], found["unfinished"], found["held"]) == (0, 0, 0, 0)

@@ -156,11 +156,13 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
         # What the step offered has its slots before the next one is built.
         engine.scheduler.connector._scheduler._driver._storing.run(int).result()
     engine.run()
-    engine.forget_prefixes()
-    engine.add("again", prompt(6, 150))
-    engine.run()
+    for name in ("again", "and again", "once more"):  # each stores what the one before could not, or too late
+        before = engine.loaded_tokens
+        engine.forget_prefixes()
+        engine.add(name, prompt(6, 150))
+        engine.run()
     engine.close()
-    return figures(engine)
+    return figures(engine, loaded_at_last=engine.loaded_tokens - before)
 
 
 def flip_as_it_begins(engine: SchedEngine) -> None:

@@ -38,7 +38,7 @@ struct type_caster<std::vector<kvdock::Key>> {  // one behind the other in one b
     if (raw.size() % kvdock::kKeyBytes)
       throw kvdock::TableError("bad_argument", "keys are 32 bytes each", int64_t(raw.size()), "a multiple of 32");
     value.resize(raw.size() / kvdock::kKeyBytes);
-    std::memcpy(value.data(), raw.data(), raw.size());
+    if (!raw.empty()) std::memcpy(value.data(), raw.data(), raw.size());
     return true;
   }
 };

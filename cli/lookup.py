@@ -58,7 +58,7 @@ def resolve(client: Client, prefix: str) -> NamespaceView:
     """The one namespace that starts with these hex digits; '' fits any. Raises CommandError unless exactly one fits."""
     spaces, _ = first(client.namespaces, lambda page: page.namespaces)
     if not spaces:
-        raise CommandError("no engine has attached to this server yet, so it has no namespace", FAILED)
+        raise CommandError("no engine is attached, and nothing is stored: the server has no namespace", FAILED)
     fitting = [space for space in spaces if space.namespace.startswith(prefix.lower())]
     if len(fitting) == 1:
         return fitting[0]

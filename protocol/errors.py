@@ -28,7 +28,7 @@ CODES: dict[str, Code] = {
     # sessions and members
     "unknown_session": Code(404, "This server has no such session"),
     "unknown_member": Code(404, "No such member in the session"),
-    "unknown_namespace": Code(404, "No engine has attached with this namespace"),
+    "unknown_namespace": Code(404, "No engine uses this namespace, and nothing is stored in it"),
     "member_suspect": Code(409, "The member missed its heartbeats"),
     "member_dead": Code(409, "The member's process is gone"),
     "rank_taken": Code(409, "Another member of the session has this rank"),

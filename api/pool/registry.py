@@ -115,7 +115,9 @@ class Registry:
     def namespace(self, digest: bytes) -> NamespaceRecord:
         found = self._namespaces.get(digest)
         if found is None:
-            raise ApiError("unknown_namespace", "no engine has attached with it", found=digest.hex())
+            raise ApiError(
+                "unknown_namespace", "no engine is attached with it, and nothing is stored in it", found=digest.hex()
+            )
         return found
 
     def add_namespace(self, table_id: int, digest: bytes, manifest: Manifest) -> NamespaceRecord:

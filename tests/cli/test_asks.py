@@ -95,10 +95,11 @@ def test_a_namespace_must_be_known_and_meant(server: ServerProcess, client: Clie
 def test_a_server_that_knows_no_namespace_says_so() -> None:
     with ServerProcess() as fresh:
         asked = ("lookup", "--server", fresh.unix, "--keys", keys(1)[0])
-        assert "no engine has attached" in refusal(kvdock(*asked), 1)
+        assert "no engine is attached, and nothing is stored" in refusal(kvdock(*asked), 1)
         with Client(fresh.unix) as client:
-            attach(client).close()
-        assert kvdock(*asked, "--json").returncode == 0, "the only namespace need not be named"
+            engine = attach(client)
+            assert kvdock(*asked, "--json").returncode == 0, "the only namespace need not be named"
+            engine.close()
 
 
 # --------------------------------------------------------------------------- clear

@@ -114,7 +114,7 @@ class _Storer:
         return took
 
 
-def measure_reserve(pool_gib: int, *, other_share: float, others_are_hot: bool = False) -> tuple[float, float]:
+def measure_reserve(pool_gib: int, *, other_share: float, others_are_hot: bool) -> tuple[float, float]:
     """(median, longest) CPU ms of a reservation of 1,024 chunks in a full pool of which `other_share` has slots of
     another size. `others_are_hot`: they are stored anew as often as they would be evicted."""
     table = _new_table(pool_gib, pool_gib * 1024 + 4096)
@@ -135,11 +135,10 @@ def main() -> None:
     argparse.ArgumentParser("python -m bench.table", description=__doc__).parse_known_args()
     figures: dict[str, float] = {}
     for pool_gib in (64, 256):
-        for name, how in {
-            "one_size": {"other_share": 0.0}, "two_sizes_cold": {"other_share": 0.1},
-            "two_sizes_hot": {"other_share": 0.1, "others_are_hot": True},
-        }.items():
-            middle, longest = measure_reserve(pool_gib, **how)  # type: ignore[arg-type]  # mypy merges their types
+        for name, share, are_hot in (
+            ("one_size", 0.0, False), ("two_sizes_cold", 0.1, False), ("two_sizes_hot", 0.1, True),
+        ):
+            middle, longest = measure_reserve(pool_gib, other_share=share, others_are_hot=are_hot)
             figures[f"reserve_1024_ms_{name}_{pool_gib}_gib"] = round(middle, 3)
             figures[f"reserve_1024_ms_{name}_{pool_gib}_gib_longest"] = round(longest, 3)
     print(json.dumps(figures, indent=1))

@@ -126,7 +126,8 @@ class Table:
     def segment_used_bytes(self, segment: int) -> int:
         """Bytes in slots that have an owner. `segment`: one that add_segment named."""
     def room_bytes(self) -> int:
-        """free_bytes, as far as slots of every size that stores had to make room for since evict() can use them."""
+        """The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
+        evict(), the bytes that slots of that size could take now."""
     def evict(self, target_room_bytes: int, max_chunks: int) -> int:
         """Evicts unpinned chunks, least recently used leaf first, until room_bytes is so much, or until about
         `max_chunks` went; returns their number."""

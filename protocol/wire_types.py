@@ -52,7 +52,7 @@ def checksum_value(checksum: str | int) -> int:
 MAX_RELEASES = 256
 """In one call."""
 MAX_ANSWERS: Final = 1024
-"""The most answers to questions in one heartbeat: so many `done`, so many `keep`. The server asks no more at a time."""
+"""A heartbeat has at most so many entries in `done`, and in `keep`. Its answer asks at most so many questions."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):

@@ -108,7 +108,7 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
     known = session.members.get(member.id)
     if known is not None and not known.same_as(member):
         raise ApiError(
-            # Whoever knows the offset could speak for the member.
+            # The answer does not name the lock offset: whoever knows it could attach in the member's name.
             "id_reused", f"member {member.id} is attached with other ranks or another lock",
             found=[*member.ranks, member.scheduler], wanted=[*known.ranks, known.scheduler],
         )

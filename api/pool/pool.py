@@ -298,7 +298,10 @@ def open_pool(
     foreign = shm.foreign_objects()
     if foreign:
         shown = ", ".join(ascii(name) for name in foreign[:4])
-        log.warning("left alone in %s, because not ours alone: %d objects, %s first", shm.SHM_DIR, len(foreign), shown)
+        log.warning(
+            "%s holds %d objects with names of kvdock that another user owns or may open; they are left alone: %s",
+            shm.SHM_DIR, len(foreign), shown,
+        )
     if adopted:
         return Pool(
             settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,

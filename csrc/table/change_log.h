@@ -35,7 +35,7 @@ class ChangeLog {
     ++next_;
   }
 
-  // Its number will be another namespace's: nobody is told of its changes as of that one's.
+  // Call it before another namespace gets the number `space`: sessions of that one must not hear of these changes.
   void forget(uint32_t space) {
     for (Change& change : kept_)
       if (change.space == space) change.space = kNone;

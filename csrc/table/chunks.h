@@ -91,7 +91,8 @@ class Chunks {
   void take_out(uint32_t id);
 
   // -- eviction, and what an administrator may do
-  // Free bytes, as far as slots of every size that stores had to make room for since evict() can use them.
+  // The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
+  // evict(), the bytes that slots of that size could take now.
   uint64_t room_bytes() const;
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);

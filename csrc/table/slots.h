@@ -74,11 +74,11 @@ class SlotAllocator {
     std::vector<uint32_t> records;
   };
   // Neighbouring slabs without pinned or kept slots that, once emptied, have room for a slot of `bytes`: the slab used
-  // least recently, and as much around it as is wanted. `older_than`: nullopt if that slab was used as lately, or if
-  // there is no room around any of the kColdest slabs used least recently.
+  // least recently, and as many of its neighbours as the slot needs. With `older_than`, a use tick, only slabs used
+  // before it are looked at, and at most kColdest of them.
   std::optional<Window> oldest_window(uint64_t bytes, std::optional<uint64_t> older_than);
 
-  // Bytes that slots of the size could take without eviction: more than `enough` are not counted.
+  // Bytes that slots of that size could take without eviction. It stops counting at `enough`.
   uint64_t room_for(uint64_t slot_bytes, uint64_t enough) const;
   bool has_other_sizes(uint64_t bytes) const;
   uint64_t total_bytes() const { return total_bytes_; }

@@ -1,8 +1,9 @@
-# The kvdock server: no torch, no GPU, no compiler in the image that runs.
+# The kvdock server: no torch, no GPU, no compiler, no pip and no curl in the image that runs.
 #
 #     docker build -t kvdock .
-#     docker run --rm --name kvdock --ipc shareable --shm-size 9g -v kvdock-run:/run/kvdock \
-#         -p 127.0.0.1:7410:7410 kvdock --pool-bytes 8GiB
+#     docker run --rm --name kvdock --ipc shareable --shm-size 9g --read-only --cap-drop ALL \
+#         --security-opt no-new-privileges -v kvdock-run:/run/kvdock \
+#         kvdock --pool-bytes 8GiB
 #
 # Engines map the pool themselves, so they need the server's /dev/shm, its socket and its user:
 #
@@ -10,32 +11,43 @@
 #
 # The shared /dev/shm has the server's --shm-size: the pool and its table (63 MiB) must fit. For engines
 # on the host itself give the server `--ipc host`, the `--user` of the engines and a bind mount that they can
-# reach. Do not publish port 7410 beyond loopback: it has no authentication. SIGTERM drains for up to
-# 5 s, so the 10 s of `docker stop` are long enough. See docs/deploy.md.
+# reach. The TCP port listens inside the container alone; docs/deploy.md says how to open it, with an access file.
+# SIGTERM drains for up to 5 s, so the 10 s of `docker stop` are long enough.
 
 FROM python:3.11-slim AS build
 RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY constraints.txt ./
-# The build tools, at the pinned versions, in an environment of their own.
-RUN python -m venv /opt/kvdock && python -m venv /build \
-    && grep -E '^(scikit_build_core|pybind11|cmake|ninja|packaging|pathspec)==' constraints.txt > build.txt \
-    && /build/bin/pip install --no-cache-dir -r build.txt
+ENV PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY pins pins
+# What runs, what builds it, and what lists it have an environment each; pip checks the hashes of all three.
+RUN python -m venv /opt/kvdock && python -m venv /build && python -m venv /tools \
+    && /opt/kvdock/bin/pip install --require-hashes -r pins/server.txt \
+    && /build/bin/pip install --require-hashes -r pins/build.txt \
+    && /tools/bin/pip install --require-hashes -r pins/tools.txt
 COPY . .
 RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist . \
-    && /opt/kvdock/bin/pip install --no-cache-dir -c constraints.txt dist/*.whl \
-    && /opt/kvdock/bin/pip uninstall -y pip
+    && /opt/kvdock/bin/pip install --no-index --no-deps dist/*.whl \
+    && /opt/kvdock/bin/pip check \
+    && /opt/kvdock/bin/pip uninstall -y pip setuptools \
+    && /tools/bin/python pins/bill.py /opt/kvdock/bin/python \
+        /opt/kvdock/lib/python3.11/site-packages/kvdock/_core.*.so /opt/kvdock/sbom.cdx.json
 
 FROM python:3.11-slim
-RUN apt-get update && apt-get install --no-install-recommends -y curl && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 7410 --no-create-home --shell /usr/sbin/nologin kvdock \
-    && install -d -o kvdock -m 0700 /run/kvdock
+LABEL org.opencontainers.image.title="kvdock" \
+    org.opencontainers.image.description="The KV-cache server that every LLM inference engine on a machine shares" \
+    org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --uid 7410 --no-create-home --shell /usr/sbin/nologin kvdock \
+    && install -d -o kvdock -m 0700 /run/kvdock \
+    && pip uninstall -y --root-user-action ignore wheel setuptools pip
 COPY --from=build /opt/kvdock /opt/kvdock
-ENV PATH=/opt/kvdock/bin:$PATH PYTHONUNBUFFERED=1 \
-    KVDOCK_HOST=0.0.0.0 KVDOCK_ALLOWED_HOSTS=localhost,127.0.0.1 KVDOCK_SOCKET_PATH=/run/kvdock/kvdock.sock
-USER kvdock
+ENV PATH=/opt/kvdock/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 KVDOCK_SOCKET_PATH=/run/kvdock/kvdock.sock
+# By number, so that Kubernetes can see that it is not root.
+USER 7410
 EXPOSE 7410
 VOLUME /run/kvdock
+# Over the Unix socket, which needs neither access token nor host name.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD curl --fail --silent --output /dev/null --unix-socket "$KVDOCK_SOCKET_PATH" http://localhost/livez
+    CMD python -I -S -c "import os, socket; s = socket.socket(socket.AF_UNIX); \
+s.connect(os.environ['KVDOCK_SOCKET_PATH']); s.sendall(b'GET /livez HTTP/1.0\r\nHost: localhost\r\n\r\n'); \
+raise SystemExit(b' 200 ' not in s.recv(64))"
 ENTRYPOINT ["kvdock", "serve"]

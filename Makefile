@@ -22,6 +22,9 @@ define step
 @trap 'exit 130' INT; { $(2); } >$(LOG) 2>&1 || { tail -n 40 $(LOG) >&2; echo 'All of it is in $(LOG)' >&2; exit 1; }
 endef
 
+# $(call verified,files of pins/): pip refuses what has none of the hashes that stand there.
+verified = $(PIP) --require-hashes $(addprefix -r ,$(1))
+
 # Ctrl-C waits until the program has its handlers: Python would answer it with a traceback before that.
 HOLD_CTRL_C = $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 
@@ -29,7 +32,7 @@ RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CU
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test sanitize test-vllm vllm bench lint types clean
+.PHONY: setup run test sanitize test-vllm vllm bench pins sbom lint types clean
 
 # Everything for development.
 setup:
@@ -58,6 +61,15 @@ bench: setup
 sanitize: setup
 	$(BIN)/python tests/support/sanitize.py $(ARGS)
 
+# Writes the lists of packages with their hashes anew (CONTRIBUTING.md).
+pins: .venv-tools/.deps
+	pins/renew.sh .venv-tools/bin $(ARGS)
+
+# The server's bill of materials, as CycloneDX JSON.
+sbom: $(VENV)/.built .venv-tools/.deps build/server/.deps
+	@.venv-tools/bin/python pins/bill.py build/server/bin/python \
+		"$$($(BIN)/python -c 'from kvdock import _core; print(_core.__file__)')" $(or $(ARGS),build/sbom.json)
+
 lint: setup
 	$(BIN)/ruff check .
 
@@ -65,19 +77,33 @@ lint: setup
 types: setup
 	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm
 
-# All that make makes, but for .venv and .venv-vllm-*.
+# All that make makes, but for .venv, .venv-tools and .venv-vllm-*.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-$(VENV)/.deps: constraints.txt
+$(VENV)/.deps: $(addprefix pins/,server.txt build.txt engine.txt torch.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvdock needs Python 3.11: PYTHON=… make")'
 	$(call step,Making $(VENV),$(PYTHON) -m venv $(VENV))
-	$(call step,$(RUN_SIZE),$(PIP) -r constraints.txt && $(BIN)/python -c 'import torch')
+	$(call step,$(RUN_SIZE),$(call verified,$(filter-out pins/torch.txt,$^)) && $(PIP) -r pins/torch.txt \
+		&& $(BIN)/python -c 'import torch')
 	@touch $@
 
-$(VENV)/.tests: $(VENV)/.deps constraints-test.txt
-	$(call step,$(TEST_SIZE),$(PIP) -r constraints-test.txt)
+$(VENV)/.tests: $(VENV)/.deps pins/test.txt
+	$(call step,$(TEST_SIZE),$(call verified,pins/test.txt))
+	@touch $@
+
+# The tools of `make pins` and `make sbom` have an environment of their own: no bill lists them.
+.venv-tools/.deps: pins/tools.txt
+	$(call step,Making .venv-tools,$(PYTHON) -m venv .venv-tools && \
+		.venv-tools/bin/python -m pip --disable-pip-version-check install --no-compile --require-hashes -r pins/tools.txt)
+	@touch $@
+
+# What the image holds, without kvdock itself.
+build/server/.deps: pins/server.txt | $(VENV)/.deps
+	$(call step,Making build/server,$(PYTHON) -m venv --clear --without-pip build/server && \
+		$(BIN)/python -m pip --disable-pip-version-check --python build/server/bin/python install --no-compile \
+		--require-hashes -r pins/server.txt)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.deps $(SOURCES)

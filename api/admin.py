@@ -14,6 +14,7 @@ import msgspec
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import key_bytes
 from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import (
@@ -25,19 +26,24 @@ from kvdock.protocol.admin_schemas import (
     PatchConfig,
     PinChunks,
     Pinned,
+    Quota,
 )
 from kvdock.protocol.wire_types import KEY_BYTES
 
 CLEAR_SLICE_RECORDS = 1024
 KEYS_SLICE = 256
+SLICE_QUOTAS = 32
 ALL_NAMESPACES = -1
 
 
 class Admin:
     """One method for each call that operators make."""
 
-    def __init__(self, settings: Settings, *, pool: Pool, registry: Registry, clock: ServerClock) -> None:
+    def __init__(
+        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock
+    ) -> None:
         self._settings, self._pool, self._registry, self._clock = settings, pool, registry, clock
+        self._quotas = quotas
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
@@ -72,7 +78,17 @@ class Admin:
     async def configure(self, body: PatchConfig) -> Config:
         """All of it takes effect or none. Raises ApiError: bad_argument, no_memory."""
         changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
+        quotas: dict[str, Quota | None] = changes.pop("tenants", {})
+        self._quotas.require_room(quotas)
         await self._pool.change_limits(changes)
+        for number, (tenant, quota) in enumerate(quotas.items(), 1):
+            if number % SLICE_QUOTAS == 0:
+                await asyncio.sleep(0)
+            if quota is None:
+                self._quotas.put_back(tenant)
+            else:
+                self._quotas.put(tenant, quota)
+        await asyncio.sleep(0)
         return self.config()
 
     def config(self) -> Config:
@@ -80,10 +96,11 @@ class Admin:
             limits=self._pool.limits,
             settings=msgspec.structs.asdict(self._settings),
             retiring=self._pool.retiring,
+            tenants=self._quotas.views(),
         )
 
     def _namespace(self, digest: str) -> NamespaceRecord:
-        return self._registry.namespace(key_bytes([digest]))
+        return self._registry.namespace(key_bytes([digest]), sees=lambda tenant: True)
 
 
 def _slices(keys: bytes) -> Iterator[bytes]:

@@ -8,11 +8,13 @@ from contextlib import AbstractAsyncContextManager
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvdock._core import TableError
 from kvdock.api.build import Parts
 from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
 from kvdock.api.http.guard import Guard
+from kvdock.api.http.openapi import TAGS
 from kvdock.api.settings import Settings
 from kvdock.api.views.reports import VERSION
 from kvdock.protocol.errors import ApiError
@@ -21,7 +23,8 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 DESCRIPTION = (
     "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
-    "shared memory carries bytes."
+    "shared memory carries bytes. A HEAD is answered like its GET, without the body. In JSON, integers are written "
+    "without fraction and exponent: `88`, not `88.0`."
 )
 
 
@@ -31,6 +34,9 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
         title="kvdock",
         version=VERSION,
         description=DESCRIPTION,
+        openapi_tags=TAGS,
+        servers=[{"url": "/", "description": "The server that this document comes from"}],
+        generate_unique_id_function=lambda route: route.name,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -41,6 +47,7 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
             TableError: wire.on_refusal,
             HTTPException: wire.on_http_exception,
             RequestValidationError: wire.on_bad_parameters,
+            ClientDisconnect: wire.on_disconnect,
             Exception: wire.on_failure,
         },
     )
@@ -48,7 +55,7 @@ def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = Non
     app.include_router(routes_engine.router)
     app.include_router(routes_people.router)
     app.include_router(routes_admin.router)
-    routes_people.add_page(app)
+    routes_people.add_static(app)
     routes = (*routes_engine.router.routes, *routes_people.router.routes, *routes_admin.router.routes)
-    app.add_middleware(Guard, settings=settings, meter=parts.meter, routes=routes)
+    app.add_middleware(Guard, settings=settings, access=parts.access, meter=parts.meter, routes=routes)
     return app

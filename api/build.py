@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
 from kvdock.api.http.handlers import Handlers
+from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
@@ -24,6 +27,7 @@ from kvdock.api.views.timing import Meter, Timings
 
 
 class Parts(NamedTuple):
+    access: AccessFile
     handlers: Handlers
     meter: Meter
     keeper: Keeper
@@ -31,15 +35,17 @@ class Parts(NamedTuple):
 
 
 def build(
-    settings: Settings, pool: Pool, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
+    settings: Settings, pool: Pool, access: AccessFile, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
     now_s: Callable[[], float],
 ) -> Parts:
     """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain."""
     clock = ServerClock(start_ms=pool.clock_ms)
-    registry = Registry(pool.table.first_incarnation)
+    registry = Registry(pool.table.first_incarnation, pool.secret)
     names = Names(keep=4 * settings.table_grants)
     drain = Drain(settings, pool, now_s)
-    counters, timings, pulse = Counters(), Timings(), Pulse(perf_ns)
+    quotas = Quotas(pool.table, default_quota(settings))
+    counters, pulse = Counters(), Pulse(perf_ns)
+    meter = Meter(counters, Timings(), perf_ns, {})
     tally = Tally(
         pool.table, counters, RecentRequests(settings.recent_requests), keep=4 * settings.table_grants,
         perf_ns=perf_ns, wall_s=wall_s,
@@ -52,15 +58,17 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, heartbeat_s=settings.heartbeat_s,
         ),
-        admin=Admin(settings, pool=pool, registry=registry, clock=clock),
+        admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock),
         reports=reports,
         probes=probes,
-        metrics=Metrics(pool=pool, reports=reports, timings=timings, pulse=pulse),
+        metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, now_s=now_s),
         body_limit_bytes=settings.body_limit_bytes,
+        body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(
-        settings, pool=pool, registry=registry, clock=clock, counters=counters, reports=reports, pulse=pulse
+        settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,
+        reports=reports, pulse=pulse,
     )
-    return Parts(handlers, Meter(counters, timings, perf_ns), keeper, drain)
+    return Parts(access, handlers, meter, keeper, drain)

@@ -3,6 +3,7 @@
     KvdockError                  protocol/errors.py
     ├── SettingsError            a setting is unknown or out of range; nothing was started
     ├── StartupError             the server cannot start: address in use, pool too large for the machine
+    ├── AccessFileError          the file of access tokens cannot be used
     └── AdoptionError            the pool that an earlier server left cannot be taken over
 """
 
@@ -21,7 +22,12 @@ class StartupError(KvdockError):
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
-        """`address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`, `pool_too_small`."""
+        """`access_file`, `address_in_use`, `socket_in_use`, `bad_address`, `no_shared_memory`, `not_adoptable`,
+        `pool_too_small`."""
+
+
+class AccessFileError(KvdockError):
+    """The file of access tokens cannot be read, or says something that was not wanted."""
 
 
 class AdoptionError(KvdockError):

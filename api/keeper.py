@@ -1,5 +1,5 @@
-"""The server's background work: it watches members' locks, lets deadlines pass, keeps memory free, empties
-segments that are being retired, and takes samples.
+"""The server's background work: it watches members' locks, lets deadlines pass, keeps tenants within their quotas and
+memory free, empties segments that are being retired, rereads the access file, and takes samples.
 
 One task, on the event loop, every `watch_s`. A round is short; eviction goes in small slices so that
 calls are answered in between. Time comes from the server clock, so after the server itself was stopped
@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from kvdock.api.access.access_file import AccessFile
 from kvdock.api.clock import ServerClock
+from kvdock.api.log import shown
 from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.registry import Registry
+from kvdock.api.pool.quotas import Quotas
+from kvdock.api.pool.registry import SLICE_SESSIONS, Registry
 from kvdock.api.settings import Settings
 from kvdock.api.views.history import Counters
 from kvdock.api.views.pulse import Pulse
@@ -27,11 +30,11 @@ class Keeper:
     """`run` until cancelled; `ready` is set once there is memory to give out."""
 
     def __init__(
-        self, settings: Settings, *, pool: Pool, registry: Registry, clock: ServerClock, counters: Counters,
-        reports: Reports, pulse: Pulse,
+        self, settings: Settings, *, access: AccessFile, quotas: Quotas, pool: Pool, registry: Registry,
+        clock: ServerClock, counters: Counters, reports: Reports, pulse: Pulse,
     ) -> None:
         self.ready = asyncio.Event()
-        self._settings = settings
+        self._settings, self._access, self._quotas = settings, access, quotas
         self._pool, self._table = pool, pool.table
         self._registry = registry
         self._clock = clock
@@ -48,8 +51,10 @@ class Keeper:
         pulse = asyncio.create_task(self._pulse.watch())
         try:
             while True:
-                self._watch_members()
-                self._registry.prune(self._table)
+                await self._watch_members()
+                await self._registry.prune(self._table)
+                await self._follow_access_file()
+                await self._keep_quotas()
                 await self._keep_free()
                 await self._pool.drain()
                 self._pulse.made_round()
@@ -65,26 +70,42 @@ class Keeper:
             if self._growth is not None:
                 self._growth.cancel()
 
-    def _watch_members(self) -> None:
+    async def _watch_members(self) -> None:
         """A lock that is free is the only proof of death. Afterwards the table lets time pass."""
-        now_ms = self._clock.now_ms()
-        for session in self._registry.sessions():
+        for number, session in enumerate(self._registry.sessions(), 1):
+            if number % SLICE_SESSIONS == 0:
+                await asyncio.sleep(0)
+            if self._registry.of_table_id(session.table_id) is not session:
+                continue  # it has ended meanwhile
             for member in session.members.values():
                 if not member.dead and not self._pool.lock_held(member.lock_offset):
                     member.dead = True
-                    log.warning("session %s (%s): member %s is dead", session.id, session.label, member.id)
-                    self._member_dead(member.table_id, now_ms)
+                    log.warning(
+                        "session %s (%s): member %s is dead", session.id, shown(session.label), shown(member.id)
+                    )
+                    self._member_dead(member.table_id)
         # Members of an adopted pool that have not come back: their locks, too, show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
                 del self._pool.unheard[table_id]
                 log.warning("a member of the adopted pool is dead, and never came back")
-                self._member_dead(table_id, now_ms)
-        self._table.tick(now_ms)
+                self._member_dead(table_id)
+        self._table.tick(self._clock.now_ms())
 
-    def _member_dead(self, table_id: int, now_ms: int) -> None:
+    def _member_dead(self, table_id: int) -> None:
         self._counters.dead_members += 1
-        self._table.member_dead(table_id, now_ms)
+        self._table.member_dead(table_id, self._clock.now_ms())
+
+    async def _follow_access_file(self) -> None:
+        await self._access.refresh()
+        if self._access.changed:
+            self._quotas.follow(self._access.caps)
+            self._access.changed = False
+
+    async def _keep_quotas(self) -> None:
+        """Tenants whose quota was lowered: evicts what they have too much."""
+        while self._table.evict_over_quota(EVICT_SLICE_CHUNKS):
+            await asyncio.sleep(0)
 
     async def _keep_free(self) -> None:
         """Below the low mark: grows in the background, or, when the pool is full, evicts up to the high mark.

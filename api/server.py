@@ -13,6 +13,7 @@ import logging
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -24,10 +25,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
-from kvdock.api.errors import StartupError
+from kvdock.api.errors import AccessFileError, StartupError
+from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
+from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
@@ -36,8 +40,9 @@ from kvdock.api.settings import Settings
 
 log = logging.getLogger("kvdock.api")
 
-KEEP_ALIVE_S = 75
-"""Longer than clients leave a connection idle between steps."""
+SWITCH_S = 0.0005
+"""A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
+this long, and not after Python's 5 ms."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 
@@ -75,6 +80,11 @@ class Server:
 
     def run(self) -> None:
         settings = self._settings
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            access = AccessFile(settings.access_file)
+        except AccessFileError as error:
+            raise StartupError("access_file", str(error)) from error
         with ExitStack() as undo:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
@@ -83,7 +93,7 @@ class Server:
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
-            parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+            parts = build(settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
@@ -103,8 +113,9 @@ class Server:
                 self._on_ready(addresses)
 
             app = create_app(settings, parts, lifespan)
-            hot = HotPath(app, parts.handlers.service, parts.meter, settings.body_limit_bytes)
-            self._uvicorn = _Uvicorn(uvicorn_config(hot), announce, drain)
+            hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
+            connections = connection_class(connection_limits(settings), parts.meter)
+            self._uvicorn = _Uvicorn(uvicorn_config(hot, connections), announce, drain)
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
@@ -176,11 +187,25 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def connection_limits(settings: Settings) -> ConnectionLimits:
+    """Raises this process's limit of descriptors; warns if what the system allows is little."""
+    descriptors, wanted = raise_descriptors(), descriptors_wanted(settings.tcp_connections)
+    if descriptors < wanted:
+        log.warning(
+            "the system allows %d open descriptors, wanted %d: raise the limit (ulimit -n, LimitNOFILE) or serve with "
+            "fewer tcp_connections", descriptors, wanted,
+        )
+    return ConnectionLimits(
+        tcp_connections=settings.tcp_connections,
+        unix_connections=unix_connections(descriptors, settings.tcp_connections),
+    )
+
+
+def uvicorn_config(app: ASGIApp, connections: type[Connection]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=connections,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -189,7 +214,7 @@ def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=connections.limits.idle_s,
         timeout_graceful_shutdown=GRACE_S,
     )
 

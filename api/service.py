@@ -1,14 +1,18 @@
 """The cache service: each call of an engine, in the table's terms. It decides; it never touches a KV byte.
 
+Each method takes the caller first. A session of another tenant does not exist for it, nor does a namespace.
 Used from one event loop; only growing the pool leaves it. Time comes from the clock passed in.
 Refusals are ApiError or the table's own TableError; after one nothing is half done.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from kvdock._core import Reservation as Granted, TableError
+from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import (
     committed_parts,
@@ -21,13 +25,18 @@ from kvdock.api.convert import (
 from kvdock.api.pool.attach import attach
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import Names, Registry, SessionRecord
 from kvdock.api.tokens import keys_of
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, LookupReply, ReserveReply
-from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_KEYS, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
+
+SLICE_ANSWERS = 64
+"""So many answers of a heartbeat are worked on at once."""
+SLICE_RELEASES = 32
 
 
 class CacheService:
@@ -35,7 +44,7 @@ class CacheService:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        heartbeat_s: float,
+        quotas: Quotas, heartbeat_s: float,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat."""
         self._pool, self._table = pool, pool.table
@@ -43,21 +52,27 @@ class CacheService:
         self._clock = clock
         self._drain = drain
         self._tally = tally
+        self._quotas = quotas
         self._heartbeat_s = heartbeat_s
 
     # ---------------------------------------------------------------- sessions
 
-    def attach(self, body: s.AttachSession) -> s.SessionAttached:
+    def attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
         if not self._pool.ready:
             raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
-        self._registry.prune(self._table)
-        if self._drain.begun and self._registry.of_instance(body.instance) is None:
+        tenant = _tenant_of(peer)
+        known = self._registry.of_instance(tenant, body.instance)
+        self._registry.drop_ended(self._table, [known] if known else [])
+        self._registry.drop_idle_namespaces(self._table)
+        if self._drain.begun and self._registry.of_instance(tenant, body.instance) is None:
             raise ApiError("not_ready", "the server is draining: attach to the next one")
-        session = attach(body, pool=self._pool, registry=self._registry, now_ms=self._clock.now_ms())
+        session = attach(
+            body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
+        )
         self._tally.counters.attached_members += 1
         manifest = session.namespace.manifest
         return s.SessionAttached(
-            session=session.id,
+            session=session.capability,
             member=body.member.id,
             namespace=session.namespace.digest.hex(),
             pool_id=grant_text(self._pool.pool_id),
@@ -69,31 +84,36 @@ class CacheService:
             changes_next=self._changes(session, 0).next,
         )
 
-    def heartbeat(self, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
-        session = self._registry.session(session_id)
-        refused = self._release_carried(session, body)
+    async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
+        """Long lists in slices; each of their entries stands for itself, and repeating the call does no harm."""
+        session = self._registry.session(session_id, peer.tenant)
+        refused = await self._release_carried(session, body)
         member = session.member(body.member)
-        now_ms = self._clock.now_ms()
         if body.pinned_through is not None:
             self._table.report_pinned(member.table_id, body.pinned_through)
-        for done in body.done:
-            with ignore_unknown_grant():
-                self._table.done(member.table_id, grant_id(done.grant), done.ranks)
-        for kept in body.keep:
-            with ignore_unknown_grant():
-                self._table.keep(member.table_id, grant_id(kept), now_ms)
+        for start in range(0, max(len(body.done), len(body.keep)), SLICE_ANSWERS):
+            if start:
+                await asyncio.sleep(0)
+                session.member(body.member)  # it may have left meanwhile
+            for done in body.done[start : start + SLICE_ANSWERS]:
+                with ignore_unknown_grant():
+                    self._table.done(member.table_id, grant_id(done.grant), done.ranks)
+            for kept in body.keep[start : start + SLICE_ANSWERS]:
+                with ignore_unknown_grant():
+                    self._table.keep(member.table_id, grant_id(kept), self._clock.now_ms())
+        now_ms = self._clock.now_ms()
         questions = self._table.heartbeat(member.table_id, now_ms)[:MAX_ANSWERS]  # the others next time
         return s.HeartbeatAnswer(
             refused_releases=refused,
             heartbeat_s=self._heartbeat_s,
             questions=[s.GrantRanks(grant=grant_text(grant), ranks=ranks) for grant, ranks in questions],
             segments=self._pool.segment_count,
-            retired=self._pool.retired[member.retired_before :],
+            retired=self._pool.removed.since(member.retired_before),
             changes=None if body.changes_since is None else self._changes(session, body.changes_since),
         )
 
-    def leave(self, session_id: str, member_id: str | None) -> None:
-        session = self._registry.session(session_id)
+    def leave(self, peer: Peer, session_id: str, member_id: str | None) -> None:
+        session = self._registry.session(session_id, peer.tenant)
         if member_id is None:
             if len(session.members) != 1:
                 raise ApiError(
@@ -108,14 +128,14 @@ class CacheService:
 
     # ---------------------------------------------------------------- reading
 
-    async def lookup(self, body: s.Lookup, form: Form) -> s.LookupHead:
+    async def lookup(self, peer: Peer, body: s.Lookup, form: Form) -> s.LookupHead:
         if body.session is None:
-            return await self._peek(body)
+            return await self._peek(peer, body)
         if body.namespace is not None:
             raise ApiError("invalid_body", "a session has its namespace", found="$.namespace", wanted="session only")
         started_ns = self._tally.now_ns()
-        session = self._registry.session(body.session)
-        refused = self._release_carried(session, body)
+        session = self._registry.session(body.session, peer.tenant)
+        refused = await self._release_carried(session, body)
         member = session.member(body.member)
         keys = await keys_of(session.namespace, body.keys, body.tokens)
         request = self._names.digest(body.request)
@@ -135,41 +155,41 @@ class CacheService:
             chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
-    def release(self, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
-        session = self._registry.session(body.session)
+    def release(self, peer: Peer, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
+        session = self._registry.session(body.session, peer.tenant)
         remaining = self._table.release(session.table_id, grant_id(lease), body.ranks)
         return s.ReleaseAnswer(remaining=remaining)
 
-    def release_many(self, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
-        return s.ReleaseManyAnswer(refused_releases=self._release_carried(self._registry.session(body.session), body))
+    async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
+        session = self._registry.session(body.session, peer.tenant)
+        return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
-    def cancel(self, lease: str, body: s.CancelLease) -> None:
-        session = self._registry.session(body.session)
-        member = session.member(body.member)
-        self._table.cancel(session.table_id, member.table_id, grant_id(lease))
+    def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
+        asker = self._registry.session(session, peer.tenant)
+        self._table.cancel(asker.table_id, asker.member(member).table_id, grant_id(lease))
 
-    def mismatch(self, body: s.ReportMismatch) -> s.MismatchAnswer:
-        session = self._registry.session(body.session)
+    def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
+        session = self._registry.session(body.session, peer.tenant)
         quarantined = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         return s.MismatchAnswer(quarantined=quarantined)
 
     # ---------------------------------------------------------------- writing
 
-    async def reserve(self, body: s.Reserve, form: Form) -> s.ReserveHead:
+    async def reserve(self, peer: Peer, body: s.Reserve, form: Form) -> s.ReserveHead:
         started_ns = self._tally.now_ns()
-        session = self._registry.session(body.session)
-        refused = self._release_carried(session, body)
+        session = self._registry.session(body.session, peer.tenant)
+        refused = await self._release_carried(session, body)
         member = session.member(body.member)
         groups = group_indices(session.namespace.manifest, body.groups)
         parent = b"" if body.parent is None else key_bytes([body.parent])
         if parent and body.tokens is not None:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
-        keys = await keys_of(session.namespace, body.keys, body.tokens)
+        keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
         await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
-        self._check_grants(session, store)
 
         def ask() -> Granted:
+            self._check_grants(session, store)  # also after a wait, in which others may have been granted something
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
                 groups=sum(1 << group for group in groups), temporary=body.temporary,
@@ -192,16 +212,16 @@ class CacheService:
             chunks=msgspec.Raw(granted.chunks_msgpack if form.packed else granted.chunks_json),
         )
 
-    def commit(self, reservation: str, body: s.Commit) -> s.CommitAnswer:
-        session = self._registry.session(body.session)
-        refused = self._release_carried(session, body)
+    async def commit(self, peer: Peer, reservation: str, body: s.Commit) -> s.CommitAnswer:
+        session = self._registry.session(body.session, peer.tenant)
+        refused = await self._release_carried(session, body)
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
-    def abort(self, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
-        session = self._registry.session(body.session)
+    def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
+        session = self._registry.session(body.session, peer.tenant)
         if body.ranks is None:
             member = session.member(body.member)
             self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
@@ -211,27 +231,29 @@ class CacheService:
     # ---------------------------------------------------------------- helpers
 
     def _changes(self, session: SessionRecord, since: int) -> s.Changes:
-        seen, following, complete = self._table.changes(session.namespace.table_id, since, MAX_KEYS)
+        seen, following, complete = self._table.changes(session.namespace.table_id, since, MAX_ENTRIES)
         return s.Changes(
             changes=[s.Change(key.hex(), is_there) for key, is_there in seen], next=following, complete=complete
         )
 
-    async def _peek(self, body: s.Lookup) -> s.LookupAnswer:
+    async def _peek(self, peer: Peer, body: s.Lookup) -> s.LookupAnswer:
         """Without a session: a length, and nothing is held."""
         if body.releases:
             raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
         if body.namespace is None:
             raise ApiError("invalid_body", "without a session, name the namespace", found="$", wanted="namespace")
-        namespace = self._registry.namespace(key_bytes([body.namespace]))
+        namespace = self._registry.namespace(key_bytes([body.namespace]), peer.sees)
         keys = await keys_of(namespace, body.keys, body.tokens)
         self._tally.counters.peeks += 1
         hit_tokens = self._table.peek(namespace.table_id, keys)
         return s.LookupAnswer(hit_tokens=hit_tokens, lease=None, first_chunk=0, chunks=[])
 
-    def _release_carried(self, session: SessionRecord, body: Carrier) -> list[RefusedRelease]:
-        """Handles the releases that a call carries; the refused ones are for its answer."""
+    async def _release_carried(self, session: SessionRecord, body: Carrier) -> list[RefusedRelease]:
+        """Handles the releases that a call carries, in slices; the refused ones are for its answer."""
         refused: list[RefusedRelease] = []
-        for release in body.releases:
+        for number, release in enumerate(body.releases, 1):
+            if number % SLICE_RELEASES == 0:
+                await asyncio.sleep(0)
             try:
                 self._table.release(session.table_id, grant_id(release.lease), release.ranks)
             except (ApiError, TableError) as error:
@@ -239,13 +261,15 @@ class CacheService:
         return refused
 
     def _check_grants(self, session: SessionRecord, request: bytes) -> None:
-        """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), and to everyone while
-        the server drains: ApiError(not_ready). Retrying a call that already holds its grant does not count.
+        """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant
+        has as many as it may: ApiError(quota_exceeded), and to everyone while the server drains: ApiError(not_ready).
+        Retrying a call that already holds its grant does not count.
 
         `session.grants` is never below the true number, so the table is asked only near the limit.
         """
         limit, draining = self._pool.limits.session_grants, self._drain.begun
-        if session.grants < limit and not draining:
+        over_quota = self._quotas.grants_refusal(session)
+        if session.grants < limit and not draining and over_quota is None:
             return
         session.grants, known = self._table.open_grants(session.table_id, request)
         if known:
@@ -257,3 +281,12 @@ class CacheService:
                 "too_many_grants", "release leases and finish reservations first", found=session.grants,
                 wanted=f"< {limit}",
             )
+        if over_quota is not None:
+            raise over_quota
+
+
+def _tenant_of(peer: Peer) -> str:
+    """Raises ApiError(unauthenticated) for a caller that is nobody's: the guard lets none of them come here."""
+    if peer.tenant is None:
+        raise ApiError("unauthenticated", "sessions belong to somebody", found=peer.name, wanted="an access token")
+    return peer.tenant

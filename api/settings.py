@@ -8,6 +8,7 @@ source.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import tomllib
@@ -17,7 +18,9 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
+from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
+from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -25,6 +28,7 @@ MAX_SEGMENT_BYTES = GIB
 ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE})
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
@@ -49,6 +53,13 @@ def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/
     return f"/tmp/kvdock-{os.getuid()}/kvdock.sock"
 
 
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def default_prefault_threads() -> int:
     return max(1, min(8, (os.cpu_count() or 2) // 2))
 
@@ -71,7 +82,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     socket_path: str = msgspec.field(default_factory=lambda: default_socket_path(os.environ))
     allowed_hosts: str = ""
     """With loopback names only, a web page cannot reach the pool by DNS rebinding."""
+    access_file: str = ""
     body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 8 << 20
+    tcp_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
 
     # the pool
     pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 4 * GIB
@@ -85,6 +98,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     session_cap: Share = 0.25
     total_cap: Share = 0.75
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
+
+    # what each tenant may use; 0: no limit
+    tenant_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
+    tenant_chunks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
+    tenant_namespaces: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    tenant_sessions: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    tenant_grants: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
     # life and death
     heartbeat_s: Seconds = 2.0
@@ -149,7 +169,7 @@ def effective(
         values.update(found)
         origins.update({name: Origin("file", f"{path}, line {lines[name]}") for name in found})
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable != CONFIG_VARIABLE:
+        if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
             name = variable.removeprefix(ENV_PREFIX).lower()
             values[name], origins[name] = text, Origin("environment", variable)
     for name, value in (flags or {}).items():
@@ -247,8 +267,18 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
                 f"segment_bytes={settings.segment_bytes} wanted at most pool_bytes={settings.pool_bytes}"
             )
         settings = msgspec.structs.replace(settings, segment_bytes=settings.pool_bytes)
+    most_bytes = (MAX_SEGMENTS - 1) * settings.segment_bytes  # the first segment may be smaller
+    if settings.pool_bytes > most_bytes:
+        raise SettingsError(
+            f"pool_bytes={settings.pool_bytes} wanted at most {most_bytes}, as segment_bytes={settings.segment_bytes} "
+            f"and a pool has at most {MAX_SEGMENTS} segments"
+        )
     if settings.high_water < settings.low_water:
         raise SettingsError(f"high_water={settings.high_water} wanted at least low_water={settings.low_water}")
+    if not settings.access_file and not is_loopback(settings.host):
+        raise SettingsError(
+            f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
+        )
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
     return settings

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import random
+import secrets
 import statistics
 import sys
 import tempfile
@@ -76,7 +77,7 @@ def adopt(chunks: int, times: int) -> dict[str, object]:
             leave_pool(settings, pool_id, chunks)
             for _ in range(times):
                 began = time.perf_counter()
-                adopted = adopt_pool(settings, pool_id)
+                adopted = adopt_pool(settings, pool_id, secrets.randbits)
                 took_s.append(time.perf_counter() - began)
                 found = adopted.found
                 adopted.segments.close(unlink=False)

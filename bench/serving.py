@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -18,8 +19,13 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from kvdock.api import server
+from kvdock.api.http.connection import connection_class
+from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.listen import bind_unix
+from kvdock.api.log import ServerLog
 from kvdock.api.settings import Settings
+from kvdock.api.views.history import Counters
+from kvdock.api.views.timing import Meter, Timings
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
@@ -33,6 +39,7 @@ START_TIMEOUT_S = 60.0
 
 
 def serve(values: dict[str, object]) -> None:
+    logging.basicConfig(handlers=[ServerLog(logging.BASIC_FORMAT)])  # what a flood makes the server write is cut
     server.Server(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
 
 
@@ -47,7 +54,9 @@ def serve_floor(values: dict[str, object]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    config = server.uvicorn_config(app)
+    limits = ConnectionLimits(tcp_connections=1, unix_connections=1 << 10)
+    meter = Meter(Counters(), Timings(), time.perf_counter_ns, {})
+    config = server.uvicorn_config(app, connection_class(limits, meter))
     config.lifespan = "off"
     with bind_unix(str(values["socket_path"])) as sock:
         floor = uvicorn.Server(config)
@@ -79,7 +88,9 @@ class ServerProcess:
         if not line:
             self._folder.cleanup()
             raise RuntimeError(f"the {kind} process did not start")
-        self.unix: str = json.loads(line)["unix"]
+        addresses = json.loads(line)
+        self.unix: str = addresses["unix"]
+        self.http: str = addresses.get("http", "")
 
     @property
     def pid(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvdock.cli.outcome import FAILED, CommandError, ctrl_c_waits
+from kvdock.cli.outcome import FAILED, WRONG, CommandError, ctrl_c_waits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,8 @@ Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "t
 
 Server = Annotated[str, typer.Option(
     "--server", metavar="ADDRESS", show_default=False,
-    help="unix:/path or http://host:port; by default this user's socket.",
+    help="unix:/path or http://host:port; by default this user's socket. A server that wants an access token gets the "
+    "one in the file that KVDOCK_ACCESS_TOKEN_FILE names.",
 )]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 ListLimit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N.")]
@@ -115,6 +116,41 @@ def leases(
     from kvdock.cli.lists import show_leases
 
     show_leases(server, limit=None if everything else limit, as_json=as_json, console=_console())
+
+
+def access_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; the server's log names it.")],
+    access_file: Annotated[str, typer.Option(
+        "--access-file", metavar="FILE", help="The server's; made if it is missing. [KVDOCK_ACCESS_FILE]",
+        show_default=False,
+    )] = "",
+    scopes: Annotated[list[str], typer.Option(
+        "--scope", metavar="SCOPE", help="What it may do: health, read, engine or admin; may be given several times.",
+    )] = ["read"],  # noqa: B006  # typer shows it as the default, and nothing changes it
+    tenant: Annotated[str, typer.Option(
+        "--tenant", metavar="TENANT", help="Whose sessions and chunks it uses; the server's own if left out.",
+        show_default=False,
+    )] = "",
+) -> None:
+    """Make an access token and print it, once.
+
+    The server's access file gets its name, digest and scopes; a running server notices. Keep what is printed in a file
+    with mode 0600 and name that in KVDOCK_ACCESS_TOKEN_FILE, or give it to the status page when it asks.
+    """
+    from kvdock.api.access.issue import add_token
+    from kvdock.api.errors import AccessFileError
+    from kvdock.api.settings import effective
+    from kvdock.protocol.calls import INCLUDED
+
+    path = access_file or effective(os.environ).settings.access_file
+    if not path:
+        raise CommandError("name the server's access file: --access-file FILE", WRONG)
+    if wrong := [scope for scope in scopes if scope not in INCLUDED]:
+        raise CommandError(f"--scope: found {wrong[0]!r}, wanted {', '.join(INCLUDED)}", WRONG)
+    try:
+        typer.echo(add_token(path, name, scopes, tenant))
+    except AccessFileError as error:
+        raise CommandError(f"{error}; it stays as it was", WRONG) from error
 
 
 def bench(

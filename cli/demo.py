@@ -29,6 +29,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from kvdock.api.access.issue import add_token
 from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
@@ -140,7 +141,8 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
     """Starts a server; yields it, its page's URL and its Unix address."""
     socket_path = folder / "kvdock.sock"
     process = _started(
-        "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes
+        "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
+        "--access-file", str(folder / "access.toml"),
     )
     assert process.stdout is not None
     try:
@@ -254,11 +256,13 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-demo-")))
         screen = stack.enter_context(Screen(console))
+        token = add_token(str(folder / "access.toml"), "page", ["read"])
         server, url, address = stack.enter_context(serving(port, pool_bytes, folder))
         engines = stack.enter_context(computing(address, preset))
         for engine in engines:
             engine.wait_ready()
         console.print(f"kvdock serves at {url} (open it in a browser) and at {address}", soft_wrap=True)
+        console.print(f"The page shows totals; who is attached it shows to this token: {token}", soft_wrap=True)
         results = run_turns(engines[:2], engines[2], turns, screen)
         with Client(address) as client:
             found = figures(results, client.status().counters, time.monotonic() - began)
@@ -266,7 +270,7 @@ def demo(*, port: int, as_json: bool, preset: str, turns: int, pool_bytes: str) 
         if as_json:
             print(json.dumps(found))
         else:
-            linger(console, server, url, found)
+            linger(console, server, url, address, found)
         return DONE if found["tokens_identical"] and found["turns_with_reuse"] else FAILED
 
 
@@ -276,7 +280,9 @@ def _program() -> str:
     return f"{sys.executable} -m kvdock" if program.endswith("__main__.py") else shlex.quote(program)
 
 
-def linger(console: Console, server: subprocess.Popen[str], url: str, found: dict[str, Any]) -> None:
+def linger(
+    console: Console, server: subprocess.Popen[str], url: str, address: str, found: dict[str, Any]
+) -> None:
     """Keeps the server and both engines up until Ctrl-C. Raises CommandError when the server ends by itself."""
     same = "identical" if found["tokens_identical"] else "DIFFERENT"
     console.print(
@@ -286,7 +292,7 @@ def linger(console: Console, server: subprocess.Popen[str], url: str, found: dic
     )
     try:
         console.print(
-            f"The server stays up: open {url} in a browser, or ask it: {_program()} status --server {url.rstrip('/')}\n"
+            f"The server stays up: open {url} in a browser, or ask it: {_program()} status --server {address}\n"
             "Ctrl-C ends it and removes every segment.", soft_wrap=True,
         )
         status = server.wait()

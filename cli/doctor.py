@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdock import _core
-from kvdock.api.errors import SettingsError
+from kvdock.api.access.access_file import digest_of, read
+from kvdock.api.errors import AccessFileError, SettingsError
 from kvdock.api.pool.lock import server_alive
 from kvdock.api.settings import Settings, effective
 from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
@@ -25,7 +26,9 @@ from kvdock.cli.outcome import DONE, FAILED
 from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
+from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.private_file import PrivateFileError
 from kvdock.shm.errors import ForeignObject
 from kvdock.shm.objects import foreign_objects, pool_objects
 
@@ -47,8 +50,9 @@ def doctor(
 
 def examine(environ: Mapping[str, str], *, config: str | None, machine: Machine) -> list[Finding]:
     settings, settings_finding = _settings(environ, config)
-    server = _server(settings)
-    findings = [_versions(), settings_finding, server, *_extension()]
+    token = _token(environ)
+    server = _server(settings, token)
+    findings = [_versions(), settings_finding, server, _access(settings, token), *_extension()]
     wanted_bytes = settings.pool_bytes + _core.Table.region_bytes(settings.table_records, settings.table_grants)
     # A running server has its pool already: no memory for another is needed.
     findings += machine_findings(machine, 0 if server.level == "ok" else wanted_bytes)
@@ -71,16 +75,43 @@ def _settings(environ: Mapping[str, str], config: str | None) -> tuple[Settings,
     return found.settings, Finding("settings", "ok", ", ".join(given) or "all at their defaults")
 
 
-def _server(settings: Settings) -> Finding:
+def _token(environ: Mapping[str, str]) -> str | PrivateFileError:
+    """The access token that commands would use, '' for none, or why it cannot be used."""
+    try:
+        return read_token(environ.get(TOKEN_FILE_VARIABLE, ""))
+    except PrivateFileError as error:
+        return error
+
+
+def _access(settings: Settings, token: str | PrivateFileError) -> Finding:
+    """Who may call a server that is started here, and the token of commands."""
+    if isinstance(token, PrivateFileError):
+        return Finding("access", "problem", f"{TOKEN_FILE_VARIABLE}: {token}", "docs/security.md describes the file")
+    if not settings.access_file:
+        return Finding("access", "ok", "no access file is set: this user and root only, and probes over TCP")
+    try:
+        tokens = read(settings.access_file)
+    except AccessFileError as error:
+        return Finding("access", "problem", str(error), "a server with it does not start: docs/security.md")
+    said = f"access tokens in {settings.access_file}: {len(tokens)}"
+    if token and digest_of(token.encode()) not in tokens:
+        return Finding("access", "problem", f"{said}, that of {TOKEN_FILE_VARIABLE} is none of them")
+    return Finding("access", "ok", said)
+
+
+def _server(settings: Settings, token: str | PrivateFileError) -> Finding:
     address = f"unix:{settings.socket_path}"
     try:
-        with Client(address, timeout_s=TIMEOUT_S) as client:
+        with Client(address, timeout_s=TIMEOUT_S, access_token=token if isinstance(token, str) else "") as client:
             status = client.status()
     except ServerUnavailable as error:
         if _listens(settings.socket_path):
             return Finding("server", "problem", f"it listens at {error}", "it is stopped or hangs: look at its log")
         return Finding("server", "note", f"none answers at {error}", "start one with `kvdock serve`")
     except ApiError as error:
+        if error.code == "unauthenticated":
+            advice = f"the token of {TOKEN_FILE_VARIABLE} is none of this server's"
+            return Finding("server", "note", f"at {address}: {error}", advice)
         return Finding("server", "problem", f"at {address}: {error}", "use the client of the server's release")
     said = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.status != "ok":

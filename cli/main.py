@@ -28,9 +28,9 @@ app = typer.Typer(
 )
 for command in (
     serve, commands.status, commands.doctor, commands.lookup, commands.clear, commands.sessions, commands.leases,
-    commands.bench, commands.demo, config,
+    commands.access_token, commands.bench, commands.demo, config,
 ):
-    app.command(command.__name__, epilog=EPILOG)(command)
+    app.command(command.__name__.replace("_", "-"), epilog=EPILOG)(command)
 
 
 @app.callback(invoke_without_command=True)

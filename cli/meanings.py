@@ -15,7 +15,11 @@ MEANINGS: dict[str, str] = {
     "socket_path": "Unix socket for engines; only the server's own user may connect.",
     "allowed_hosts": "Host names that the TCP port answers for, separated by commas; `*` for all. Empty: loopback "
     "names if `host` is a loopback address, else all.",
+    "access_file": "TOML file of access tokens and what each may do; needed if `host` is no loopback address. Without "
+    "a token the TCP port answers only probes and totals.",
     "body_limit_bytes": "Longest request body.",
+    "tcp_connections": "How many connections the TCP port serves at once; those of engines over the Unix socket are "
+    "apart from them.",
     "pool_bytes": "Maximum size of the pool.",
     "segment_bytes": "The pool grows by segments of this size, at most 1GiB; the first has at most 256MiB.",
     "prefault_threads": "Threads that touch new memory in advance, so that engines have no page faults.",
@@ -29,6 +33,13 @@ MEANINGS: dict[str, str] = {
     "session_cap": "Share of the pool that one session may hold by leases and reservations.",
     "total_cap": "Share of the pool that all sessions together may hold by leases and reservations.",
     "session_grants": "How many leases and reservations one session may have open at once.",
+    "tenant_bytes": "How much one tenant may store, if no quota of its own says otherwise; beyond it, its own coldest "
+    "chunks are evicted. 0: no limit. The server's own user is not limited by this and the next four.",
+    "tenant_chunks": "How many chunks one tenant may store, in the same way.",
+    "tenant_namespaces": "How many namespaces with sessions or chunks one tenant may have. 0: no limit.",
+    "tenant_sessions": "How many sessions one tenant may have. 0: no limit.",
+    "tenant_grants": "How many leases and reservations one tenant may have open at once, in all its sessions. 0: no "
+    "limit.",
     "heartbeat_s": "Interval of engines' heartbeats.",
     "missed_heartbeats": "After this many missed heartbeats a process gets no new leases until it reports again.",
     "settle_s": "Time between the death of a process and the reuse of memory that it held.",

@@ -14,7 +14,8 @@ from kvdock.api.settings import effective
 from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
-from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.wire_types import MAX_KEYS
 
 T = TypeVar("T")
@@ -43,17 +44,24 @@ def default_address() -> str:
 
 @contextmanager
 def reached(address: str) -> Iterator[Client]:
-    """A client of the server at `address`, or at this user's socket when it is empty.
+    """A client of the server at `address`, or at this user's socket when it is empty. Its access token is in the file
+    that KVDOCK_ACCESS_TOKEN_FILE names; this user's own server needs none over its socket.
 
-    Raises CommandError for a malformed address, and when the server does not answer a call within the block.
+    Raises CommandError for a malformed address, a token file that cannot be used, and when the server does not answer a
+    call within the block.
     """
     try:
-        client = Client(address or default_address(), timeout_s=TIMEOUT_S, packed=False)
+        token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
+        client = Client(address or default_address(), timeout_s=TIMEOUT_S, packed=False, access_token=token)
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
     with client:
         try:
             yield client
+        except ApiError as error:
+            if error.code == "unauthenticated":
+                raise CommandError(f"{error}; name its file in {TOKEN_FILE_VARIABLE}", FAILED) from error
+            raise
         except ServerUnavailable as error:
             raise CommandError(f"no server answers at {error}; start one with `kvdock serve`", FAILED) from error
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvdock.api.errors import StartupError
+from kvdock.api.log import ServerLog
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
 from kvdock.cli.outcome import ctrl_c_waits
@@ -38,7 +39,8 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
     to --drain-s for open leases and reservations. Its exit status is 0 in both cases.
     """
     logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if verbose else logging.WARNING,
+        handlers=[ServerLog("%(asctime)s %(levelname)s %(name)s: %(message)s")],
     )
     settings = effective(os.environ, config=config, flags=flags).settings
     with ctrl_c_waits():  # half a second, which --help does not need
@@ -92,7 +94,8 @@ def ready_line(addresses: Addresses) -> str:
 
 _METAVARS = {
     "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "threads": "N", "records": "N", "grants": "N", "heartbeats": "N",
-    "values": "N", "requests": "N", "growth": "demand|ahead", "adopt": "auto|never|require", "exit": "remove|keep",
+    "values": "N", "requests": "N", "connections": "N", "growth": "demand|ahead",
+    "adopt": "auto|never|require", "exit": "remove|keep",
 }
 """By the last word of a setting's name, where that word in capitals would not say what to write."""
 

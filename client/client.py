@@ -21,6 +21,7 @@ from kvdock.client.answers import Answers
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON, PACKED
@@ -41,13 +42,16 @@ class Client:
     Raises ServerUnavailable if there is no answer and ApiError if the answer is a refusal; nothing else.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "") -> None:
         """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
 
-        `packed`: MessagePack bodies; otherwise JSON, which people can read.
+        `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: of the server's access file
+        (protocol.access_token reads it from a file); over the Unix socket the server's own user needs none.
         """
         self._releases = ReleaseQueue()
-        self._transport = Transport(Address.parse(address), f"{VERSION_HEADER}: {API_VERSION}\r\n".encode())
+        headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
+        sent = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._transport = Transport(Address.parse(address), sent.encode())
         self.timeout_s = timeout_s
         self._form = PACKED if packed else JSON
         self._media_type = self._form.media_type.encode()
@@ -141,9 +145,9 @@ class Client:
             refused += answer.refused_releases
         return refused
 
-    def cancel(self, lease: str, body: s.CancelLease, *, timeout_s: float | None = None) -> None:
+    def cancel(self, lease: str, session: str, member: str, *, timeout_s: float | None = None) -> None:
         """For the member that asked, if no rank was or will be handed the plan."""
-        return self._do(c.CANCEL, body, timeout_s, lease)
+        return self._do(c.CANCEL, None, timeout_s, lease, query={"session": session, "member": member})
 
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)

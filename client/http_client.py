@@ -5,11 +5,12 @@
 
 The same methods, bodies, answers and errors as client.Client, whose calls cost a fraction of a call through httpx.
 Needs the extra `client` (httpx). A ready httpx client (proxies, authentication, event hooks) may be passed in; it is
-closed with this one.
+closed with this one. At a Unix socket, only a server of this user, or of root, is sent anything.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from functools import update_wrapper
@@ -24,9 +25,11 @@ from kvdock.client.client import FLUSH_S, Client
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
 from kvdock.protocol import calls as c, schemas as s
+from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.forms import JSON
+from kvdock.protocol.peers import require_trusted_server
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
 from kvdock.protocol.wire_types import Body, Carrier, RefusedRelease
 
@@ -35,26 +38,46 @@ P = ParamSpec("P")
 
 _CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 """The server had closed an idle connection: the call is repeated once, as every call may be."""
-_FAILED = (httpx.HTTPError, RuntimeError)
-"""RuntimeError: the client is closed."""
+_FAILED = (httpx.HTTPError, PermissionError, RuntimeError)
+"""PermissionError: another user's server. RuntimeError: the client is closed."""
 _HEADERS = {"content-type": JSON.media_type, VERSION_HEADER.lower(): str(API_VERSION)}
 
 
-def _asked(address: Address, method: str, path: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
-    """Arguments of httpx's `request`."""
+def _asked(
+    address: Address, headers: dict[str, str], method: str, path: str, body: bytes | None, timeout_s: float,
+    trace: Callable[..., Any],
+) -> dict[str, Any]:
+    """Arguments of httpx's `request`. `trace` gets each step of it, by name."""
     url = f"http://{address.authority}{path}"
-    return {"method": method, "url": url, "content": body, "headers": _HEADERS, "timeout": timeout_s}
+    return {
+        "method": method, "url": url, "content": body, "headers": headers, "timeout": timeout_s,
+        "extensions": {"trace": trace},
+    }
+
+
+def _is_strangers(address: Address, step: str, about: dict[str, Any]) -> PermissionError | None:
+    """Why what this step has connected to is not to be used."""
+    if step != "connection.connect_unix_socket.complete":
+        return None
+    fd = about["return_value"].get_extra_info("socket").fileno()
+    with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connected:
+        try:
+            require_trusted_server(connected, address.socket_path)
+        except PermissionError as error:
+            return error
+    return None
 
 
 class _HttpxTransport(Transport):
-    def __init__(self, address: Address, http: httpx.Client | None) -> None:
+    def __init__(self, address: Address, access_token: str, http: httpx.Client | None) -> None:
         super().__init__(address)
+        self._headers = {**_HEADERS, **authorization(access_token)}
         self._http = http or httpx.Client(transport=httpx.HTTPTransport(uds=address.socket_path or None, retries=1))
 
     def call(
         self, method: str, path: str, body: bytes | None, timeout_s: float, media_type: bytes = b"application/json"
     ) -> tuple[int, bytes]:
-        asked = _asked(self.address, method, path, body, timeout_s)
+        asked = _asked(self.address, self._headers, method, path, body, timeout_s, self._watch)
         try:
             try:
                 response = self._http.request(**asked)
@@ -64,6 +87,11 @@ class _HttpxTransport(Transport):
             raise ServerUnavailable(f"{self.address.text}: {error or type(error).__name__}") from error
         return response.status_code, response.content
 
+    def _watch(self, step: str, about: dict[str, Any]) -> None:
+        if stranger := _is_strangers(self.address, step, about):
+            about["return_value"].close()
+            raise stranger
+
     def close(self) -> None:
         self._http.close()
 
@@ -71,10 +99,12 @@ class _HttpxTransport(Transport):
 class HttpClient(Client):
     """Calls to one server. Thread-safe, as httpx.Client is."""
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, http: httpx.Client | None = None) -> None:
-        """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. `http` keeps its own transport."""
+    def __init__(
+        self, address: str, *, timeout_s: float = 5.0, access_token: str = "", http: httpx.Client | None = None
+    ) -> None:
+        """As client.Client's. `http` keeps its own transport."""
         super().__init__(address, timeout_s=timeout_s, packed=False)
-        self._transport = _HttpxTransport(self._transport.address, http)
+        self._transport = _HttpxTransport(self._transport.address, access_token, http)
 
 
 def _awaited(
@@ -94,8 +124,11 @@ def _awaited(
 class AsyncHttpClient:
     """Client's methods, awaited. For one event loop."""
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0, http: httpx.AsyncClient | None = None) -> None:
-        """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. `http` keeps its own transport."""
+    def __init__(
+        self, address: str, *, timeout_s: float = 5.0, access_token: str = "", http: httpx.AsyncClient | None = None
+    ) -> None:
+        """As client.Client's. `http` keeps its own transport."""
+        self._headers = {**_HEADERS, **authorization(access_token)}
         self.address, self.timeout_s = address, timeout_s
         self._parsed, self._answers = Address.parse(address), Answers(address)
         uds = self._parsed.socket_path or None
@@ -108,7 +141,9 @@ class AsyncHttpClient:
     ) -> A:
         content = None if body is None else JSON.encode(body)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        asked = _asked(self._parsed, call.method, call.target(ids, query), content, timeout_s)
+        asked = _asked(
+            self._parsed, self._headers, call.method, call.target(ids, query), content, timeout_s, self._watch
+        )
         try:
             try:
                 response = await self._http.request(**asked)
@@ -117,6 +152,11 @@ class AsyncHttpClient:
         except _FAILED as error:
             raise ServerUnavailable(f"{self.address}: {error or type(error).__name__}") from error
         return self._answers.decoded(call, response.status_code, response.content, packed=False)
+
+    async def _watch(self, step: str, about: dict[str, Any]) -> None:
+        if stranger := _is_strangers(self._parsed, step, about):
+            await about["return_value"].aclose()
+            raise stranger
 
     async def _carrying(
         self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str

@@ -28,6 +28,7 @@ from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
+from kvdock.protocol.access_token import read_token
 from kvdock.protocol.schemas import Manifest
 
 
@@ -36,6 +37,8 @@ class ConnectorSettings:
     """`address`: unix:/path or http://host:port. `timeout_s` bounds every call to the server."""
 
     address: str
+    access_token_file: str = ""
+    """Holds the engine's access token; the server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
     device: str = "cpu"
     """Where the engine's blocks are: "cpu", "cuda" or "cuda:N"."""
@@ -176,7 +179,8 @@ def open_worker(
 ) -> tuple[EngineSession, WorkerConnector]:
     """A process's session, not started, and its worker connector. LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
-    client = Client(settings.address, timeout_s=settings.timeout_s)
+    token = read_token(settings.access_token_file)
+    client = Client(settings.address, timeout_s=settings.timeout_s, access_token=token)
     session = EngineSession(client, manifest, identity, register=device.register)
     worker = WorkerConnector(
         session, layouts, rank=identity.ranks[0], device=device, stream=stream, threads=settings.copy_threads,

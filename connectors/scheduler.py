@@ -30,8 +30,8 @@ from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.keys import KeyChain
-from kvdock.protocol.schemas import CancelLease, Lookup, LookupAnswer, Reserve
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.schemas import Lookup, LookupAnswer, Reserve
+from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
 
 class Chain(Protocol):
@@ -310,7 +310,8 @@ class SchedulerConnector:
     def _batches(
         self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int
     ) -> Iterator[StoreBatch]:
-        """Chunks [first, end), cut where the groups of which the engine still has all blocks change."""
+        """Chunks [first, end), cut where the groups of which the engine still has all blocks change, and behind every
+        MAX_STORE_KEYS of them."""
         per_chunk = [self.chunk_tokens // size for size in self._block_sizes]
         chunks: list[dict[int, tuple[int, ...]]] = []
         for chunk in range(first, end):
@@ -320,7 +321,8 @@ class SchedulerConnector:
                 if len(blocks) == count:
                     whole[group] = blocks
             chunks.append(whole)
-        for groups, run in groupby(enumerate(chunks, first), key=lambda one: tuple(one[1])):
+        kinds = groupby(enumerate(chunks, first), key=lambda one: ((one[0] - first) // MAX_STORE_KEYS, tuple(one[1])))
+        for (_, groups), run in kinds:
             if not self._full <= set(groups):
                 return  # of no use without all of full attention, and neither is what follows it
             members = list(run)
@@ -351,13 +353,11 @@ class SchedulerConnector:
         try:
             answer = self.session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
+            self._cut_short(offer)
             self.session.lost(offer.attachment, error)
             return None
         if answer.limited_by is not None:
-            with self._lock:
-                request = self._requests.get(offer.request_id)
-                if request is not None and request.attachment is offer.attachment:
-                    request.cut_short = True
+            self._cut_short(offer)
         found([batch.keys[index] for index in answer.present])
         if answer.reservation is None:
             return None
@@ -367,6 +367,13 @@ class SchedulerConnector:
             for group, blocks in zip(batch.groups, batch.block_ids[chunk.index], strict=True)
         )
         return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self.chunk_tokens, pieces)
+
+    def _cut_short(self, offer: StoreOffer) -> None:
+        """Nobody could find what the request stores behind a gap."""
+        with self._lock:
+            request = self._requests.get(offer.request_id)
+            if request is not None and request.attachment is offer.attachment:
+                request.cut_short = True
 
     # ------------------------------------------------------------------ forgetting
 
@@ -400,7 +407,7 @@ class SchedulerConnector:
         if self.session.attachment is not attachment:
             return  # nobody listens; should that server return, it asks
         try:
-            self.session.client.cancel(lease, CancelLease(session=attachment.session, member=attachment.member))
+            self.session.client.cancel(lease, attachment.session, attachment.member)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(attachment, error)
 

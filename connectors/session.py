@@ -32,10 +32,11 @@ from kvdock.protocol.schemas import (
     Heartbeat,
     Manifest,
     Member,
+    ReportMismatch,
     Segment,
     SessionAttached,
 )
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
@@ -164,7 +165,15 @@ class EngineSession:
             self._attach()
         except NotYet as error:
             self._say(logging.WARNING, "no kvdock server yet, serving misses", error)
-        self._thread.start()
+        except RefusedError:
+            raise
+        except Exception as error:  # whatever it is, the heartbeat thread tries again
+            self._say(logging.ERROR, "cannot attach yet, serving misses", error)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def lost(self, attachment: Attachment, error: Exception) -> None:
         """A call under `attachment` failed: suspend it if that is what the failure means.
@@ -190,6 +199,12 @@ class EngineSession:
                 f"segment {segment}", found=f"pinned through {attachment.registrar.pinned_through}",
                 wanted="a registered one",
             )
+
+    def report(self, attachment: Attachment, lease: str, damaged: Sequence[int]) -> None:
+        """Says which chunks of a lease do not match their checksums. Raises ServerUnavailable, ApiError."""
+        for start in range(0, len(damaged), MAX_ENTRIES):
+            chunks = list(damaged[start : start + MAX_ENTRIES])
+            self.client.mismatch(ReportMismatch(session=attachment.session, lease=lease, chunks=chunks))
 
     def abort(self, attachment: Attachment, reservation: str, ranks: Sequence[int] | None = None) -> None:
         """Says that `ranks` will not store; None: that no rank was given the reservation. Nothing of it is published.
@@ -234,13 +249,15 @@ class EngineSession:
         # A new member id an epoch: to a server that saw the old one die, the old one stays dead.
         self._epochs += 1
         member = f"{self.identity.member}-{self._epochs}"
-        liveness = MemberLiveness(lock_path(int(pool.pool_id, 16)), source=self._source)
+        liveness = MemberLiveness(
+            lock_path(int(pool.pool_id, 16)), source=self._source, with_children=self._register is not None
+        )
         segments = AttachedSegments(int(pool.pool_id, 16))
         registrar = None
-        if self._register is not None:
-            registrar = SegmentRegistrar(segments, self._register, progress=self._wake.set)
         answer: SessionAttached | None = None
         try:
+            if self._register is not None:
+                registrar = SegmentRegistrar(segments, self._register, progress=self._wake.set)
             answer = self.client.attach(self._attach_body(member, liveness, registrar))
             attachment = Attachment(
                 answer.session, member, bytes.fromhex(answer.namespace), answer.pool_id, segments, liveness,
@@ -316,25 +333,34 @@ class EngineSession:
     def _run(self) -> None:
         retry_s = FIRST_RETRY_S
         while not self._stop.is_set():
-            attachment = self._attachment
-            if attachment is not None:
-                retry_s = FIRST_RETRY_S
-                wait_s = self._beat(attachment)
-            else:
-                try:
-                    self._attach()
-                    continue
-                except NotYet as error:
-                    # That nobody answers was said when the server was lost.
-                    loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
-                    self._say(loud, "still no server", error)
-                    self._let_go_of_the_dead()
-                except RefusedError as error:
-                    self._say(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
-                wait_s = retry_s * self._source.uniform(0.5, 1.5)
-                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            wait_s = 0.0
+            try:
+                attachment = self._attachment
+                if attachment is not None:
+                    retry_s = FIRST_RETRY_S
+                    wait_s = self._beat(attachment)
+                elif not self._try_to_attach():
+                    wait_s = retry_s * self._source.uniform(0.5, 1.5)
+                    retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            except Exception as error:  # without this thread, there would be no more hits
+                self._say(logging.ERROR, f"unexpected {type(error).__name__}, trying again", error)
+                wait_s = LONGEST_RETRY_S
             self._wake.wait(wait_s)
             self._wake.clear()
+
+    def _try_to_attach(self) -> bool:
+        try:
+            self._attach()
+        except NotYet as error:
+            # That nobody answers was said when the server was lost.
+            loud = logging.DEBUG if isinstance(error, ServerUnavailable) else logging.WARNING
+            self._say(loud, "still no server", error)
+            self._let_go_of_the_dead()
+        except RefusedError as error:
+            self._say(logging.ERROR, "the server refuses this engine", error.__cause__ or error)
+        else:
+            return True
+        return False
 
     def _say(self, level: int, what: str, why: BaseException) -> None:
         """Why this process is not served: once, however often it tries."""
@@ -362,17 +388,16 @@ class EngineSession:
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
                 )
                 answer = self.client.heartbeat(attachment.session, beat)
-                self._said = ""
-                if self._observer.changed is not None and answer.changes is not None:
-                    attachment.changes_since = answer.changes.next
-                    self._observer.changed(attachment, answer.changes)
+                has_told = answer.changes is None or self._tell(attachment, answer.changes)
                 for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
                     _unmap(attachment, segment)
-                if answer.segments > len(attachment.segments.segments):
-                    self._map_new(attachment)
+                if answer.segments != len(attachment.segments.segments):
+                    self._follow(attachment)
                 done, keep = self._answers(attachment, answer.questions)
-                is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_KEYS
+                is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_ENTRIES
                 if not done and not keep and not is_behind:
+                    if has_told:
+                        self._said = ""
                     return answer.heartbeat_s
         except (ServerUnavailable, ApiError) as error:
             if isinstance(error, ApiError) and error.code not in LOST_CODES:
@@ -380,10 +405,25 @@ class EngineSession:
             self.lost(attachment, error)
             return attachment.heartbeat_s if self._attachment is not None else 0.0
 
-    def _map_new(self, attachment: Attachment) -> None:
-        """Segments the pool grew. One that cannot be mapped now is tried again with the next heartbeat, or
-        by the copy that needs it."""
+    def _tell(self, attachment: Attachment, changes: Changes) -> bool:
+        """False: whoever asked for the changes failed. The server's questions are answered all the same."""
+        attachment.changes_since = changes.next
+        try:
+            if self._observer.changed is not None:
+                self._observer.changed(attachment, changes)
+        except Exception as error:  # it is not this module's
+            self._say(logging.ERROR, f"changes of the cache were lost by {type(error).__name__}", error)
+            return False
+        return True
+
+    def _follow(self, attachment: Attachment) -> None:
+        """Maps what the pool grew, and unmaps what it removed and forgot to say. A segment that cannot be mapped now is
+        tried again with the next heartbeat, or by the copy that needs it."""
         segments = self.client.segments().segments
+        listed = {one.id for one in segments}
+        for known in attachment.segments.segments:
+            if known.id < max(listed, default=0) and known.id not in listed:  # ids rise: it is gone, not yet to come
+                _unmap(attachment, known.id)
         try:
             self._map(attachment, segments, populate=True)
         except (AttachError, OSError) as error:

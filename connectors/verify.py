@@ -13,7 +13,7 @@ from kvdock import _core
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import LookupAnswer, Part, ReportMismatch
+from kvdock.protocol.schemas import LookupAnswer, Part
 from kvdock.shm.errors import AttachError
 
 log = logging.getLogger("kvdock.connector")
@@ -45,8 +45,7 @@ class ChecksumVerifier(Verifier):
             ]
             if damaged:
                 log.error("lookup request=%s: checksum mismatch in chunks %s", request_id, damaged)
-                report = ReportMismatch(session=attachment.session, lease=answer.lease, chunks=damaged)
-                self._session.client.mismatch(report)
+                self._session.report(attachment, answer.lease, damaged)
             return not damaged
         except (ServerUnavailable, ApiError, AttachError, OSError) as error:
             self._session.lost(attachment, error)
@@ -56,6 +55,7 @@ class ChecksumVerifier(Verifier):
 
     def _matches(self, attachment: Attachment, part: Part) -> bool:
         self._session.ensure_segment(attachment, part.segment)
+        attachment.segments.require_whole(part.segment)
         address = attachment.segments.address(part.segment, part.offset, part.length)
         ensure_keys(part.length)
         found = _core.checksum((ctypes.c_char * part.length).from_address(address))

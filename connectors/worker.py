@@ -25,10 +25,11 @@ from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
-from kvdock.datapath.errors import CopyError, CudaError, DatapathError
+from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Commit, Part, PartDone, ReportMismatch, WritePart
+from kvdock.protocol.schemas import Commit, Part, PartDone, WritePart
+from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import ShmError
 
 log = logging.getLogger("kvdock.connector")
@@ -122,6 +123,7 @@ class WorkerConnector:
             raise LayoutMismatchError(
                 f"layouts: found {len(layouts)}, wanted one for each of {len(manifest.groups)} groups"
             )
+        self._part_blocks: list[int] = []
         for group, layout in enumerate(layouts):
             if layout.block_tokens != manifest.block_sizes[group]:
                 raise LayoutMismatchError(
@@ -135,6 +137,7 @@ class WorkerConnector:
                     f"part bytes of group {group}: found {found} ({blocks} blocks of {layout.block_bytes} bytes), "
                     f"wanted {wanted} as the manifest says"
                 )
+            self._part_blocks.append(blocks)
             if layout.token_order not in (manifest.token_order, "ND"):
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
         self.session, self.rank, self._stream = session, rank, stream
@@ -197,7 +200,12 @@ class WorkerConnector:
     def _submit(
         self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Bands | None
     ) -> None:
-        parts = [self._load_copy(loading.attachment, piece) for piece in pieces]
+        own = [self._own_part(piece, piece.parts, self.rank % self.session.manifest.writers) for piece in pieces]
+        slots = self._addresses(loading.attachment, own)
+        parts = [
+            PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value)
+            for piece, part, slot in zip(pieces, own, slots, strict=True)
+        ]
         loader = self._loaders[group]
         if bands is not None and isinstance(loader, CudaCopier):
             handle: CopyHandle = loader.scatter(
@@ -240,22 +248,12 @@ class WorkerConnector:
             if loading.damaged:
                 chunks = sorted(set(loading.damaged))
                 log.error("load request=%s: checksum mismatch in chunks %s: they are a miss", plan.request_id, chunks)
-                report = ReportMismatch(session=attachment.session, lease=plan.lease, chunks=chunks)
-                self.session.client.mismatch(report)
+                self.session.report(attachment, plan.lease, chunks)
         except CallFailed as error:
             self.session.lost(attachment, error)
         finally:
             self.session.client.release_later(plan.lease, attachment.session, [self.rank])
             attachment.grants.end(plan.lease)
-
-    def _load_copy(self, attachment: Attachment, piece: LoadPiece) -> PartCopy:
-        part = _written_by(self.rank % self.session.manifest.writers, piece.parts)
-        return PartCopy(
-            slot=self._address(attachment, part.segment, part.offset, part.length),
-            block_ids=piece.block_ids,
-            skip_blocks=piece.skip_blocks,
-            checksum=part.checksum_value,
-        )
 
     def settle(self, attachment: Attachment) -> None:
         """Sends the words that load() queued, once the engine has its blocks: no load waits for it."""
@@ -278,8 +276,10 @@ class WorkerConnector:
         try:
             results = self._gather(attachment, plan.pieces)
             done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
-            body = Commit(session=attachment.session, rank=self.rank, parts=done)
-            ready = self.session.client.commit(plan.reservation, body).ready
+            # Once at least: the server waits for the rank's word.
+            for start in range(0, max(1, len(done)), MAX_ENTRIES):
+                body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
+                ready = self.session.client.commit(plan.reservation, body).ready
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
@@ -296,7 +296,9 @@ class WorkerConnector:
         submitted: list[tuple[list[StorePiece], CopyHandle]] = []
         try:
             for group, members in _by_group(pieces).items():
-                parts = [self._store_copy(attachment, piece) for piece in members]
+                own = [self._own_part(piece, piece.parts, self.rank) for piece in members]
+                slots = self._addresses(attachment, own)
+                parts = [PartCopy(slot, piece.block_ids) for piece, slot in zip(members, slots, strict=True)]
                 submitted.append((members, self._storers[group].gather(parts, after=self._stream)))
         finally:
             for _, handle in submitted:
@@ -305,17 +307,25 @@ class WorkerConnector:
             done for members, handle in submitted for done in zip(members, handle.result(), strict=True)
         ]
 
-    def _store_copy(self, attachment: Attachment, piece: StorePiece) -> PartCopy:
-        part = _written_by(self.rank, piece.parts)
-        return PartCopy(
-            slot=self._address(attachment, part.segment, part.offset, part.length), block_ids=piece.block_ids
-        )
-
     # ------------------------------------------------------------------ both
 
-    def _address(self, attachment: Attachment, segment: int, offset: int, length: int) -> int:
-        self.session.ensure_segment(attachment, segment)
-        return attachment.segments.address(segment, offset, length)
+    def _own_part(self, piece: LoadPiece | StorePiece, parts: Iterable[AnyPart], writer: int) -> AnyPart:
+        """The part of `parts` that this rank copies. CopyError unless it is as long as what is copied."""
+        wanted, blocks = self.session.manifest.groups[piece.group].part_bytes, self._part_blocks[piece.group]
+        part = next((part for part in parts if part.writer == writer), None)
+        if part is None or part.length != wanted:
+            found = "none" if part is None else f"{part.length} bytes"
+            raise copy_error(f"part of group {piece.group} by writer {writer}", found=found, wanted=f"{wanted} bytes")
+        if len(piece.block_ids) != blocks:
+            raise copy_error(f"blocks for a part of group {piece.group}", found=len(piece.block_ids), wanted=blocks)
+        return part
+
+    def _addresses(self, attachment: Attachment, parts: Sequence[Part | WritePart]) -> list[int]:
+        """Where the parts' slots lie. AttachError when a segment is not there, or not whole; each is looked at once."""
+        for segment in {part.segment for part in parts}:
+            self.session.ensure_segment(attachment, segment)
+            attachment.segments.require_whole(segment)
+        return [attachment.segments.address(part.segment, part.offset, part.length) for part in parts]
 
     def _bytes(self, pieces: Iterable[LoadPiece | StorePiece]) -> int:
         """That this rank copies."""
@@ -335,6 +345,3 @@ def _by_group(pieces: Iterable[Piece]) -> dict[int, list[Piece]]:
         groups.setdefault(piece.group, []).append(piece)
     return groups
 
-
-def _written_by(writer: int, parts: Iterable[AnyPart]) -> AnyPart:
-    return next(part for part in parts if part.writer == writer)

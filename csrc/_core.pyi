@@ -9,9 +9,11 @@ from typing_extensions import Buffer
 
 KEY_BYTES: Final[int]
 MAX_KEYS: Final[int]
+MAX_STORE_KEYS: Final[int]
 MAX_GROUPS: Final[int]
 MAX_RANKS: Final[int]
 MAX_SEGMENTS: Final[int]
+SEGMENT_IDS: Final[int]
 CHECKSUM_PRIME: Final[int]
 CHECKSUM_STRIPE_BYTES: Final[int]
 
@@ -51,7 +53,7 @@ class Reservation:
     part_bytes: int  # of all parts granted
     present: list[int]
     busy: list[int]
-    limited: Literal['', 'held_bytes', 'no_space', 'pinning']
+    limited: Literal['', 'held_bytes', 'no_space', 'pinning', 'quota']
 
 class GrantView:
     grant: int
@@ -86,6 +88,18 @@ class SessionView:
     reservations: int
     held_bytes: int
     opened_ms: int
+
+class TenantView:
+    """What a tenant uses: of records that are not free, and of grants that have a holder."""
+
+    tenant: bytes
+    bytes: int  # in slots
+    chunks: int
+    namespaces: int
+    sessions: int
+    grants: int
+    quota_bytes: int | None  # None: no limit
+    quota_chunks: int | None
 
 class Table:
     """Chunks, grants and members of one pool: docs/lifetime_protocol.md, in one flat region.
@@ -135,10 +149,12 @@ class Table:
     # -- identity
     def add_namespace(
         self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
-        groups: Sequence[tuple[str, int, int]],
+        groups: Sequence[tuple[str, int, int]], tenant: bytes = ...,
     ) -> int:
-        """groups: (kind 'full'|'window', window_tokens, part_bytes). Idempotent by digest. Drops idle namespaces if it
-        has to: table_full if there are none. A namespace's number is used again once it was dropped."""
+        """groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: 16 bytes, whose it is; zeros, the default:
+        the server's own user's. Idempotent by digest; bad_argument if it is another tenant's. Drops idle namespaces if
+        it has to: table_full if there are none. A namespace's number is used again once it was dropped."""
+    def has_namespace(self, digest: bytes) -> bool: ...
     def drop_idle_namespaces(self) -> list[int]:
         """Forgets the namespaces that have neither a session nor a chunk; returns the others."""
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
@@ -147,6 +163,20 @@ class Table:
         self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
     ) -> int:
         """Idempotent by (session, nonce): a repeat counts as a heartbeat; id_reused if ranks or lock differ."""
+
+    # -- tenants
+    def set_quota(self, tenant: bytes, *, bytes: int | None, chunks: int | None) -> None:
+        """How much the tenant's chunks may use; None: no limit. It replaces an earlier quota at once, and is forgotten
+        with this object. A reservation over it evicts the tenant's own chunks, pinned ones last, and then is cut short
+        with 'quota'. Above a quota that was lowered nothing is granted until the tenant uses less."""
+    def set_default_quota(self, *, bytes: int | None, chunks: int | None) -> None:
+        """The quota of all tenants that have none of their own, but for the server's own user."""
+    def evict_over_quota(self, max_chunks: int) -> int:
+        """Evicts chunks of tenants that use more than their quota, until they do not, or `max_chunks` went; returns how
+        many went."""
+    def tenant(self, tenant: bytes) -> TenantView: ...
+    def tenants(self) -> list[TenantView]:
+        """Those that have a namespace or a quota of their own."""
 
     # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
@@ -207,8 +237,10 @@ class Table:
         """Forgets a retired, empty segment. bad_argument while it is in use or was not retired."""
 
     # -- views
-    def sessions(self) -> list[SessionView]: ...
-    def members(self) -> list[MemberView]: ...
+    def sessions(self, named: Sequence[int] | None = None) -> list[SessionView]:
+        """The named sessions, as far as they are open; by default all that are."""
+    def members(self, sessions: Sequence[int] | None = None) -> list[MemberView]:
+        """Those of the named sessions; of all by default."""
     def grants(self, session: int = 0, *, from_place: int = 0, limit: int = ...) -> list[GrantView]:
         """Grants that have a holder, oldest first, from that place on, at most `limit`. session 0: of all sessions."""
     def grant(self, grant: int) -> GrantView | None:
@@ -243,6 +275,8 @@ class Mapping:
     def __init__(self, fd: int, bytes: int, *, writable: bool = True) -> None: ...
     def populate(self, offset: int, bytes: int) -> None:
         """MADV_POPULATE_WRITE without the GIL. OSError when memory runs out; never SIGBUS."""
+    def reaches_end(self) -> bool:
+        """False when the object has become shorter than the mapping: access would raise SIGBUS."""
     def advise_huge(self) -> bool: ...
     def close(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -251,8 +285,8 @@ class MemberLock:
     """An open-file-description lock on one byte, kept by a mapping: it ends with the address space."""
 
     offset: int
-    def __init__(self, path: str, offset: int) -> None:
-        """BlockingIOError when someone else holds the byte."""
+    def __init__(self, path: str, offset: int, *, with_children: bool = False) -> None:
+        """BlockingIOError when someone else holds the byte. `with_children`: forked children keep it, too."""
     def close(self) -> None: ...
 
 def lock_holder_alive(fd: int, offset: int) -> bool:

@@ -14,13 +14,15 @@ from kvdock.shm.objects import open_lock
 class MemberLiveness:
     """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
 
-    OSError when the lock file cannot be opened, ForeignObject when it is not this user's own.
+    `with_children`: and those of the children that it forks, as long as they run. For a process that copies with a GPU
+    (csrc/segment/liveness.h says why). OSError when the lock file cannot be opened, ForeignObject when it is not this
+    user's own.
     """
 
-    def __init__(self, lock_file: str | Path, *, source: random.Random) -> None:
+    def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:
         fd = open_lock(Path(lock_file))
         try:
-            self._lock = _take_free(fd, source)
+            self._lock = _take_free(fd, source, with_children)
         finally:
             os.close(fd)
         self.offset = self._lock.offset
@@ -30,9 +32,9 @@ class MemberLiveness:
         self._lock.close()
 
 
-def _take_free(fd: int, source: random.Random) -> MemberLock:
+def _take_free(fd: int, source: random.Random, with_children: bool) -> MemberLock:
     while True:
         try:
-            return MemberLock(f"/proc/self/fd/{fd}", source.randrange(*MEMBER_OFFSETS))
+            return MemberLock(f"/proc/self/fd/{fd}", source.randrange(*MEMBER_OFFSETS), with_children=with_children)
         except BlockingIOError:
             continue  # another member has that byte: draw again

@@ -8,12 +8,16 @@ import msgspec
 
 from kvdock.protocol.reports import LeaseView
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
-from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Key
+from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Tenant
 
 MAX_PIN_S = 366 * 86400.0
 _Keys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Mark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+_Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+MAX_QUOTAS = 128
+"""Tenants that may have a quota by calls, beside those of the access file."""
 
 
 class Limits(Answer, kw_only=True):
@@ -53,7 +57,8 @@ class Deleted(Answer, kw_only=True):
 
 
 class PinChunks(Body, kw_only=True):
-    """Keeps chunks from being evicted for a while. Clear, delete and mismatches still take them out of use."""
+    """Keeps chunks from being evicted for a while. Clear, delete, mismatches and a full quota of their tenant still
+    take them out of use."""
 
     namespace: Key
     keys: _Keys
@@ -66,6 +71,35 @@ class Pinned(Answer, kw_only=True):
     """How many of these keys are READY chunks."""
 
 
+class Quota(Identity, frozen=True, kw_only=True):
+    """How much one tenant may use at a time. None: no limit."""
+
+    bytes: _Size | None = None
+    """Size of all its slots. Beyond it the tenant's own coldest chunks are evicted, pinned ones last."""
+    chunks: _Size | None = None
+    namespaces: _Amount | None = None
+    """With a session or a chunk."""
+    sessions: _Amount | None = None
+    grants: _Amount | None = None
+    """Open leases and reservations of all its sessions."""
+
+
+class Amounts(Answer, kw_only=True):
+    """What a tenant uses or may use, as in its quota."""
+
+    bytes: int | None
+    chunks: int | None
+    namespaces: int | None
+    sessions: int | None
+    grants: int | None
+
+
+class TenantView(Answer, kw_only=True):
+    used: Amounts
+    quota: Amounts
+    """None: no limit."""
+
+
 class PatchConfig(Body, kw_only=True):
     """Absolute values; fields that are absent stay as they are. All changes take effect, or none."""
 
@@ -76,6 +110,9 @@ class PatchConfig(Body, kw_only=True):
     low_water: _Mark | None = None
     high_water: _Mark | None = None
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
+    """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
+    is the server's own user. Other tenants keep theirs."""
 
 
 class Config(Answer, kw_only=True):
@@ -85,11 +122,17 @@ class Config(Answer, kw_only=True):
     """All settings by name, as the server was started."""
     retiring: list[int]
     """Ids of segments that are being drained because the limit was lowered."""
+    tenants: dict[str, TenantView]
+    """Those that have a namespace or a quota of their own, by name; "" is the server's own user. A tenant that has not
+    attached since a restart is named by 32 hex digits."""
 
 
 class NamespaceView(Answer, kw_only=True):
     namespace: Key
+    tenant: str = ""
+    """Empty: the server's own user."""
     manifest: Manifest
+    """With `hidden` in place of its secrets."""
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int

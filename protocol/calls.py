@@ -1,11 +1,11 @@
-"""Every call of the API, once: its method, its path and the type of its answer."""
+"""Every call of the API, once: its method, its path, the type of its answer and the scope that it needs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from types import NoneType
-from typing import Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s
@@ -13,14 +13,25 @@ from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 
 A = TypeVar("A")
 
+Scope = Literal["health", "read", "engine", "admin"]
+INCLUDED: Final[dict[Scope, frozenset[Scope]]] = {
+    "health": frozenset({"health"}),
+    "read": frozenset({"health", "read"}),
+    "engine": frozenset({"health", "read", "engine"}),
+    "admin": frozenset({"health", "read", "admin"}),
+}
+"""What a caller with a scope may call. health: probes and totals; read: lists of its own tenant; engine: what engines
+do; admin: what operators do, and lists of all tenants."""
+
 _HOLE = re.compile(r"\{\w+\}")
 
 
 class Call(Generic[A]):
-    """One route. `answer`: NoneType when there is no body. `packed`: it accepts MessagePack as well as JSON."""
+    """One route. `answer`: NoneType when there is no body. `scope`: what a caller needs. `packed`: it accepts
+    MessagePack as well as JSON."""
 
-    def __init__(self, method: str, path: str, answer: type[A], *, packed: bool = True) -> None:
-        self.method, self.path, self.answer, self.packed = method, path, answer, packed
+    def __init__(self, method: str, path: str, answer: type[A], scope: Scope, *, packed: bool = True) -> None:
+        self.method, self.path, self.answer, self.scope, self.packed = method, path, answer, scope, packed
         self._pieces = _HOLE.split(path)
 
     def target(self, ids: Sequence[str], query: dict[str, str] | None = None) -> str:
@@ -44,28 +55,28 @@ def _quoted(part: str) -> str:
     return part if part.isascii() and part.isalnum() else quote(part, safe="")
 
 
-ATTACH = Call("POST", "/v1/sessions", s.SessionAttached)
-HEARTBEAT = Call("POST", "/v1/sessions/{session}/heartbeat", s.HeartbeatAnswer)
-LEAVE = Call("DELETE", "/v1/sessions/{session}", NoneType)
-SESSIONS = Call("GET", "/v1/sessions", s.Sessions)
-SESSION = Call("GET", "/v1/sessions/{session}", a.SessionDetail)
-LOOKUP = Call("POST", "/v1/lookups", s.LookupAnswer)
-RELEASE = Call("POST", "/v1/leases/{lease}/release", s.ReleaseAnswer)
-RELEASE_MANY = Call("POST", "/v1/releases", s.ReleaseManyAnswer)
-LEASE = Call("GET", "/v1/leases/{lease}", LeaseView)
-CANCEL = Call("DELETE", "/v1/leases/{lease}", NoneType)
-MISMATCH = Call("POST", "/v1/mismatches", s.MismatchAnswer)
-LEASES = Call("GET", "/v1/leases", Leases)
-RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer)
-COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer)
-ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer)
-SEGMENTS = Call("GET", "/v1/segments", s.Segments)
-STATUS = Call("GET", "/v1/status", Status)
-STATS = Call("GET", "/v1/stats", Stats)
-REQUESTS = Call("GET", "/v1/requests", Requests)
-CLEAR = Call("POST", "/v1/cache/clear", a.Cleared, packed=False)
-DELETE = Call("DELETE", "/v1/chunks", a.Deleted, packed=False)
-PIN = Call("POST", "/v1/pins", a.Pinned, packed=False)
-CONFIG = Call("GET", "/v1/config", a.Config)
-CONFIGURE = Call("PATCH", "/v1/config", a.Config, packed=False)
-NAMESPACES = Call("GET", "/v1/namespaces", a.Namespaces)
+ATTACH = Call("POST", "/v1/sessions", s.SessionAttached, "engine")
+HEARTBEAT = Call("POST", "/v1/sessions/{session}/heartbeat", s.HeartbeatAnswer, "engine")
+LEAVE = Call("DELETE", "/v1/sessions/{session}", NoneType, "engine")
+SESSIONS = Call("GET", "/v1/sessions", s.Sessions, "read")
+SESSION = Call("GET", "/v1/sessions/{session}", a.SessionDetail, "read")
+LOOKUP = Call("POST", "/v1/lookups", s.LookupAnswer, "engine")
+RELEASE = Call("POST", "/v1/leases/{lease}/release", s.ReleaseAnswer, "engine")
+RELEASE_MANY = Call("POST", "/v1/releases", s.ReleaseManyAnswer, "engine")
+LEASE = Call("GET", "/v1/leases/{lease}", LeaseView, "read")
+CANCEL = Call("DELETE", "/v1/leases/{lease}", NoneType, "engine")
+MISMATCH = Call("POST", "/v1/mismatches", s.MismatchAnswer, "engine")
+LEASES = Call("GET", "/v1/leases", Leases, "read")
+RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer, "engine")
+COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer, "engine")
+ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer, "engine")
+SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
+STATUS = Call("GET", "/v1/status", Status, "health")
+STATS = Call("GET", "/v1/stats", Stats, "health")
+REQUESTS = Call("GET", "/v1/requests", Requests, "read")
+CLEAR = Call("POST", "/v1/cache/clear", a.Cleared, "admin", packed=False)
+DELETE = Call("POST", "/v1/chunks/delete", a.Deleted, "admin", packed=False)
+PIN = Call("POST", "/v1/pins", a.Pinned, "admin", packed=False)
+CONFIG = Call("GET", "/v1/config", a.Config, "admin")
+CONFIGURE = Call("PATCH", "/v1/config", a.Config, "admin", packed=False)
+NAMESPACES = Call("GET", "/v1/namespaces", a.Namespaces, "read")

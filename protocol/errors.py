@@ -1,7 +1,7 @@
 """Every error of the control plane, its HTTP status, and the one shape in which it travels.
 
     KvdockError
-    ├── SettingsError, StartupError, AdoptionError    the server's own: api/errors.py
+    ├── SettingsError, StartupError, AdoptionError, AccessFileError    the server's own: api/errors.py
     ├── ServerUnavailable        client: refused, lost, or silent for longer than the call's timeout
     ├── AnswerError              client/transport.py: bytes that are no HTTP answer; callers see ServerUnavailable
     ├── ManifestError            a manifest or token list without one canonical form
@@ -52,7 +52,11 @@ CODES: dict[str, Code] = {
     "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
     "table_full": Code(507, "The chunk table has no room"),
     "too_many_grants": Code(429, "The session has too many leases and reservations open"),
+    "quota_exceeded": Code(429, "The tenant has as much as its quota allows"),
     "corrupt": Code(500, "The chunk table failed its integrity check"),
+    # who calls
+    "unauthenticated": Code(401, "The call needs an access token"),
+    "forbidden": Code(403, "The caller may not do this"),
     # requests
     "bad_argument": Code(422, "An argument is out of range"),
     "invalid_body": Code(422, "The body does not match the schema"),
@@ -60,13 +64,19 @@ CODES: dict[str, Code] = {
     "malformed_msgpack": Code(400, "The body is not MessagePack"),
     "unsupported_media_type": Code(415, "Bodies are application/json or application/msgpack"),
     "too_large": Code(413, "The body is too large"),
+    "malformed_request": Code(400, "The request is not HTTP/1.1"),
+    "url_too_long": Code(414, "The URL is too long"),
+    "header_too_large": Code(431, "The request's header is too large"),
+    "too_slow": Code(408, "The request did not arrive in time"),
     "not_found": Code(404, "No such page"),
     "method_not_allowed": Code(405, "The page does not accept this method"),
     "wrong_host": Code(421, "This server does not serve that host name"),
+    "cross_site": Code(403, "A web page of another site may not call this server"),
     "unknown_parameter": Code(422, "The call has no such query parameter"),
     "unsupported_version": Code(400, "The server does not speak that version of the API"),
     # the server
     "not_ready": Code(503, "The server is not ready"),
+    "too_busy": Code(503, "The server has too much to do for other clients"),
     "no_memory": Code(422, "The machine has less memory than that"),
     "internal": Code(500, "The server failed; see its log"),
 }

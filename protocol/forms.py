@@ -62,10 +62,17 @@ class Codec(Generic[B]):
 
 def form_of_body(content_type: str) -> Form:
     """Raises ApiError(unsupported_media_type)."""
-    form = _BY_MEDIA_TYPE.get(content_type) or _BY_MEDIA_TYPE.get(content_type.partition(";")[0].strip().lower())
+    form = _BY_MEDIA_TYPE.get(content_type)
+    if form is not None:
+        return form
+    media_type, *parameters = content_type.lower().split(";")
+    form = _BY_MEDIA_TYPE.get(media_type.strip())
     if form is None:
         wanted = list(_BY_MEDIA_TYPE)
         raise ApiError("unsupported_media_type", "send JSON or MessagePack", found=content_type, wanted=wanted)
+    for name, _, value in (parameter.partition("=") for parameter in parameters):
+        if name.strip() == "charset" and value.strip().strip('"') != "utf-8":
+            raise ApiError("unsupported_media_type", "bodies are in UTF-8", found=content_type, wanted="charset=utf-8")
     return form
 
 

@@ -1,6 +1,7 @@
 """Names of bytes: the namespace a manifest stands for, and the keys of a token sequence.
 
     namespace  = blake2b-256("kvdock manifest"; canonical JSON of the manifest)
+    of a tenant other than the server's own user: blake2b-256("kvdock tenant"; that namespace ‖ the tenant)
     root       = blake2b-256("kvdock root";     namespace)
     key[i]     = blake2b-256("kvdock chunk";    key[i-1] ‖ tokens of chunk i as little-endian u32), key[-1] = root
     or, for an engine that hashes its sequences itself, with a function and seed that the manifest names:
@@ -32,9 +33,10 @@ def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
     return json.dumps(_plain(manifest, "manifest"), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def namespace_digest(manifest: Mapping[str, object]) -> bytes:
-    """32 bytes: equal exactly when the canonical manifests are."""
-    return _digest(b"kvdock manifest", canonical_manifest(manifest))
+def namespace_digest(manifest: Mapping[str, object], tenant: str = "") -> bytes:
+    """32 bytes: equal exactly when the canonical manifests and the tenants are."""
+    digest = _digest(b"kvdock manifest", canonical_manifest(manifest))
+    return _digest(b"kvdock tenant", digest + tenant.encode()) if tenant else digest
 
 
 def chunk_keys(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> list[bytes]:

@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Final, NamedTuple
 
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS: Final = struct.Struct("=iII")  # pid, uid, gid
 
 
 class Credentials(NamedTuple):

@@ -9,14 +9,15 @@ scalars in protocol/wire_types.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvdock._core import MAX_SEGMENTS
+from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
+    MAX_ENTRIES,
     MAX_GROUPS,
     MAX_KEYS,
     MAX_RANKS,
@@ -35,6 +36,7 @@ from kvdock.protocol.wire_types import (
     Rank,
     Ranks,
     Readers,
+    StoreKeys,
     Text,
     Tokens,
     checksum_value,
@@ -55,6 +57,10 @@ class Group(Identity, frozen=True, kw_only=True):
     part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     block_tokens: BlockTokens | msgspec.UnsetType = msgspec.UNSET
     """A divisor of the manifest's; absent: the manifest's."""
+
+
+SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
+"""What keeps engines apart in a manifest: no answer shows it."""
 
 
 class Manifest(Identity, frozen=True, kw_only=True):
@@ -79,7 +85,9 @@ class Manifest(Identity, frozen=True, kw_only=True):
     hash_function: Text = HASH_FUNCTION
     """Any other value: the engine hashes its sequences itself, and keys are made from its hashes, not from `tokens`."""
     hash_seed: Text = ""
+    """A secret (SECRET_FIELDS)."""
     cache_salt: Text = ""
+    """A secret (SECRET_FIELDS)."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -92,7 +100,7 @@ class Manifest(Identity, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- sessions
 
 
-PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENTS)]
+PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=SEGMENT_IDS)]
 
 
 class Member(Body, kw_only=True):
@@ -177,7 +185,7 @@ class Change(Answer, array_like=True, gc=False):
 
 
 class Changes(Answer, kw_only=True):
-    """Changes in the session's namespace, made by any session, oldest first, at most MAX_KEYS."""
+    """Changes in the session's namespace, made by any session, oldest first, at most MAX_ENTRIES."""
 
     changes: list[Change]
     next: int
@@ -190,9 +198,10 @@ class HeartbeatAnswer(Carried, kw_only=True):
     heartbeat_s: float
     questions: list[GrantRanks]
     segments: int
-    """How many segments the pool has: a member that knows fewer asks GET /v1/segments."""
+    """How many segments the pool has: a member that maps another number asks GET /v1/segments."""
     retired: list[int] = msgspec.field(default_factory=list)
-    """Segments that were removed since the member attached: unmap them. Ids are not reused."""
+    """Segments that were removed since the member attached, the latest 4,096 at most: unmap them. Ids rise and are
+    never used again."""
     changes: Changes | None = None
     """None unless `changes_since` was sent."""
 
@@ -209,8 +218,16 @@ class MemberView(Answer, kw_only=True):
     pinned_through: int | None = None
 
 
+def listed_id(session: str) -> str:
+    """A session's id as lists and logs have it: without the proof, its last part, that the session's calls need."""
+    return session.rpartition("-")[0]
+
+
 class SessionView(Answer, kw_only=True):
     session: str
+    """As listed_id has it."""
+    tenant: str = ""
+    """Empty: the server's own user."""
     instance: str
     label: str
     model: str
@@ -282,13 +299,6 @@ class ReleaseLease(Body, kw_only=True):
     """The reader ranks that are done. Repeating it is harmless."""
 
 
-class CancelLease(Body, kw_only=True):
-    """Sent by the member that asked for the lease, if no rank was or will be handed the plan."""
-
-    session: Name
-    member: Name
-
-
 class ReleaseAnswer(Answer, kw_only=True):
     remaining: list[int]
 
@@ -313,7 +323,7 @@ class Reserve(Carrier, kw_only=True):
     """Client-chosen id: repeating the call with the same body gives the same answer."""
     parent: Key | None = None
     """The key before keys[0]; None if keys[0] starts the sequence."""
-    keys: Keys | None = None
+    keys: StoreKeys | None = None
     tokens: Tokens | None = None
     groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
@@ -345,7 +355,7 @@ class ReserveHead(Carried, kw_only=True):
     present: list[int]
     busy: list[int]
     """Chunks that another reservation is writing now."""
-    limited_by: Literal["held_bytes", "no_space", "pinning"] | None = None
+    limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None
 
 
 class ReserveAnswer(ReserveHead, kw_only=True):
@@ -367,7 +377,8 @@ class PartDone(Body, array_like=True, gc=False):
 class Commit(Carrier, kw_only=True):
     session: Name
     rank: Rank
-    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_KEYS * MAX_GROUPS)]
+    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_ENTRIES)]
+    """A rank with more of them commits in several calls."""
 
 
 class CommitAnswer(Carried, kw_only=True):
@@ -388,7 +399,7 @@ class ReportMismatch(Body, kw_only=True):
 
     session: Name
     lease: Hex64
-    chunks: Annotated[list[ChunkIndex], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
+    chunks: Annotated[list[ChunkIndex], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
     """Indices of the chunks, counted from token 0 as in the lookup's keys."""
 
 

@@ -9,13 +9,19 @@ import msgspec
 from kvdock import _core
 
 MAX_KEYS: Final = _core.MAX_KEYS
-"""In one call."""
+"""In one lookup."""
+MAX_STORE_KEYS: Final = _core.MAX_STORE_KEYS
+"""In one reservation, which takes several times what a lookup does."""
 MAX_GROUPS: Final = _core.MAX_GROUPS
 MAX_RANKS: Final = _core.MAX_RANKS
 KEY_BYTES: Final = _core.KEY_BYTES
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
+Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!\n)")]
+"""Whose sessions and chunks."""
+OWN_TENANT: Final = ""
+"""That of the server's own user and of root."""
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 # The length is checked here and the digits in api/convert.py: a regular expression per value would cost more than the
 # whole lookup.
@@ -33,12 +39,14 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Ranks = Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
+_IN_A_ROW = "All keys in a row, 32 bytes each: one bin in MessagePack, base64 in JSON."
 Keys = (
     Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
-    | Annotated[bytes, msgspec.Meta(
-        max_length=KEY_BYTES * MAX_KEYS,
-        description="All keys in a row, 32 bytes each: one bin in MessagePack, base64 in JSON.",
-    )]
+    | Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_KEYS, description=_IN_A_ROW)]
+)
+StoreKeys = (
+    Annotated[list[Key], msgspec.Meta(max_length=MAX_STORE_KEYS)]
+    | Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_STORE_KEYS, description=_IN_A_ROW)]
 )
 Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, lt=_core.CHECKSUM_PRIME)]
 """16 hex digits in JSON, because browsers round large numbers; an integer in MessagePack. Below 2⁶¹ - 1."""
@@ -51,8 +59,10 @@ def checksum_value(checksum: str | int) -> int:
 
 MAX_RELEASES = 256
 """In one call."""
+MAX_ENTRIES: Final = 1024
+"""Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
 MAX_ANSWERS: Final = 1024
-"""A heartbeat has at most so many entries in `done`, and in `keep`. Its answer asks at most so many questions."""
+"""The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):

@@ -8,8 +8,8 @@ appears complete, with byte 0 already locked, and is removed last. So:
     lock file, byte 0 free            its server is dead: adopt the pool (api/pool/lock.py) or remove it
     lock file, byte 0 locked          its server is alive: leave the pool alone
 
-The file's first page holds the address at which the pool was served; its time of last change is when its server was
-last known to be alive.
+The file's first page holds the address at which the pool was served, and the pool's secret; its time of last change is
+when its server was last known to be alive.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 from typing import Final
 
 LOCK_FILE_BYTES: Final = 4096
+SECRET_BYTES: Final = 32
+"""The last bytes of that page: a random number that only the pool's user can read. Session ids are made from it."""
 SERVER_OFFSET: Final = 0
 MEMBER_OFFSETS: Final = (LOCK_FILE_BYTES, 1 << 62)
 """Members draw their byte at random from this half-open range, which is so long that two hardly ever draw the same."""

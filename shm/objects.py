@@ -4,7 +4,8 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
 
     kvdock-P.lock     the lock file: made first, removed last (locks.py)
     kvdock-P-table    the table region of the server
-    kvdock-P-0000 …   the segments
+    kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
+                      take the name of the next one
 
 Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; one that could not be
 allocated is gone again. Anybody may put objects of any name there: one that is not this user's own, or that others may
@@ -30,11 +31,13 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
-_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})|-table|\.lock)")
+_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|\.lock)")
+"""Earlier builds named segments without R: such names are known, so that what was left is removed."""
 
 
-def segment_name(pool_id: int, segment: int) -> str:
-    return f"/kvdock-{pool_id:016x}-{segment:04d}"
+def segment_name(pool_id: int, segment: int, drawn: int) -> str:
+    """`drawn`: 64 random bits."""
+    return f"/kvdock-{pool_id:016x}-{segment:04d}-{drawn:016x}"
 
 
 def region_name(pool_id: int) -> str:
@@ -106,11 +109,12 @@ def pool_exists(pool_id: int, shm_dir: Path = SHM_DIR) -> bool:
     return lock_path(pool_id, shm_dir).exists()
 
 
-def segment_numbers(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[int]:
+def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, str]]:
+    """(number, name) of each segment that is there, sorted by name."""
     for entry in pool_objects(shm_dir).get(pool_id, []):
         match = _NAME.fullmatch(entry)
         if match and match[2]:
-            yield int(match[2])
+            yield int(match[2]), f"/{entry}"
 
 
 def create(name: str, size_bytes: int) -> int:

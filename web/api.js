@@ -1,18 +1,32 @@
-// Plain GETs, and the state of the connection to the server. Uses no DOM; time is passed in.
+// Plain GETs, the access token that they carry, and the state of the connection to the server. Uses no DOM; time is
+// passed in.
 
 export const TIMEOUT_MS = 5000;
 export const POLL_MS = 1000;
 export const STALE_MS = 3000;
 const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
-/** A JSON body; throws an Error whose message can be shown to people. */
+/** Only here, in memory: it ends with the page, and is in no URL and no storage. */
+let token = "";
+/** For everybody, so asked without the token: with one that the server does not know (any more) they are refused. */
+const OPEN = new Set(["v1/status", "v1/stats"]);
+
+export function useToken(text) {
+  token = text;
+}
+
+/** A JSON body; throws an Error whose message can be shown to people, with the answer's status if there was one. */
 export async function get(path, timeoutMs = TIMEOUT_MS) {
   const abort = new AbortController();
   const timer = setTimeout(() => abort.abort(), timeoutMs);
   try {
     const headers = { Accept: "application/json" };
+    if (token && !OPEN.has(path)) headers.Authorization = `Bearer ${token}`;
     const answer = await fetch(path, { signal: abort.signal, cache: "no-store", headers });
-    if (!answer.ok) throw new Error(`it answered ${answer.status}${await problem(answer)}`);
+    if (!answer.ok) {
+      const refusal = new Error(`it answered ${answer.status}${await problem(answer)}`);
+      throw Object.assign(refusal, { status: answer.status });
+    }
     return await answer.json();
   } catch (error) {
     if (abort.signal.aborted) throw new Error(`no answer within ${timeoutMs / 1000} s`);
@@ -39,12 +53,19 @@ async function problem(answer) {
 export class Source {
   body = null;
   error = null;
+  /** The server does not show it to this page: without a token, or with this one. */
+  locked = false;
   #busy = false;
   #nextMs = 0;
 
   constructor(path, everyMs = () => POLL_MS) {
     this.path = path;
     this.everyMs = everyMs;
+  }
+
+  /** The next call fetches, whatever the time. */
+  hurry() {
+    this.#nextMs = 0;
   }
 
   /** Fetches if it is time; resolves to true when there is something new to draw. */
@@ -54,8 +75,11 @@ export class Source {
     try {
       this.body = await get(this.path);
       this.error = null;
+      this.locked = false;
     } catch (error) {
-      this.error = error.message;
+      this.locked = error.status === 401 || error.status === 403;
+      if (this.locked) this.body = null;
+      this.error = this.locked ? null : error.message;
     } finally {
       this.#busy = false;
       this.#nextMs = nowMs + this.everyMs(this.body) - POLL_MS / 2;

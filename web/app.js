@@ -1,8 +1,9 @@
 // The loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths, so a
 // path that hangs delays only its own panel. A hidden tab fetches nothing. New figures are drawn in the next frame.
 
-import { get, Link, Source } from "./api.js";
+import { get, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
+import { mountAccess } from "./views/access.js";
 import { mountGrants } from "./views/grants.js";
 import { mountHealth } from "./views/health.js";
 import { mountHistory } from "./views/history.js";
@@ -18,7 +19,7 @@ const byId = (id) => document.getElementById(id);
 const link = new Link();
 const sources = {
   stats: new Source("v1/stats", (stats) => Math.max(1, stats?.interval_s ?? 1) * 1000),
-  sessions: new Source("v1/sessions"),
+  sessions: new Source("v1/sessions"), // asked before those below: while it is locked, so are they
   leases: new Source("v1/leases"),
   requests: new Source("v1/requests"),
   segments: new Source("v1/segments?limit=1000"),
@@ -36,6 +37,11 @@ const panels = [
   { id: "requests", needs: ["requests"], view: mountRequests },
 ].map((panel) => ({ ...panel, draw: panel.view(byId(panel.id)), note: addNote(byId(panel.id)) }));
 
+const access = mountAccess((text) => {
+  useToken(text);
+  sources.sessions.hurry();
+  ask();
+});
 const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
 
 /** A line in the panel that is visible only while one of its paths fails. */
@@ -57,9 +63,11 @@ function draw() {
   if (!status) return;
   setHidden(byId("first"), true);
   setHidden(byId("main"), false);
+  const { locked } = sources.sessions;
   const bodies = { status };
   for (const [name, source] of Object.entries(sources)) bodies[name] = source.body;
-  for (const { needs, uses = [], draw: drawPanel, note } of panels) {
+  for (const { id, needs, uses = [], draw: drawPanel, note } of panels) {
+    setHidden(byId(id), locked && needs.some((name) => name !== "stats"));
     const failing = [...needs, ...uses].map((name) => sources[name]).find((source) => source.error);
     setHidden(note, !failing);
     if (failing) setText(note, `Not up to date: ${failing.path}: ${failing.error}.`);
@@ -76,6 +84,20 @@ function tick() {
   if (phase === "gone" && !status) setText(byId("first"), NEVER_SEEN);
 }
 
+async function refresh(source) {
+  if (await source.refresh(performance.now())) redraw();
+}
+
+/** Totals are for everybody. The other paths are asked only while the first of them is not locked. */
+async function refreshAll() {
+  const { stats, sessions, ...others } = sources;
+  refresh(stats);
+  if (sessions.locked && !access.isNew()) return;
+  await refresh(sessions);
+  access.judged(sessions.locked);
+  if (sessions.body) Object.values(others).forEach(refresh);
+}
+
 let asking = false;
 let timer = 0;
 let nextAt = 0;
@@ -89,9 +111,7 @@ async function ask() {
     status = await get("v1/status");
     link.good(performance.now());
     health.restarted(link.restarted(status), status);
-    for (const source of Object.values(sources)) {
-      source.refresh(performance.now()).then((news) => news && redraw());
-    }
+    refreshAll();
   } catch (error) {
     link.bad(error.message, askedUnix);
   } finally {

@@ -56,7 +56,7 @@ def _calls(schema: dict[str, Any]) -> Iterator[str]:
                 f'<details><summary><code><span class="method">{method.upper()}</span> {escape(path)}</code> '
                 f"{escape(call['summary'])}</summary>"
             )
-            for paragraph in call["description"].split("\n\n"):
+            for paragraph in (*call["description"].split("\n\n"), f"Scope: `{call['x-scope']}`."):
                 yield f"<p>{_code_spans(paragraph)}</p>"
             for sample in call["x-codeSamples"]:
                 yield f"<pre>{escape(sample['source'])}</pre>"

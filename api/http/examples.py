@@ -14,9 +14,11 @@ import msgspec
 from msgspec import inspect
 
 from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol.calls import Scope
 from kvdock.protocol.wire_types import Answer, Body
 
-SESSION = "0a1b2c-1"
+SESSION = "0a1b2c-1-" + "5d" * 16
+LISTED_SESSION = SESSION.rpartition("-")[0]
 MEMBER = "scheduler-0"
 INSTANCE = "engine-7"
 LEASE = "0a1b2c0000000001"
@@ -27,6 +29,8 @@ NAMESPACE = "5e" * 32
 KEYS = ["1f" * 32, "2f" * 32]
 CHECKSUM = "043ed4a6d9c7888f"
 BASE_URL = "localhost:7410"
+OVER_THE_SOCKET = '--unix-socket "$SOCKET"'
+"""In calls that need more than the scope `health`: the server's own user needs no access token there."""
 
 VARIABLES = {
     SESSION: "SESSION", MEMBER: "MEMBER", INSTANCE: "INSTANCE", LEASE: "LEASE", RESERVATION: "RESERVATION",
@@ -50,7 +54,6 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
-    s.CancelLease: _ASKER,
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},
@@ -62,11 +65,13 @@ BODIES: dict[type[Body], dict[str, Any]] = {
 }
 
 _VALUES: dict[str, Any] = {
-    **_MANIFEST, "session": SESSION, "member": MEMBER, "instance": INSTANCE, "MemberView.id": MEMBER,
+    **_MANIFEST, "session": LISTED_SESSION, "SessionAttached.session": SESSION, "tenant": "",
+    "member": MEMBER, "instance": INSTANCE, "MemberView.id": MEMBER,
     "MemberDetail.id": MEMBER, "namespace": NAMESPACE, "lease": LEASE, "grant": LEASE, "grants": LEASE,
     "reservation": RESERVATION, "request": "r-1", "key": KEYS[0], "checksum": CHECKSUM, "pool_id": POOL_ID,
     "incarnation": 662316, "changes_next": _CHANGES, "next": _CHANGES + 1, "is_there": True, "complete": True,
-    "lock_file": f"/dev/shm/kvdock-{POOL_ID}.lock", "Segment.name": f"/kvdock-{POOL_ID}-0000", "Segment.id": 0,
+    "lock_file": f"/dev/shm/kvdock-{POOL_ID}.lock", "Segment.name": f"/kvdock-{POOL_ID}-0000-5c1d0b7e9a3f2468",
+    "Segment.id": 0,
     "Segment.bytes": 1 << 30, "data_offset": 4096, "offset": 4096, "length": 16384, "bytes": 16384, "part_bytes": 16384,
     "chunk_bytes": 16384, "used_bytes": 16384, "ready_bytes": 16384, "held_bytes": 16384, "allocated_bytes": 1 << 30,
     "prefaulted_bytes": 1 << 30, "free_bytes": 1073721344, "limit_bytes": 4 << 30, "pool_bytes": 4 << 30,
@@ -119,12 +124,16 @@ def by_name(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Any]:
     return answers | {body.__name__: example for body, example in BODIES.items()}
 
 
-def curl(method: str, path: str, body: Any) -> str:
-    """One line for a shell in which the VARIABLES are set. `body`: a JSON value, or None."""
-    url = BASE_URL + path
+def curl(method: str, path: str, query: Iterable[str], body: Any, scope: Scope) -> str:
+    """One line for a shell in which SOCKET and the VARIABLES are set. `query`: names of the
+    parameters that are required; `body`: a JSON value, or None."""
+    url = (BASE_URL if scope == "health" else "localhost") + path
     for name in ("session", "lease", "reservation"):
         url = url.replace(f"{{{name}}}", f"${name.upper()}")
-    words = ["curl -sS", *([f"-X {method}"] if method not in ("GET", "POST") else []), f'"{url}"']
+    if parameters := "&".join(f"{name}=${name.upper()}" for name in query):
+        url += f"?{parameters}"
+    over = [] if scope == "health" else [OVER_THE_SOCKET]
+    words = ["curl -sS", *over, *([f"-X {method}"] if method not in ("GET", "POST") else []), f'"{url}"']
     if body is not None:
         text = json.dumps(body, separators=(",", ":"))
         for example, variable in VARIABLES.items():

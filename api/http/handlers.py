@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from fastapi import Request
 
+from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
+from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
@@ -20,6 +22,13 @@ class Handlers(NamedTuple):
     probes: Probes
     metrics: Metrics
     body_limit_bytes: int
+    body_room: BodyRoom
+
+
+def peer_of_call(request: Request) -> Peer:
+    """Who makes the call: the guard has found it out."""
+    peer: Peer = request.scope["state"]["peer"]
+    return peer
 
 
 def handlers_of(request: Request) -> Handlers:

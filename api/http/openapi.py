@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
 from kvdock.protocol import admin_schemas, reports, schemas, wire_types
-from kvdock.protocol.calls import Call
+from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.reports import Problem
@@ -25,11 +27,33 @@ from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
 
 READS = "reads only, so it may be repeated."
 IDEMPOTENT = "idempotent: a repeat finds less or nothing to do, and leaves the same state."
-PAGED = "A page of at most `limit`; `next` is the `cursor` of the following one, null after the last."
+PAGED = "A page of at most `limit`, maybe of fewer; `next` is the `cursor` of the following one, null after the last."
 
 _REF = "#/components/schemas/{name}"
 _BODY_ERRORS = ("malformed_json", "too_large", "unsupported_media_type", "invalid_body")
-_ANY_ERRORS = ("unsupported_version", "unknown_parameter", "wrong_host")
+_ANY_ERRORS = (
+    "malformed_request", "unauthenticated", "cross_site", "wrong_host", "unsupported_version", "unknown_parameter",
+    "too_busy",
+)
+TAGS = [
+    {"name": "sessions", "description": "Members of engine instances: attaching, heartbeats, leaving."},
+    {"name": "reading", "description": "Stored prefixes, and leases on them."},
+    {"name": "writing", "description": "Reservations of slots, and their commits."},
+    {"name": "pool", "description": "Shared memory, namespaces, and what the server is doing."},
+    {"name": "health", "description": "Probes and metrics."},
+    {"name": "administration", "description": "What operators do."},
+]
+_HEADERS: dict[int, tuple[str, str, str]] = {
+    401: ("WWW-Authenticate", "string", "How to send an access token"),
+    429: ("Retry-After", "integer", "Seconds after which to try again"),
+    503: ("Retry-After", "integer", "Seconds after which to try again"),
+}
+"""(name, type, description) of the header that answers of a status have: those of wire.PROBLEM_HEADERS."""
+_SCOPE = "x-scope"
+_TOKENS = (
+    "An access token of the server's access file. Over the Unix socket the server's own user and root need none. "
+    "Without one, calls whose scope is `health` are answered, and no others."
+)
 _VERSION_PARAMETER = {
     "name": VERSION_HEADER, "in": "header", "required": False,
     "description": "The version of the API that the request was written for; every answer names the server's version.",
@@ -49,7 +73,8 @@ def route(
     `parameters`: those that the function does not name; `name`: instead of the function's.
     """
     packed, has_answer = call.packed and body is not None, call.answer is not NoneType
-    codes = [*errors, *(_BODY_ERRORS if body else ()), *(("malformed_msgpack",) if packed else ()), *_ANY_ERRORS]
+    forms = (*_BODY_ERRORS, *(("malformed_msgpack",) if packed else ())) if body else ()
+    codes = [*errors, *(() if call.scope == "health" else ("forbidden",)), *forms, *_ANY_ERRORS]
     responses: dict[int | str, dict[str, Any]] = {}
     if call.answer is str:
         responses[200] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -58,21 +83,35 @@ def route(
             responses[status] = {"description": call.answer.__name__, "content": _content(call.answer, packed)}
     for status in sorted({CODES[code].status for code in codes}):
         titles = [f"`{code}`: {CODES[code].title}." for code in codes if CODES[code].status == status]
-        responses[status] = {"description": " ".join(titles), "content": _problem()}
+        answer = responses.setdefault(status, {"description": "", "content": {}})
+        answer["description"] = f"{answer['description']}. {' '.join(titles)}".removeprefix(". ")
+        answer["content"] |= _problem()
+        if status in _HEADERS:
+            header, kind, text = _HEADERS[status]
+            answer["headers"] = {header: {"description": text, "required": True, "schema": {"type": kind}}}
     responses["default"] = {"description": "Any error", "content": _problem()}
     extra: dict[str, Any] = {"parameters": list(parameters)} if parameters else {}
+    extra[_SCOPE] = call.scope
+    extra["security"] = [*([{}] if call.scope == "health" else []), {"token": [call.scope]}]
     if body is not None:
         extra["requestBody"] = {"required": True, "content": _content(body, packed)}
     return router.api_route(
         call.path, methods=[call.method], tags=[tag], summary=summary, name=name,
         description=f"{note}\n\nRetry: {retry}".lstrip(), responses=responses, response_model=None,
+        response_class=PlainTextResponse if call.answer is str else JSONResponse,
         status_code=200 if has_answer else 204, openapi_extra=extra,
     )
 
 
+def scope_of(route: APIRoute) -> Scope:
+    """What a caller needs for the route. Every route of the API was made by `route`."""
+    scope: Scope = (route.openapi_extra or {})[_SCOPE]
+    return scope
+
+
 def _content(struct: type[msgspec.Struct], packed: bool) -> dict[str, Any]:
     schema = {"schema": {"$ref": _REF.format(name=struct.__name__)}}
-    return {form.media_type: schema for form in ((JSON, PACKED) if packed else (JSON,))}
+    return {form.media_type: dict(schema) for form in ((JSON, PACKED) if packed else (JSON,))}
 
 
 def _problem() -> dict[str, Any]:
@@ -93,9 +132,14 @@ def wire_structs() -> list[type[msgspec.Struct]]:
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     """The app's OpenAPI document, made once."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes,
+            tags=app.openapi_tags, servers=app.servers,
+        )
         _, components = msgspec.json.schema_components(wire_structs(), ref_template=_REF)
         schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        bearer = {"type": "http", "scheme": "bearer", "description": _TOKENS}
+        schema["components"]["securitySchemes"] = {"token": bearer}
         shown = examples.by_name(kind for kind in wire_structs() if kind is not Problem)
         for path, methods in schema["paths"].items():
             for method, call in methods.items():
@@ -108,17 +152,20 @@ def _annotate(call: dict[str, Any], method: str, path: str, shown: dict[str, Any
     """Adds the version header, examples and a line for curl to one call."""
     call.setdefault("parameters", []).append(_VERSION_PARAMETER)
     body = None
-    for content in call.get("requestBody", {}).get("content", {}).values():
+    if "requestBody" in call:
+        content = call["requestBody"]["content"][JSON.media_type]
         body = content["example"] = shown[_struct_name(content)]
     for status, reply in call["responses"].items():
-        for content in reply.get("content", {}).values():
-            name = _struct_name(content)
+        for media_type, content in reply.get("content", {}).items():
+            name = "" if media_type == PACKED.media_type else _struct_name(content)  # a JSON value is no MessagePack
             if name == Problem.__name__ and status != "default":
                 code = reply["description"].split("`")[1]
                 content["example"] = msgspec.to_builtins(problem_of(code, CODES[code].title, path=path))
             elif name in shown:
                 content["example"] = shown[name]
-    call["x-codeSamples"] = [{"lang": "Shell", "label": "curl", "source": examples.curl(method, path, body)}]
+    query = [item["name"] for item in call["parameters"] if item["in"] == "query" and item["required"]]
+    line = examples.curl(method, path, query, body, call[_SCOPE])
+    call["x-codeSamples"] = [{"lang": "Shell", "label": "curl", "source": line}]
 
 
 def _struct_name(content: dict[str, Any]) -> str:

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+from kvdock.api.access import audit
 from kvdock.api.admin import Admin
-from kvdock.api.http.handlers import handlers_of
-from kvdock.api.http.openapi import IDEMPOTENT, PAGED, route
-from kvdock.api.http.wire import DEFAULT_LIMIT, Cursor, Limit, answer, read_body
+from kvdock.api.http.handlers import handlers_of, peer_of_call
+from kvdock.api.http.openapi import IDEMPOTENT, route
+from kvdock.api.http.wire import answer, read_body
 from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.forms import Codec
@@ -24,36 +25,43 @@ _route = partial(route, router, tag="administration")
 
 
 def _add(
-    call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], summary: str, note: str, **more: Any
+    call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], name: str, summary: str, note: str,
+    **more: Any,
 ) -> None:
     codec = Codec(body)
 
     async def respond(request: Request) -> Response:
-        return answer(await run(handlers_of(request).admin, await read_body(request, codec)))
+        asked = await read_body(request, codec)
+        done = await run(handlers_of(request).admin, asked)
+        audit.done(peer_of_call(request), call, asked, done)
+        return answer(done)
 
-    _route(call, summary=summary, note=note, body=body, name=run.__name__, **more)(respond)
+    _route(call, summary=summary, note=note, body=body, name=name, **more)(respond)
 
 
 _add(
-    c.CLEAR, a.ClearCache, Admin.clear, "Take all stored chunks of one or all namespaces out of use",
+    c.CLEAR, a.ClearCache, Admin.clear, "clear", "Take all stored chunks of one or all namespaces out of use",
     "Lookups stop finding the chunks at once; memory that engines are reading is freed when they are done. Chunks "
     "stored while the call runs may stay.",
     retry=IDEMPOTENT, errors=("unknown_namespace",),
 )
 _add(
-    c.DELETE, a.DeleteChunks, Admin.delete, "Take some stored chunks out of use", "Like clear, for some keys.",
+    c.DELETE, a.DeleteChunks, Admin.delete, "delete_chunks", "Take some stored chunks out of use",
+    "Like clear, for some keys.",
     retry=IDEMPOTENT, errors=("unknown_namespace",),
 )
 _add(
-    c.PIN, a.PinChunks, Admin.pin, "Keep chunks from being evicted for a while",
-    "Clear, delete and mismatches take pinned chunks out of use like all others. Pins can fill the pool: then "
-    "reservations answer `no_space`, and `/readyz` says so.",
+    c.PIN, a.PinChunks, Admin.pin, "pin_chunks", "Keep chunks from being evicted for a while",
+    "Clear, delete and mismatches take pinned chunks out of use like all others; a tenant whose quota is full loses "
+    "its own pinned chunks once it has no others to evict. Pins can fill the pool: then reservations answer "
+    "`no_space`, and `/readyz` says so.",
     retry="idempotent: the duration counts from the last call.", errors=("unknown_namespace",),
 )
 _add(
-    c.CONFIGURE, a.PatchConfig, Admin.configure, "Change limits while the server runs",
+    c.CONFIGURE, a.PatchConfig, Admin.configure, "configure", "Change limits while the server runs",
     "Changes last until the server ends. A smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
-    "what nobody holds is evicted, and a segment is removed once nobody holds any of it.",
+    "what nobody holds is evicted, and a segment is removed once nobody holds any of it. Each quota in `tenants` "
+    "replaces that tenant's quota; what a tenant has beyond it is evicted, except what its engines hold.",
     retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
 )
 
@@ -61,8 +69,3 @@ _add(
 @_route(c.CONFIG, summary="Limits and settings in effect")
 async def show_config(request: Request) -> Response:
     return answer(handlers_of(request).admin.config())
-
-
-@_route(c.NAMESPACES, summary="Manifests that engines have attached with", note=PAGED, errors=("bad_argument",))
-async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.namespaces(limit, cursor))

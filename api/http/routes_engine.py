@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from kvdock.api.http import endpoints
 from kvdock.api.http.endpoints import Endpoint, Incoming
-from kvdock.api.http.handlers import handlers_of
+from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.openapi import route
-from kvdock.api.http.wire import NO_STORE, no_content, read_limited
-from kvdock.protocol import calls as c, schemas as s
-from kvdock.protocol.forms import Codec, form_of_body, invalid_body
-
-_CANCEL = Codec(s.CancelLease)
+from kvdock.api.http.wire import NO_STORE, no_content
+from kvdock.protocol import calls as c
 
 _ASKER = ("unknown_session", "unknown_member", "member_suspect", "member_dead")
 _GRANT = ("unknown_session", "unknown_grant", "grant_closed", "foreign_grant")
+
+Id = Annotated[str, Query(min_length=1, max_length=256)]
 
 router = APIRouter()
 _route = partial(route, router)
@@ -38,10 +36,13 @@ def _add(name: str, endpoint: Endpoint[Any], tag: str, summary: str, note: str =
         """The endpoint's answer, in the form that the caller sent or, if it says so, accepts."""
         handlers, header = handlers_of(request), request.headers.get
         incoming = Incoming(
-            header("content-type", ""), header("accept", ""), header("content-length", ""), request.receive
+            peer_of_call(request), header("content-type", ""), header("accept", ""), header("content-length", ""),
+            request.receive,
         )
         id_in_path = "".join(request.path_params.values())
-        content, media_type = await endpoint.answer(handlers.service, incoming, handlers.body_limit_bytes, id_in_path)
+        content, media_type = await endpoint.answer(
+            handlers.service, incoming, handlers.body_limit_bytes, handlers.body_room, id_in_path
+        )
         return Response(content, media_type=media_type, headers=NO_STORE)
 
     _route(call, tag, summary, note, body=endpoint.body, name=name, parameters=ids, **more)(respond)
@@ -58,7 +59,7 @@ _add(
     retry="`instance` and `member.id` are the ids. The same body gives the same session and member; the same member "
     "with other ranks is `id_reused`.",
     errors=("bad_argument", "pool_too_small", "layout_mismatch", "id_reused", "rank_taken", "lock_not_visible",
-            "member_dead", "table_full", "not_ready"),
+            "member_dead", "table_full", "quota_exceeded", "not_ready"),
 )
 
 
@@ -68,7 +69,7 @@ _add(
     errors=("unknown_session", "unknown_member", "ambiguous_member"),
 )
 async def leave(request: Request, session: str, member: str | None = None) -> Response:
-    handlers_of(request).service.leave(session, member)
+    handlers_of(request).service.leave(peer_of_call(request), session, member)
     return no_content()
 
 
@@ -93,7 +94,7 @@ _add(
     retry="(session, `request`, `epoch`) is the id. Within an epoch the same lease is renewed, so none is lost. Once a "
     "rank has released, the epoch is over: `stale_epoch`, ask again with the next one.",
     errors=(*_ASKER, "unknown_namespace", "stale_epoch", "id_reused", "skip_misaligned", "skip_exceeds_hit",
-            "bad_argument", "table_full", "too_many_grants"),
+            "bad_argument", "table_full", "too_many_grants", "quota_exceeded", "not_ready"),
 )
 _add(
     "release", endpoints.RELEASE, "reading", "Reader ranks are done with a lease",
@@ -109,21 +110,12 @@ _add(
 
 @_route(
     c.CANCEL, "reading", "Cancel a lease whose plan was not handed to any rank",
-    "For the member that asked, before any rank was handed the plan. `session` and `member` are in the body or in the "
-    "query.",
-    retry="idempotent: the second time nothing is left to cancel.", body=s.CancelLease,
-    errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out"),
+    "For the member that asked, before any rank was handed the plan.",
+    retry="idempotent: the second time nothing is left to cancel.",
+    errors=(*_GRANT, "bad_argument", "unknown_member", "not_the_asker", "handed_out"),
 )
-async def cancel(request: Request, lease: str, session: str = "", member: str = "") -> Response:
-    """The session and member are in the query if a client cannot send a body with DELETE."""
-    if session or member:
-        try:
-            body = msgspec.convert({"session": session, "member": member}, s.CancelLease)
-        except msgspec.ValidationError as error:
-            raise invalid_body(error) from error
-    else:
-        body = _CANCEL.decode(await read_limited(request), form_of_body(request.headers.get("content-type", "")))
-    handlers_of(request).service.cancel(lease, body)
+async def cancel(request: Request, lease: str, session: Id, member: Id) -> Response:
+    handlers_of(request).service.cancel(peer_of_call(request), lease, session, member)
     return no_content()
 
 
@@ -136,14 +128,18 @@ _add(
 
 _add(
     "reserve", endpoints.RESERVE, "writing", "Get slots for the chunks that are missing",
-    "If there is too little memory, a prefix of the missing chunks is granted; `limited_by` says why.",
+    "If there is too little memory, or the tenant's quota is full, a prefix of the missing chunks is granted; "
+    "`limited_by` says why.",
     retry="(session, `store`) is the id. The same body gives the same answer while the reservation is open and "
     "`grant_closed` afterwards; another body is `id_reused`.",
-    errors=(*_ASKER, "id_reused", "grant_closed", "chain_mismatch", "bad_argument", "table_full", "too_many_grants"),
+    errors=(*_ASKER, "id_reused", "grant_closed", "chain_mismatch", "bad_argument", "table_full", "too_many_grants",
+            "quota_exceeded", "not_ready"),
 )
 _add(
     "commit", endpoints.COMMIT, "writing", "Publish the parts that a rank has written",
-    "A late commit is `grant_closed`, which is final; the rank still counts as done.",
+    "Send it when all copies of the rank under the reservation have ended. A late commit is `grant_closed`, which is "
+    "final, and the rank counts as done with the whole reservation, whichever parts it names: slots that it still "
+    "fills are given to others.",
     retry="(reservation, rank, part) is the id: equal checksums give the same answer, others `already_committed`.",
     errors=(*_GRANT, "not_a_holder", "not_reserved", "already_committed"),
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -16,10 +16,11 @@ from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from kvdock.api.access.peer import Peer
 from kvdock.api.http.docs_page import STYLE, docs_page
-from kvdock.api.http.handlers import handlers_of
+from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.openapi import PAGED, openapi_schema, route
-from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, Cursor, Limit, answer
+from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.reports import Reports
 from kvdock.protocol import calls as c
@@ -29,38 +30,45 @@ from kvdock.protocol.reports import Health
 from kvdock.protocol.wire_types import Answer
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
+PAGE_FOLDER = files("kvdock.web")
 PAGE_SUFFIXES = frozenset({".css", ".html", ".js", ".svg"})
 
 router = APIRouter()
 _route = partial(route, router)
 
 
-def _probe(path: str, name: str, summary: str, note: str, ask: Callable[[Probes], Health]) -> None:
+def _probe(path: str, summary: str, note: str, ask: Callable[[Probes], Health]) -> None:
     async def probe(request: Request) -> Response:
         health = ask(handlers_of(request).probes)
         response = answer(health)
-        response.status_code = 200 if health.status == "ok" else CODES["not_ready"].status
+        if health.status != "ok":
+            response.status_code = CODES["not_ready"].status
+            response.headers.update(PROBLEM_HEADERS[response.status_code])
         return response
 
-    _route(Call("GET", path, Health), "health", summary, note, statuses=_WELL_OR_NOT, name=name)(probe)
+    name = path.removeprefix("/")
+    _route(Call("GET", path, Health, "health"), "health", summary, note, statuses=_WELL_OR_NOT, name=name)(probe)
 
 
-def _list(call: Call[Any], tag: str, name: str, summary: str, view: Callable[[Reports, int, int], Answer]) -> None:
+View = Callable[[Reports, Peer, int, int], Answer]
+"""(reports, caller, limit, cursor)."""
+
+
+def _list(call: Call[Any], tag: str, name: str, summary: str, view: View) -> None:
     async def page(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-        return answer(view(handlers_of(request).reports, limit, cursor))
+        return answer(view(handlers_of(request).reports, peer_of_call(request), limit, cursor))
 
     _route(call, tag, summary, PAGED, errors=("bad_argument",), name=name)(page)
 
 
-def add_page(app: FastAPI) -> None:
-    """`/` and `/static` from the installed folder kvdock.web."""
-    index = str(files("kvdock.web") / "index.html")
+def add_static(app: FastAPI) -> None:
+    app.mount("/static", PageFiles(directory=str(PAGE_FOLDER)), name="static")
 
-    async def page() -> FileResponse:
-        return FileResponse(index, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
 
-    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
-    app.mount("/static", PageFiles(directory=index.removesuffix("/index.html")), name="static")
+@router.get("/", include_in_schema=False)
+async def page() -> FileResponse:
+    index = str(PAGE_FOLDER / "index.html")
+    return FileResponse(index, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
 
 
 class PageFiles(StaticFiles):
@@ -76,10 +84,10 @@ class PageFiles(StaticFiles):
 
 
 _NO_SLOT = "503 with reasons when no slot can be given out now."
-_probe("/livez", "livez", "The event loop turns", "503 with reasons when the server is stuck: restart it.", Probes.live)
-_probe("/startupz", "startupz", "The server has started", "503 until the first segment is allocated.", Probes.started)
-_probe("/healthz", "readyz", "The same as /readyz", _NO_SLOT, Probes.ready)
-_probe("/readyz", "readyz", "Slots can be given out", _NO_SLOT, Probes.ready)
+_probe("/livez", "The event loop turns", "503 with reasons when the server is stuck: restart it.", Probes.live)
+_probe("/startupz", "The server has started", "503 until the first segment is allocated.", Probes.started)
+_probe("/healthz", "The same as /readyz", _NO_SLOT, Probes.ready)
+_probe("/readyz", "Slots can be given out", _NO_SLOT, Probes.ready)
 
 
 # ------------------------------------------------------------------ lists, and the pool at a glance
@@ -95,7 +103,7 @@ _list(c.SESSIONS, "sessions", "list_sessions", "Who is attached", Reports.sessio
     errors=("unknown_session", "bad_argument"),
 )
 async def show_session(request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).reports.session(session, limit, cursor))
+    return answer(handlers_of(request).reports.session(peer_of_call(request), session, limit, cursor))
 
 
 _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Reports.leases)
@@ -106,15 +114,15 @@ _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest 
     "A heartbeat renews the leases of its session; this call changes nothing.", errors=("unknown_grant",),
 )
 async def show_lease(request: Request, lease: str) -> Response:
-    return answer(handlers_of(request).reports.lease(lease))
+    return answer(handlers_of(request).reports.lease(peer_of_call(request), lease))
 
 
-_list(c.SEGMENTS, "pool", "segments", "The pool's shared memory, and its lock file", Reports.segments)
+_list(c.SEGMENTS, "pool", "list_segments", "The pool's shared memory, and its lock file", Reports.segments)
 
 
 @_route(c.STATUS, "pool", "The server at a glance")
 async def status(request: Request) -> Response:
-    return answer(handlers_of(request).reports.status())
+    return answer(handlers_of(request).reports.status(peer_of_call(request)))
 
 
 @_route(c.STATS, "pool", "The last minutes, as time series")
@@ -122,29 +130,44 @@ async def stats(request: Request) -> Response:
     return answer(handlers_of(request).reports.stats())
 
 
-_list(c.REQUESTS, "pool", "requests", "The last lookups and stores, newest first", Reports.requests)
+_list(
+    c.NAMESPACES, "pool", "list_namespaces", "Manifests that engines have attached with", Reports.namespaces,
+)
+_list(c.REQUESTS, "pool", "list_requests", "The last lookups and stores, newest first", Reports.requests)
 
 
-@_route(Call("GET", "/metrics", str), "health", "Prometheus text", "Base units; counters end in `_total`.")
+@_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")
 async def metrics(request: Request) -> Response:
-    return Response(handlers_of(request).metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST, **NO_STORE})
+    text = await handlers_of(request).metrics.text(peer_of_call(request))
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, **NO_STORE})
 
 
-async def _document(request: Request) -> dict[str, Any]:
-    """Made once, in a thread: it takes about 50 ms."""
-    app = request.app
-    assert isinstance(app, FastAPI)
-    return await asyncio.to_thread(openapi_schema, app)
+class Documents(NamedTuple):
+    openapi: bytes
+    page: bytes
+
+
+async def _documents(app: FastAPI) -> Documents:
+    """Made once, in a thread: it takes about 100 ms. Those who ask meanwhile wait for the same."""
+    making: asyncio.Task[Documents] | None = getattr(app.state, "documents", None)
+    if making is None:
+        making = app.state.documents = asyncio.create_task(asyncio.to_thread(_make_documents, app))
+    return await asyncio.shield(making)
+
+
+def _make_documents(app: FastAPI) -> Documents:
+    schema = openapi_schema(app)
+    return Documents(msgspec.json.encode(schema), docs_page(schema).encode())
 
 
 @router.get("/openapi.json", include_in_schema=False)
 async def document(request: Request) -> Response:
-    return Response(msgspec.json.encode(await _document(request)), media_type="application/json")
+    return Response((await _documents(request.app)).openapi, media_type="application/json")
 
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
-    return HTMLResponse(await asyncio.to_thread(docs_page, await _document(request)))
+    return HTMLResponse((await _documents(request.app)).page)
 
 
 @router.get("/docs.css", include_in_schema=False)

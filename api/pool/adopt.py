@@ -8,6 +8,7 @@ read. Only here is table data of an earlier server used, and only after it has p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,7 @@ class Adopted(NamedTuple):
     """What the table found in it: see Table.adopt."""
     retiring: list[int]
     """Ids of the segments that were being drained."""
-    retired: list[int]
+    removed: list[int]
     """Ids of removed segments: members that have not come back yet may still map them."""
     undo: ExitStack
 
@@ -54,13 +55,14 @@ def is_strangers(left: LeftPool, address: str) -> bool:
     return bool(waits) and left.address != address
 
 
-def adopt_pool(settings: Settings, pool_id: int) -> Adopted:
-    """Raises AdoptionError; then the pool is unchanged, and no server holds it."""
+def adopt_pool(settings: Settings, pool_id: int, randbits: Callable[[int], int]) -> Adopted:
+    """`randbits(k)`: k random bits that nobody can guess. Raises AdoptionError; then the pool is unchanged, and
+    no server holds it."""
     with ExitStack() as undo:
         try:
             lock = PoolLock.adopt(pool_id)
             undo.callback(lock.close, unlink=False)
-            taken = _take(settings, pool_id, lock, undo)
+            taken = _take(settings, pool_id, lock, randbits, undo)
         except TableError as error:
             raise AdoptionError(f"{error.code}: {error} (found {error.found}, wanted {error.wanted})") from error
         except (AttachError, PoolGone, PoolInUse, PoolTooSmall, OSError, ValueError) as error:
@@ -69,7 +71,11 @@ def adopt_pool(settings: Settings, pool_id: int) -> Adopted:
         return taken
 
 
-def _take(settings: Settings, pool_id: int, lock: PoolLock, undo: ExitStack) -> Adopted:
+def _take(
+    settings: Settings, pool_id: int, lock: PoolLock, randbits: Callable[[int], int], undo: ExitStack
+) -> Adopted:
+    if not any(lock.secret):
+        raise AdoptionError("found no secret in the lock file, wanted the pool's")
     region = shm.open_region(shm.region_name(pool_id))
     stored = Table.stored_segments(region, pool_id=pool_id, lock_inode=lock.inode)
     segments = SegmentPool(
@@ -77,6 +83,7 @@ def _take(settings: Settings, pool_id: int, lock: PoolLock, undo: ExitStack) -> 
         limit_bytes=settings.pool_bytes,
         segment_bytes=settings.segment_bytes,
         prefault_threads=settings.prefault_threads,
+        randbits=randbits,
     )
     undo.callback(segments.close, unlink=False)
     segments.adopt(
@@ -102,6 +109,6 @@ def _take(settings: Settings, pool_id: int, lock: PoolLock, undo: ExitStack) -> 
     return Adopted(
         lock, segments, table, found,
         retiring=[number for number, state, _, _ in stored if state == "retiring"],
-        retired=[number for number, state, _, _ in stored if state == "gone"],
+        removed=[number for number, state, _, _ in stored if state == "gone"],
         undo=ends,
     )

@@ -5,25 +5,29 @@ from __future__ import annotations
 import msgspec
 
 from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.registry import MemberRecord, Registry, SessionRecord, digest16
+from kvdock.api.pool.quotas import Quotas, tenant_id
+from kvdock.api.pool.registry import MemberRecord, Registry, SessionRecord, digest16, owned
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import namespace_digest
-from kvdock.protocol.schemas import AttachSession, Manifest, Member
+from kvdock.protocol.schemas import SECRET_FIELDS, AttachSession, Manifest, Member
 
 
-def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) -> SessionRecord:
+def attach(
+    body: AttachSession, tenant: str, *, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
+) -> SessionRecord:
     """The session that `body.member` now belongs to; repeating the call changes nothing.
 
     Raises ApiError: bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
-    lock_not_visible; and what the table refuses (member_dead, table_full).
+    lock_not_visible, quota_exceeded; and what the table refuses (member_dead, table_full).
     """
     manifest, member = _canonical(body.manifest), body.member
     _check_manifest(manifest, pool)
-    session = registry.of_instance(body.instance)
+    session = registry.of_instance(tenant, body.instance)
     if session is not None:
         _check_same_manifest(session, manifest)
     _check_member(session, member)
-    if registry.others_lock(member):
+    nonce = digest16(owned(tenant, member.id))
+    if registry.others_lock(session, member) or pool.unheard_has_lock(nonce, member.lock_offset):
         raise ApiError("lock_not_visible", "hold a byte of your own: a live member has this one", wanted="another byte")
     if not pool.lock_held(member.lock_offset):
         raise ApiError(
@@ -32,9 +36,9 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
             wanted="a held byte",
         )
     if session is None:
-        session = _open_session(body, manifest, pool, registry, now_ms)
+        session = _open_session(body, manifest, tenant, pool, registry, quotas, now_ms)
     table_id = pool.table.add_member(
-        session.table_id, digest16(member.id), member.ranks, member.scheduler, now_ms, member.lock_offset
+        session.table_id, nonce, member.ranks, member.scheduler, now_ms, member.lock_offset
     )
     came_back = pool.unheard.pop(table_id, None) is not None
     if member.pinned_through is not None:
@@ -42,7 +46,7 @@ def attach(body: AttachSession, *, pool: Pool, registry: Registry, now_ms: int) 
     if member.id not in session.members:
         registry.add_member(session, MemberRecord(
             member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
-            retired_before=0 if came_back else len(pool.retired),
+            retired_before=0 if came_back else pool.removed.count,
         ))
     return session
 
@@ -96,7 +100,7 @@ def _check_same_manifest(session: SessionRecord, manifest: Manifest) -> None:
 
 
 def _plain(manifest: Manifest, name: str) -> object:
-    plain: object = msgspec.to_builtins(getattr(manifest, name))
+    plain: object = "a secret" if name in SECRET_FIELDS else msgspec.to_builtins(getattr(manifest, name))
     return plain
 
 
@@ -115,16 +119,19 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
 
 
 def _open_session(
-    body: AttachSession, manifest: Manifest, pool: Pool, registry: Registry, now_ms: int
+    body: AttachSession, manifest: Manifest, tenant: str, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
 ) -> SessionRecord:
-    digest = namespace_digest(msgspec.to_builtins(manifest))
+    digest, nonce = namespace_digest(msgspec.to_builtins(manifest), tenant), digest16(owned(tenant, body.instance))
+    quotas.check_session(tenant, nonce)
+    quotas.check_namespace(tenant, digest)
     space = pool.table.add_namespace(
         digest,
         chunk_tokens=manifest.chunk_tokens,
         block_tokens=manifest.block_tokens,
         writers=manifest.writers,
         groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
+        tenant=tenant_id(tenant),
     )
-    namespace = registry.add_namespace(space, digest, manifest)
-    table_id = pool.table.open_session(digest16(body.instance), space, now_ms)
+    namespace = registry.add_namespace(space, digest, manifest, tenant)
+    table_id = pool.table.open_session(nonce, space, now_ms)
     return registry.add_session(table_id, body.instance, body.label, namespace)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from kvdock._core import MemberLock, lock_holder_alive
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import ForeignObject, PoolGone, PoolInUse
-from kvdock.shm.locks import LOCK_FILE_BYTES, SERVER_OFFSET
+from kvdock.shm.locks import LOCK_FILE_BYTES, SECRET_BYTES, SERVER_OFFSET
+
+SECRET_OFFSET = LOCK_FILE_BYTES - SECRET_BYTES
 
 
 class PoolLock:
@@ -24,20 +26,23 @@ class PoolLock:
         self.path = path
         self.fd = fd
         self.inode = os.fstat(fd).st_ino
+        self.secret = os.pread(fd, SECRET_BYTES, SECRET_OFFSET)
         self._lock = lock
 
     @classmethod
-    def create(cls, pool_id: int, shm_dir: Path = shm.SHM_DIR, *, address: str = "") -> PoolLock:
+    def create(
+        cls, pool_id: int, shm_dir: Path = shm.SHM_DIR, *, address: str = "", secret: bytes = bytes(SECRET_BYTES)
+    ) -> PoolLock:
         """A new lock file, byte 0 taken before it has a name. FileExistsError when the pool id is in use.
 
-        `address`: where the pool is served, so that the next server there finds it.
+        `address`: where the pool is served, so that the next server there finds it. `secret`: SECRET_BYTES random ones.
         """
         path = shm.lock_path(pool_id, shm_dir)
         fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         folder = -1
         try:
             shm.allocate(fd, LOCK_FILE_BYTES, path.name)
-            os.pwrite(fd, address.encode()[:LOCK_FILE_BYTES], 0)
+            os.pwrite(fd, address.encode()[:SECRET_OFFSET].ljust(SECRET_OFFSET, b"\0") + secret, 0)
             lock = MemberLock(f"/proc/self/fd/{fd}", SERVER_OFFSET)
             # link(2) would link the symbolic link itself; with a folder descriptor it is followed.
             folder = os.open(shm_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,7 +132,7 @@ def _look(pool_id: int, shm_dir: Path, wall_s: Callable[[], float]) -> tuple[boo
     """Whether its server is alive, and what the lock file says about the pool. ForeignObject."""
     fd = shm.open_lock(shm.lock_path(pool_id, shm_dir))
     try:
-        address = os.pread(fd, LOCK_FILE_BYTES, 0).rstrip(b"\0").decode(errors="replace")
+        address = os.pread(fd, SECRET_OFFSET, 0).rstrip(b"\0").decode(errors="replace")
         left = LeftPool(pool_id, address, wall_s() - os.fstat(fd).st_mtime)
         return lock_holder_alive(fd, SERVER_OFFSET), left
     finally:

@@ -17,17 +17,18 @@ from contextlib import ExitStack
 
 import msgspec
 
-from kvdock._core import KEY_BYTES, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
+from kvdock._core import KEY_BYTES, MAX_SEGMENTS, SEGMENT_HEADER_BYTES, SLOT_ALIGN, Mapping, Table, TableError
 from kvdock.api.errors import AdoptionError, StartupError
 from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers, left_at
 from kvdock.api.pool.lock import PoolLock, remove_stale
-from kvdock.api.pool.segments import SegmentPool
+from kvdock.api.pool.segments import RemovedSegments, SegmentPool
 from kvdock.api.settings import Settings
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Segment
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import PoolFull, PoolTooSmall
+from kvdock.shm.locks import SECRET_BYTES
 from kvdock.shm.segment import SegmentInfo
 
 FIRST_SEGMENT_BYTES = 256 << 20
@@ -55,8 +56,7 @@ class Pool:
         self.lock_path = str(lock.path)
         self.growth_error = ""
         """Why the last attempt to grow failed; '' if it succeeded or there was none."""
-        self.retired: list[int] = []
-        """Ids of removed segments, in that order."""
+        self.removed = RemovedSegments()
         self.unheard: dict[int, int] = {
             member.member: member.lock_offset for member in table.members() if member.state == "suspect"
         }
@@ -74,7 +74,8 @@ class Pool:
         if adopted:
             self._added = list(segments.segments)
             self._retiring = list(adopted.retiring)
-            self.retired = list(adopted.retired)
+            for segment in adopted.removed:
+                self.removed.add(segment)
             self._choose_retiring()
 
     def close(self) -> None:
@@ -89,9 +90,23 @@ class Pool:
 
     # ---------------------------------------------------------------- members
 
+    @property
+    def secret(self) -> bytes:
+        """Random bytes that all servers of this pool share, and nobody else can read."""
+        return self._lock.secret
+
     def lock_held(self, offset: int) -> bool:
         """Whether someone holds that byte of the lock file."""
         return self._lock.member_alive(offset)
+
+    def unheard_has_lock(self, nonce: bytes, offset: int) -> bool:
+        """Whether a member of the adopted pool that has not come back yet, another than `nonce`, has that byte."""
+        if offset not in self.unheard.values():
+            return False
+        return any(
+            member.member in self.unheard and member.lock_offset == offset and member.nonce != nonce
+            for member in self.table.members()
+        )
 
     def say_alive(self) -> None:
         """Records the time in the lock file, so that later servers know when this one died."""
@@ -223,11 +238,23 @@ class Pool:
                         "no_memory", "shared memory or the control group has less memory free than the pool needs",
                         found=missing, wanted=f"<= {available} bytes more than the pool has",
                     )
+            if limits.pool_bytes > self.limit_bytes:
+                self._require_segments(limits.pool_bytes)
             self.limits = limits
             self._segments.limit_bytes = limits.pool_bytes
             self._retry_at_s = 0.0
             self._choose_retiring()
             self._limit_table()
+
+    def _require_segments(self, pool_bytes: int) -> None:
+        """ApiError(bad_argument) unless so much fits into the segments that the pool may have once it is drained."""
+        staying = [info.bytes for info in self._added if info.id not in self._retiring]
+        most_bytes = sum(staying) + (MAX_SEGMENTS - max(1, len(staying))) * self._segment_bytes
+        if pool_bytes > most_bytes:
+            raise ApiError(
+                "bad_argument", f"a pool has at most {MAX_SEGMENTS} segments: serve with a larger segment_bytes",
+                found=pool_bytes, wanted=f"pool_bytes <= {most_bytes} with segment_bytes {self._segment_bytes}",
+            )
 
     async def drain(self) -> None:
         """Evicts what nobody holds from retiring segments, in slices, and removes segments that are empty."""
@@ -246,7 +273,7 @@ class Pool:
         self.table.remove_segment(segment)
         self._added = [info for info in self._added if info.id != segment]
         self._retiring.remove(segment)
-        self.retired.append(segment)
+        self.removed.add(segment)
         await asyncio.to_thread(self._segments.retire, segment)
         self._limit_table()
         log.info("segment %d removed: %d bytes are allocated", segment, self.allocated_bytes)
@@ -293,7 +320,7 @@ def open_pool(
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    adopted = _adopt(settings, left_at(address_of(settings)))
+    adopted = _adopt(settings, left_at(address_of(settings)), randbits)
     _clear_up(address_of(settings))
     foreign = shm.foreign_objects()
     if foreign:
@@ -310,7 +337,7 @@ def open_pool(
     return _new_pool(settings, randbits, now_s)
 
 
-def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
+def _adopt(settings: Settings, left: list[int], randbits: Callable[[int], int]) -> Adopted | None:
     """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
@@ -318,7 +345,7 @@ def _adopt(settings: Settings, left: list[int]) -> Adopted | None:
         return None
     pool_id = left[0]
     try:
-        adopted = adopt_pool(settings, pool_id)
+        adopted = adopt_pool(settings, pool_id, randbits)
     except AdoptionError as error:
         if settings.adopt == "require":
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
@@ -338,7 +365,8 @@ def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callabl
     pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool count on from it
     with ExitStack() as undo:
         try:
-            lock = PoolLock.create(pool_id, address=address_of(settings))
+            secret = randbits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
+            lock = PoolLock.create(pool_id, address=address_of(settings), secret=secret)
             undo.callback(lock.close, unlink=True)
             region = _make_region(settings, pool_id, undo)  # first: the segments must fit into what the table leaves
             segments = SegmentPool(
@@ -347,6 +375,7 @@ def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callabl
                 segment_bytes=settings.segment_bytes,
                 first_bytes=FIRST_SEGMENT_BYTES,
                 prefault_threads=settings.prefault_threads,
+                randbits=randbits,
             )
             undo.callback(segments.close, unlink=True)
             segments.require_limit()

@@ -7,9 +7,10 @@ event loop only.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -20,10 +21,18 @@ from kvdock.protocol.schemas import Manifest, Member
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+SLICE_SESSIONS = 256
+"""So many are looked at in one turn of the event loop."""
+
 
 def digest16(text: str) -> bytes:
     """The table's 16-byte id for a string that a client chose."""
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvdock id").digest()
+
+
+def owned(tenant: str, text: str) -> str:
+    """A string of that tenant's, different from all strings of every other. A tenant's name has no line break."""
+    return f"{tenant}\n{text}" if tenant or "\n" in text else text
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,6 +40,7 @@ class NamespaceRecord:
     table_id: int
     digest: bytes
     manifest: Manifest
+    tenant: str = ""
 
     @property
     def chunk_bytes(self) -> int:
@@ -62,12 +72,16 @@ class MemberRecord:
 @dataclass(slots=True)
 class SessionRecord:
     id: str
+    """For lists and the log."""
+    capability: str
+    """The id with its proof. Whoever knows it may use the session, so only the answer to an attach has it."""
     table_id: int
     instance: str
     label: str
     namespace: NamespaceRecord
     number: int
     """Rises from session to session, and orders their list."""
+    tenant: str
     members: dict[str, MemberRecord] = field(default_factory=dict)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -82,11 +96,12 @@ class SessionRecord:
 class Registry:
     """Sessions by wire id, instance and table id; namespaces by digest."""
 
-    def __init__(self, pool: int) -> None:
-        """`pool`: a number that all servers of this pool share, and servers of other pools do not."""
-        self._prefix = f"{pool:06x}"
+    def __init__(self, pool: int, secret: bytes) -> None:
+        """Takes a number and a secret that all servers of this pool share, and servers of other pools do not."""
+        self._prefix, self._secret = f"{pool:06x}", secret
         self._by_id: dict[str, SessionRecord] = {}
-        self._by_instance: dict[str, SessionRecord] = {}
+        self._by_capability: dict[str, SessionRecord] = {}
+        self._by_instance: dict[tuple[str, str], SessionRecord] = {}
         self._by_table_id: dict[int, SessionRecord] = {}
         self._by_lock: dict[int, MemberRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
@@ -96,14 +111,22 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, session_id: str) -> SessionRecord:
-        found = self._by_id.get(session_id)
-        if found is None:
-            raise ApiError("unknown_session", "attach again: this server does not know the session", found=session_id)
+    def session(self, capability: str, tenant: str | None) -> SessionRecord:
+        """For the calls of engines. Another tenant's session does not exist."""
+        found = self._by_capability.get(capability)
+        if found is None or found.tenant != tenant:
+            raise ApiError("unknown_session", "attach again: this server does not know the session", found=capability)
         return found
 
-    def of_instance(self, instance: str) -> SessionRecord | None:
-        return self._by_instance.get(instance)
+    def listed(self, session_id: str, sees: Callable[[str], bool]) -> SessionRecord:
+        """For people: by the id in lists, or by the whole of it. `sees`: as in `namespace`."""
+        found = self._by_id.get(session_id) or self._by_capability.get(session_id)
+        if found is None or not sees(found.tenant):
+            raise ApiError("unknown_session", "no such session is attached", found=session_id)
+        return found
+
+    def of_instance(self, tenant: str, instance: str) -> SessionRecord | None:
+        return self._by_instance.get((tenant, instance))
 
     def of_table_id(self, table_id: int) -> SessionRecord | None:
         return self._by_table_id.get(table_id)
@@ -112,20 +135,21 @@ class Registry:
         """In rising order of their table ids."""
         return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
-    def namespace(self, digest: bytes) -> NamespaceRecord:
+    def namespace(self, digest: bytes, sees: Callable[[str], bool]) -> NamespaceRecord:
+        """`sees`: whether the caller may know of a tenant. Of the others it learns nothing."""
         found = self._namespaces.get(digest)
-        if found is None:
+        if found is None or not sees(found.tenant):
             raise ApiError(
                 "unknown_namespace", "no engine is attached with it, and nothing is stored in it", found=digest.hex()
             )
         return found
 
-    def add_namespace(self, table_id: int, digest: bytes, manifest: Manifest) -> NamespaceRecord:
+    def add_namespace(self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "") -> NamespaceRecord:
         """The table uses the numbers of namespaces again: what had this one is gone."""
         found = self._namespaces.get(digest)
         if found is None or found.table_id != table_id:
             self._keep_namespaces(lambda record: record.table_id != table_id)
-            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest)
+            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest, tenant)
         return found
 
     def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
@@ -133,10 +157,17 @@ class Registry:
 
     def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
         """The session's id contains the pool's number, so an id of another pool is never found here. The table never
-        uses an id twice, so an id that outlives its server names the same session in the next one."""
+        uses an id twice, so an id that outlives its server names the same session in the next one, with the same proof.
+        """
         self._opened += 1
-        record = SessionRecord(f"{self._prefix}-{table_id}", table_id, instance, label, namespace, self._opened)
-        self._by_id[record.id] = self._by_instance[instance] = self._by_table_id[table_id] = record
+        session_id = f"{self._prefix}-{table_id}"
+        proof = hashlib.blake2b(session_id.encode(), digest_size=16, key=self._secret, person=b"kvdock session")
+        record = SessionRecord(
+            session_id, f"{session_id}-{proof.hexdigest()}", table_id, instance, label, namespace, self._opened,
+            namespace.tenant,
+        )
+        self._by_id[record.id] = self._by_capability[record.capability] = self._by_table_id[table_id] = record
+        self._by_instance[record.tenant, instance] = record
         return record
 
     def add_member(self, session: SessionRecord, member: MemberRecord) -> None:
@@ -146,32 +177,43 @@ class Registry:
         del session.members[member.id]
         self._forget_lock(member)
 
-    def others_lock(self, wanted: Member) -> bool:
+    def others_lock(self, session: SessionRecord | None, wanted: Member) -> bool:
         """Whether another member that is not known to be dead holds the byte: one byte proves one life."""
         holder = self._by_lock.get(wanted.lock_offset)
-        return holder is not None and not holder.dead and holder.id != wanted.id
+        itself = None if session is None else session.members.get(wanted.id)
+        return holder is not None and not holder.dead and holder is not itself
 
     def _forget_lock(self, member: MemberRecord) -> None:
         if self._by_lock.get(member.lock_offset) is member:
             del self._by_lock[member.lock_offset]
 
     def drop_session(self, record: SessionRecord) -> None:
-        self._by_id.pop(record.id, None)
-        self._by_instance.pop(record.instance, None)
-        self._by_table_id.pop(record.table_id, None)
+        if self._by_id.get(record.id) is not record:
+            return  # it went before, and its instance may have attached again
+        del self._by_id[record.id], self._by_capability[record.capability], self._by_table_id[record.table_id]
+        del self._by_instance[record.tenant, record.instance]
         for member in record.members.values():
             self._forget_lock(member)
 
-    def prune(self, table: Table) -> None:
-        """Drops sessions that the table has closed, then the namespaces that nothing is left of, in the table as well;
-        sets `grants` of the other sessions to the true number."""
+    async def prune(self, table: Table) -> None:
+        """Drops what the table has closed, in slices of all sessions; then namespaces that nothing is left of."""
+        records = self.sessions()
+        for start in range(0, len(records), SLICE_SESSIONS):
+            self.drop_ended(table, records[start : start + SLICE_SESSIONS])
+            await asyncio.sleep(0)
+        self.drop_idle_namespaces(table)
+
+    def drop_idle_namespaces(self, table: Table) -> None:
+        """Drops them in the table as well."""
         if self._namespaces:
             live = set(table.drop_idle_namespaces())
             self._keep_namespaces(lambda record: record.table_id in live)
-        if not self._by_id:
-            return
-        grants = {view.session: view.leases + view.reservations for view in table.sessions()}
-        for record in tuple(self._by_id.values()):
+
+    def drop_ended(self, table: Table, records: Sequence[SessionRecord]) -> None:
+        """Drops those of the sessions that the table has closed; sets `grants` of the others to the true number."""
+        views = table.sessions([record.table_id for record in records])
+        grants = {view.session: view.leases + view.reservations for view in views}
+        for record in records:
             if record.table_id not in grants:
                 self.drop_session(record)
             else:

@@ -6,24 +6,27 @@ allocated and its header is written; mapping its pages into the server (prefault
 background, so that they are charged to the server's control group.
 
 Thread safety: all methods may be called from any thread.
-Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never reused; when
-grow() raises, no object that it made is left behind.
+Invariants: grow() never brings allocated_bytes over limit_bytes; segment ids rise and are never used again; there are
+at most MAX_SEGMENTS; when grow() raises, no object that it made is left behind.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from kvdock import _core
 from kvdock.api.pool.capacity import Capacity
 from kvdock.shm import objects as shm
-from kvdock.shm.errors import PoolFull
+from kvdock.shm.errors import PoolFull, SegmentAbsent, SegmentCorrupt
 from kvdock.shm.segment import MAX_SEGMENT_BYTES, SegmentInfo, map_checked
 
 log = logging.getLogger("kvdock.api")
@@ -67,6 +70,23 @@ class Prefault:
                 self.done_bytes += size
 
 
+class RemovedSegments:
+    """Ids of the segments that a pool has removed, in that order: the latest MAX_SEGMENTS."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many were removed so far."""
+        self._latest: deque[int] = deque(maxlen=_core.MAX_SEGMENTS)
+
+    def add(self, segment: int) -> None:
+        self._latest.append(segment)
+        self.count += 1
+
+    def since(self, count: int) -> list[int]:
+        """Those that were removed after the first `count`, as far as they are known."""
+        return list(islice(self._latest, max(0, count - self.count + len(self._latest)), None))
+
+
 @dataclass(frozen=True)
 class _Segment:
     info: SegmentInfo
@@ -87,9 +107,11 @@ class SegmentPool:
         shm_dir: Path = shm.SHM_DIR,
         prefault_threads: int = 2,
         capacity: Capacity | None = None,
+        randbits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """Sizes in bytes, rounded down to pages. `first_bytes`: the first segment is not larger, because the server is
-        ready as soon as it is allocated. ValueError for sizes out of range."""
+        ready as soon as it is allocated. `randbits(k)`: k random bits that nobody can guess, for names. ValueError for
+        sizes out of range."""
         smallest = _core.SEGMENT_HEADER_BYTES + _core.SLOT_ALIGN
         if not smallest <= segment_bytes <= MAX_SEGMENT_BYTES:
             raise ValueError(f"segment_bytes: found {segment_bytes}, wanted {smallest}..{MAX_SEGMENT_BYTES}")
@@ -104,6 +126,7 @@ class SegmentPool:
         self._shm_dir = Path(shm_dir)
         self._capacity = capacity if capacity is not None else Capacity(shm_dir=self._shm_dir)
         self._prefault_threads = prefault_threads
+        self._randbits = randbits
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
         self._next_id = 0
@@ -117,19 +140,19 @@ class SegmentPool:
         """Maps the segments that an earlier server of this pool left: all of them, or those that `known` names.
 
         The names of the others are removed: nobody holds any of them. Ids below `next_id` are not used again. Called
-        once, before grow(). AttachError when a segment is damaged; then nothing is changed.
+        once, before grow(). AttachError when a segment is missing, damaged or there twice; then nothing is changed.
         """
         opened: list[tuple[SegmentInfo, _core.Mapping]] = []
-        there = list(shm.segment_numbers(self.pool_id, self._shm_dir))
-        for number in there if known is None else sorted(known):
-            name = shm.segment_name(self.pool_id, number)
+        there = list(shm.segment_names(self.pool_id, self._shm_dir))
+        for number in sorted({number for number, _ in there} if known is None else known):
+            name = _only_name(number, [name for found, name in there if found == number])
             mapping, fields = map_checked(name, self.pool_id, number)
             opened.append((SegmentInfo(number, name, mapping.bytes, fields["data_offset"]), mapping))
         self._next_id = next_id
         for info, mapping in opened:
             self._add(info, mapping)
-        for number in set(there).difference(info.id for info, _ in opened):
-            shm.unlink(shm.segment_name(self.pool_id, number))
+        for name in {name for _, name in there}.difference(info.name for info, _ in opened):
+            shm.unlink(name)
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -150,14 +173,17 @@ class SegmentPool:
     def grow(self) -> SegmentInfo:
         """Adds a segment: allocated, header written, prefault begun. Takes about 0.3 s a GiB without the GIL.
 
-        PoolFull at the byte limit, PoolTooSmall when the machine has less than it had.
+        PoolFull at the byte limit or with MAX_SEGMENTS, PoolTooSmall when the machine has less than it had.
         """
         with self._lock:
             size = 0 if self._closed else self._next_bytes()
             if size == 0:
                 raise PoolFull("pool limit (bytes)", found=self.allocated_bytes, wanted=f"less than {self.limit_bytes}")
+            if len(self._segments) >= _core.MAX_SEGMENTS:
+                wanted = f"less than {_core.MAX_SEGMENTS}: a larger segment_bytes makes fewer"
+                raise PoolFull("segments of a pool", found=len(self._segments), wanted=wanted)
             self._capacity.require(size)
-            name = shm.segment_name(self.pool_id, self._next_id)
+            name = shm.segment_name(self.pool_id, self._next_id, self._randbits(64))
             info = SegmentInfo(self._next_id, name, size, _core.SEGMENT_HEADER_BYTES)
             fd = shm.create(name, size)
             try:
@@ -210,6 +236,15 @@ class SegmentPool:
         prefault = Prefault(mapping, self._prefault_threads, info.name)
         self._segments[info.id] = _Segment(info, mapping, prefault)
         self._next_id = max(self._next_id, info.id + 1)
+
+
+def _only_name(segment: int, names: list[str]) -> str:
+    """SegmentAbsent, SegmentCorrupt."""
+    if not names:
+        raise SegmentAbsent(f"segment {segment}", found="no such object", wanted="a segment of the pool")
+    if len(names) > 1:
+        raise SegmentCorrupt(f"segment {segment}", found=" and ".join(names), wanted="one object")
+    return names[0]
 
 
 def _whole_pages(size_bytes: int) -> int:

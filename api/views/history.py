@@ -39,9 +39,11 @@ class Counters(msgspec.Struct):
     unpinned_reservations: Annotated[int, Meta(
         description="Reservations cut short for want of memory that every rank had registered"
     )] = 0
+    quota_reservations: Annotated[int, Meta(description="Reservations cut short by their tenant's quota")] = 0
     attached_members: Annotated[int, Meta(description="Attach calls that succeeded")] = 0
     dead_members: Annotated[int, Meta(description="Members whose lock was seen free")] = 0
     refusals: Annotated[int, Meta(description="Answers that were problems")] = 0
+    refused_connections: Annotated[int, Meta(description="Connections refused because too many were open")] = 0
     stored_chunks: Annotated[int, Meta(description="Chunks published")] = 0
     stored_bytes: Annotated[int, Meta(description="Bytes published")] = 0
     aborted_chunks: Annotated[int, Meta(description="Chunks reserved and never published")] = 0
@@ -136,17 +138,23 @@ class RecentRequests:
     """The most recent lookups and stores, newest first."""
 
     def __init__(self, keep: int) -> None:
-        self._ring: deque[RequestView] = deque(maxlen=keep)
+        self._ring: deque[tuple[str, RequestView]] = deque(maxlen=keep)
+        """With the tenant of each."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
 
-    def add(self, request: RequestView) -> None:
+    def add(self, tenant: str, request: RequestView) -> None:
         self._count += 1
-        self._ring.appendleft(request)
+        self._ring.appendleft((tenant, request))
 
-    def view(self, limit: int, cursor: int) -> tuple[list[RequestView], str | None]:
-        """From request number `cursor` (0: the newest) backwards, and the cursor of the next page."""
+    def view(self, limit: int, cursor: int, sees: Callable[[str], bool]) -> tuple[list[RequestView], str | None]:
+        """From request number `cursor` (0: the newest) backwards, those of tenants that the caller sees; and the cursor
+        of the next page."""
         start = max(0, self._count - cursor) if cursor else 0
-        end = start + limit
-        following = str(self._count - end) if end < len(self._ring) else None
-        return list(islice(self._ring, start, end)), following
+        shown: list[RequestView] = []
+        for at, (tenant, request) in enumerate(islice(self._ring, start, None), start):
+            if sees(tenant):
+                if len(shown) == limit:
+                    return shown, str(self._count - at)
+                shown.append(request)
+        return shown, None

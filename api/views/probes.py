@@ -6,6 +6,7 @@ Reads only. Every reason is a sentence that docs/runbook.md explains.
 from __future__ import annotations
 
 from kvdock._core import SLOT_ALIGN
+from kvdock.api.access.peer import Peer
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Registry
@@ -72,17 +73,20 @@ class Probes:
             reasons.append(CAP_REACHED)
         if records >= self._table_records and stuck:
             reasons.append(TABLE_HELD)
-        if not {ALL_HELD, CAP_REACHED, TABLE_HELD}.isdisjoint(reasons):
-            reasons += self._holds_most()
         return _health(reasons)
 
-    def _holds_most(self) -> list[str]:
-        """A sentence that names the session that holds most; none when nobody holds anything."""
+    def blamed(self, health: Health, peer: Peer) -> list[str]:
+        """A sentence that names the session that holds most, if that is why no slot can be given out, somebody holds
+        anything, and the caller may know."""
+        if {ALL_HELD, CAP_REACHED, TABLE_HELD}.isdisjoint(health.reasons):
+            return []
         views = [view for view in self._pool.table.sessions() if view.held_bytes]
         if not views:
             return []
         most = max(views, key=lambda view: view.held_bytes)
         record = self._registry.of_table_id(most.session)
+        if not (peer.may("admin") if record is None else peer.may("read") and peer.sees(record.tenant)):
+            return []
         who = "(not back yet)" if record is None else " ".join((record.id, record.label or record.instance))
         held, leases, reservations = most.held_bytes, most.leases, most.reservations
         return [f"most is held by session {who}: {held} bytes, {leases} leases, {reservations} reservations"]

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvdock._core import GrantView, MemberView, SessionView
+from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.pool import Pool
@@ -24,10 +25,16 @@ from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import ChunkCounts, Leases, LeaseView, PoolView, Requests, Stats, Status
 
 VERSION = version("kvdock")
+SESSIONS_OF_PAGE = 64
+"""A page is as long as can be made in one turn of the event loop, even if more are asked for."""
+GRANTS_OF_PAGE = 64
+ALL_SESSIONS = 0
+"""For the table."""
 
 
 class Reports:
-    """One method for each page of information; `limit` and `cursor` choose a page of a list."""
+    """One method for each page of information. `limit` and `cursor` choose a page of a list. A list has what the caller
+    may see: its own tenant's, or all."""
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
@@ -56,14 +63,13 @@ class Reports:
             segments=pool.segment_count,
         )
 
-    def status(self) -> Status:
+    def status(self, peer: Peer) -> Status:
         stats, pool = self._table.stats(), self._pool
         now = self._probes.ready()
         growth = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
-        sessions = self._table.sessions()
         return Status(
             status=now.status,
-            reasons=[*now.reasons, *growth],
+            reasons=[*now.reasons, *self._probes.blamed(now, peer), *growth],
             version=VERSION,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,
@@ -73,13 +79,13 @@ class Reports:
             chunks=ChunkCounts(
                 reserved=stats["reserved_chunks"], ready=stats["ready_chunks"], quarantined=stats["quarantined_chunks"]
             ),
-            sessions=len(sessions),
-            leases=sum(view.leases for view in sessions),
-            reservations=sum(view.reservations for view in sessions),
+            sessions=stats["sessions"],
+            leases=stats["leases"],
+            reservations=stats["reservations"],
             counters=msgspec.structs.asdict(self._tally.totals()),
         )
 
-    def segments(self, limit: int, cursor: int) -> s.Segments:
+    def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
         return s.Segments(
             pool_id=grant_text(self._pool.pool_id),
@@ -88,8 +94,8 @@ class Reports:
             next=following,
         )
 
-    def requests(self, limit: int, cursor: int) -> Requests:
-        shown, following = self._tally.recent.view(limit, cursor)
+    def requests(self, peer: Peer, limit: int, cursor: int) -> Requests:
+        shown, following = self._tally.recent.view(limit, cursor, peer.sees)
         return Requests(requests=shown, next=following)
 
     def stats(self) -> Stats:
@@ -101,10 +107,15 @@ class Reports:
 
     # ---------------------------------------------------------------- sessions
 
-    def sessions(self, limit: int, cursor: int) -> s.Sessions:
-        shown, following = page_of(self._registry.sessions(), lambda record: record.number, limit, cursor)
-        views = {view.session: view for view in self._table.sessions()}
-        members = self._members_by_session()
+    def sessions(self, peer: Peer, limit: int, cursor: int) -> s.Sessions:
+        limit = min(limit, SESSIONS_OF_PAGE)
+        seen = [record for record in self._registry.sessions() if peer.sees(record.tenant)]
+        shown, following = page_of(seen, lambda record: record.number, limit, cursor)
+        ids = [record.table_id for record in shown]
+        views = {view.session: view for view in self._table.sessions(ids)}
+        members = defaultdict(list)
+        for member in self._table.members(ids):
+            members[member.session].append(member)
         now_ms = self._clock.now_ms()
         return s.Sessions(
             sessions=[
@@ -116,34 +127,36 @@ class Reports:
             next=following,
         )
 
-    def session(self, session_id: str, limit: int, cursor: int) -> SessionDetail:
+    def session(self, peer: Peer, session_id: str, limit: int, cursor: int) -> SessionDetail:
         """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""
-        record = self._registry.session(session_id)
-        view = next((view for view in self._table.sessions() if view.session == record.table_id), None)
-        if view is None:
+        record = self._registry.listed(session_id, peer.sees)
+        views = self._table.sessions([record.table_id])
+        if not views:
             raise ApiError("unknown_session", "the session has just ended", found=session_id)
-        shown, following = self._grants(limit, cursor, record.table_id)
+        shown, following = self._grants_of(record.table_id, limit, cursor)
         now_ms = self._clock.now_ms()
         return SessionDetail(
-            **_session_fields(record, view, now_ms),
+            **_session_fields(record, views[0], now_ms),
             members=[
                 MemberDetail(**_member_fields(record, member, now_ms), grants=[
                     grant_text(grant.grant) for grant in shown if not set(member.ranks).isdisjoint(grant.remaining)
                 ])
-                for member in self._members_by_session()[record.table_id]
+                for member in self._table.members([record.table_id])
             ],
             grants=[self._grant_view(grant, now_ms) for grant in shown],
             next=following,
         )
 
-    def namespaces(self, limit: int, cursor: int) -> Namespaces:
-        shown, following = page_of(self._registry.namespaces(), lambda record: record.table_id, limit, cursor)
+    def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
+        seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
+        shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
         attached = Counter(session.namespace.table_id for session in self._registry.sessions())
         return Namespaces(
             namespaces=[
                 NamespaceView(
                     namespace=record.digest.hex(),
-                    manifest=record.manifest,
+                    tenant=record.tenant,
+                    manifest=shown_manifest(record.manifest),
                     chunk_bytes=record.chunk_bytes,
                     sessions=attached[record.table_id],
                 )
@@ -152,31 +165,39 @@ class Reports:
             next=following,
         )
 
-    def _members_by_session(self) -> dict[int, list[MemberView]]:
-        members: dict[int, list[MemberView]] = defaultdict(list)
-        for view in self._table.members():
-            members[view.session].append(view)
-        return members
-
     # ---------------------------------------------------------------- leases and reservations
 
-    def leases(self, limit: int, cursor: int) -> Leases:
+    def leases(self, peer: Peer, limit: int, cursor: int) -> Leases:
         """Oldest first, with all ages taken at one moment."""
-        shown, following = self._grants(limit, cursor)
+        shown, following = self._grants(peer, limit, cursor)
         now_ms = self._clock.now_ms()
         return Leases(leases=[self._grant_view(view, now_ms) for view in shown], next=following)
 
-    def lease(self, lease_id: str) -> LeaseView:
+    def lease(self, peer: Peer, lease_id: str) -> LeaseView:
         """One lease or reservation. Raises ApiError(unknown_grant)."""
         found = self._table.grant(grant_id(lease_id))
-        if found is None:
+        if found is None or not self._sees_session(peer, found.session):
             raise ApiError("unknown_grant", "it was never given out, or all its ranks are done", found=lease_id)
         return self._grant_view(found, self._clock.now_ms())
 
-    def _grants(self, limit: int, cursor: int, session: int = 0) -> tuple[Sequence[GrantView], str | None]:
-        """A page, and the cursor of the next; the table describes only the grants of the page."""
+    def _grants(self, peer: Peer, limit: int, cursor: int) -> tuple[Sequence[GrantView], str | None]:
+        """A page of the grants that the caller may see, and the cursor of the next."""
+        if "admin" in peer.scopes:
+            return self._grants_of(ALL_SESSIONS, limit, cursor)
+        limit = min(limit, GRANTS_OF_PAGE)
+        own = [record.table_id for record in self._registry.sessions() if peer.sees(record.tenant)]
+        first = (view for session in own for view in self._table.grants(session, from_place=cursor, limit=limit + 1))
+        return page_of(sorted(first, key=lambda view: view.place), lambda view: view.place, limit, cursor)
+
+    def _grants_of(self, session: int, limit: int, cursor: int) -> tuple[Sequence[GrantView], str | None]:
+        """A page; the table describes only the grants of the page."""
+        limit = min(limit, GRANTS_OF_PAGE)
         found = self._table.grants(session, from_place=cursor, limit=limit + 1)
         return page_of(found, lambda view: view.place, limit, cursor)
+
+    def _sees_session(self, peer: Peer, session: int) -> bool:
+        record = self._registry.of_table_id(session)
+        return "admin" in peer.scopes if record is None else peer.sees(record.tenant)
 
     def _grant_view(self, view: GrantView, now_ms: int) -> LeaseView:
         record = self._registry.of_table_id(view.session)
@@ -198,6 +219,7 @@ class Reports:
 def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> dict[str, Any]:
     return {
         "session": record.id,
+        "tenant": record.tenant,
         "instance": record.instance,
         "label": record.label,
         "model": record.namespace.manifest.model,
@@ -219,3 +241,10 @@ def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict
         "heartbeat_age_s": (now_ms - view.heartbeat_ms) / 1000,
         "pinned_through": view.pinned_through,
     }
+
+
+def shown_manifest(manifest: s.Manifest) -> s.Manifest:
+    """Without its secrets: whoever knows a salt could ask what is stored under it."""
+    return msgspec.structs.replace(
+        manifest, **{name: "hidden" for name in s.SECRET_FIELDS if getattr(manifest, name)}
+    )

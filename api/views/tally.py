@@ -64,7 +64,7 @@ class Tally:
         counters.loaded_bytes += loaded_bytes
         self._lookups.put(key, max(before, chunks))
         if counted is None:
-            self.recent.add(RequestView(
+            self.recent.add(session.tenant, RequestView(
                 at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
                 tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes,
                 took_us=(self.now_ns() - started_ns) // 1000,
@@ -78,10 +78,11 @@ class Tally:
         self.counters.reservations += 1
         self.counters.short_reservations += granted.limited in ("held_bytes", "no_space")
         self.counters.unpinned_reservations += granted.limited == "pinning"
+        self.counters.quota_reservations += granted.limited == "quota"
         if granted.grant:
             self._stores.put(granted.grant, None)
         chunk_tokens = session.namespace.manifest.chunk_tokens
-        self.recent.add(RequestView(
+        self.recent.add(session.tenant, RequestView(
             at=self._wall_s(), kind="store", session=session.id, label=session.label, request=body.store,
             tokens=len(keys) // KEY_BYTES * chunk_tokens, hit_tokens=len(granted.present) * chunk_tokens,
             chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=(self.now_ns() - started_ns) // 1000,

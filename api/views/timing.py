@@ -54,3 +54,9 @@ class Meter(NamedTuple):
     counters: Counters
     timings: Timings
     now_ns: Callable[[], int]
+    refusals: dict[str, int]
+    """By code; they sum to the counter."""
+
+    def refuse(self, code: str) -> None:
+        self.counters.refusals += 1
+        self.refusals[code] = self.refusals.get(code, 0) + 1

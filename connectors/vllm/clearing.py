@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from kvdock.connectors.session import EngineSession
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import listed_id
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -117,7 +118,8 @@ class Clearing:
             self._session.lost(attachment, error)
             return
         namespace = attachment.namespace.hex()
-        others = [one.instance for one in known if one.namespace == namespace and one.session != attachment.session]
+        own = listed_id(attachment.session)
+        others = [one.instance for one in known if one.namespace == namespace and one.session != own]
         if others:
             log.warning(
                 "reset_cache: cleared for %d other instances too, which go on storing in the same namespace: %s. If "

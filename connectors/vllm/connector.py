@@ -51,6 +51,7 @@ from kvdock.connectors.vllm.setup import (
 )
 from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.protocol.access_token import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
 
@@ -238,7 +239,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             raise NotSupportedError(
                 "kvdock needs KV of one size and order in all workers of an engine, and theirs differ."
             )
-        client = Client(self._settings.address, timeout_s=self._settings.timeout_s)
+        token = read_token(self._settings.access_token_file)
+        client = Client(self._settings.address, timeout_s=self._settings.timeout_s, access_token=token)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))
         _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(self._cache, self._config)
         self._events = events_of(self._config, self._cache, self._groups, session, hash_tokens)

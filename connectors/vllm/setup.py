@@ -24,6 +24,8 @@ BY_LAYER = ("eager", "piecewise", "never")
 class Settings(LoadLimits):
     address: str = ""
     """The server's address: unix:/path or http://host:port. Must be given."""
+    access_token_file: str = ""
+    """Holds this engine's access token; the server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
     """Bounds every call to the server."""
     chunk_tokens: int = 128

@@ -82,7 +82,7 @@ class VllmWorker:
         self._reports_early = where.cuda is not None and traits.reports_early
         tuning = where.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
         of_engine = ConnectorSettings(
-            settings.address, settings.timeout_s, device, settings.copy_threads,
+            settings.address, settings.access_token_file, settings.timeout_s, device, settings.copy_threads,
             None if tuning is None else beside_steps(tuning, traits.hash_threads),
         )
         self._session, self._connector = open_worker(of_engine, manifest, identity, layouts, stream=stream)

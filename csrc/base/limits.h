@@ -11,10 +11,12 @@ namespace kvdock {
 
 inline constexpr uint32_t kKeyBytes = 32;       // of a chunk's key, and of a namespace's digest
 inline constexpr uint32_t kIdBytes = 16;        // of the id of a request, store, session or member
-inline constexpr uint32_t kMaxKeys = 4096;      // in one lookup or store
+inline constexpr uint32_t kMaxKeys = 4096;      // in one lookup
+inline constexpr uint32_t kMaxStoreKeys = 1024; // in one store, which costs several times what a lookup does
 inline constexpr uint32_t kMaxGroups = 16;      // KV groups of a namespace
 inline constexpr uint32_t kMaxRanks = 128;      // writers of a chunk, readers of a lease
-inline constexpr uint32_t kMaxSegments = 4096;  // of a pool, over its whole existence: ids are never reused
+inline constexpr uint32_t kMaxSegments = 4096;  // of a pool, at one time
+inline constexpr uint32_t kSegmentIds = 1u << 31;  // ids are below it, rise, and are never used again
 
 // The checksum of a part: docs/lifetime_protocol.md#checksum.
 inline constexpr uint64_t kChecksumPrime = (uint64_t{1} << 61) - 1;

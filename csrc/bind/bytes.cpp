@@ -73,13 +73,15 @@ void bind_mapping(py::module_& m) {
       .def_property_readonly("address", [](const Mapping& self) { return reinterpret_cast<uintptr_t>(self.data()); })
       .def_property_readonly("bytes", &Mapping::bytes)
       .def("populate", &Mapping::populate, "offset"_a, "bytes"_a, Nogil())
+      .def("reaches_end", &Mapping::reaches_end, Nogil())
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
 }
 
 void bind_liveness(py::module_& m) {
   py::class_<MemberLock>(m, "MemberLock")
-      .def(py::init<const std::string&, int64_t>(), "path"_a, "offset"_a)
+      .def(py::init<const std::string&, int64_t, bool>(), "path"_a, "offset"_a, py::kw_only(),
+           "with_children"_a = false)
       .def_property_readonly("offset", &MemberLock::offset)
       .def("close", &MemberLock::close);
   m.def("lock_holder_alive", &lock_holder_alive, "fd"_a, "offset"_a);

@@ -10,9 +10,11 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
   m.attr("KEY_BYTES") = kvdock::kKeyBytes;
   m.attr("MAX_KEYS") = kvdock::kMaxKeys;
+  m.attr("MAX_STORE_KEYS") = kvdock::kMaxStoreKeys;
   m.attr("MAX_GROUPS") = kvdock::kMaxGroups;
   m.attr("MAX_RANKS") = kvdock::kMaxRanks;
   m.attr("MAX_SEGMENTS") = kvdock::kMaxSegments;
+  m.attr("SEGMENT_IDS") = kvdock::kSegmentIds;
   m.attr("CHECKSUM_PRIME") = kvdock::kChecksumPrime;
   m.attr("CHECKSUM_STRIPE_BYTES") = kvdock::kChecksumStripeBytes;
   kvdock::bind_bytes(m);

@@ -52,9 +52,11 @@ class PartBuffers {
     if (start.front() != 0 || start.back() != int64_t(ids.size()))
       refuse(Refusal::copy, "starts (range)", std::to_string(start.front()) + ".." + std::to_string(start.back()),
              "0.." + std::to_string(ids.size()));
-    for (size_t i = 0; i < count; ++i) {
+    // All of them before any is used: an entry too large is followed by one that falls back to the last.
+    for (size_t i = 0; i < count; ++i)
       if (start[i] > start[i + 1])
         refuse(Refusal::copy, "starts (order)", std::to_string(start[i + 1]), "at least " + std::to_string(start[i]));
+    for (size_t i = 0; i < count; ++i) {
       const int64_t skip = skips_ ? skips_->view()[i] : 0;
       if (skip < 0) refuse(Refusal::copy, "skipped blocks", std::to_string(skip), "at least 0");
       const auto own = ids.subspan(size_t(start[i]), size_t(start[i + 1] - start[i]));

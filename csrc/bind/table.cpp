@@ -77,7 +77,7 @@ auto call(Result (Part::*method)(Args...) const) {
 }
 
 const char* name_of(Limit limit) {
-  constexpr const char* names[] = {"", "held_bytes", "no_space", "pinning"};
+  constexpr const char* names[] = {"", "held_bytes", "no_space", "pinning", "quota"};
   return names[static_cast<size_t>(limit)];
 }
 
@@ -143,6 +143,17 @@ void bind_views(py::module_& m) {
       .def_readonly("reservations", &SessionInfo::reservations)
       .def_readonly("held_bytes", &SessionInfo::held_bytes)
       .def_readonly("opened_ms", &SessionInfo::opened_ms);
+  using Seen = const TenantInfo&;
+  auto limit = [](uint64_t quota) { return quota == kNoQuota ? std::nullopt : std::optional(quota); };
+  py::class_<TenantInfo>(m, "TenantView")
+      .def_readonly("tenant", &TenantInfo::tenant)
+      .def_property_readonly("bytes", [](Seen t) { return t.usage.bytes; })
+      .def_property_readonly("chunks", [](Seen t) { return t.usage.chunks; })
+      .def_property_readonly("namespaces", [](Seen t) { return t.usage.namespaces; })
+      .def_property_readonly("sessions", [](Seen t) { return t.usage.sessions; })
+      .def_property_readonly("grants", [](Seen t) { return t.usage.grants; })
+      .def_property_readonly("quota_bytes", [limit](Seen t) { return limit(t.quota.bytes); })
+      .def_property_readonly("quota_chunks", [limit](Seen t) { return limit(t.quota.chunks); });
 }
 
 void bind_results(py::module_& m) {
@@ -205,9 +216,27 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("stats", call(&Table::stats))
       .def("check_integrity", call(&Table::check_integrity))
       .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
-                               uint32_t writers, const GroupSpecs& groups) {
-        return call(&Table::add_namespace)(t, digest, chunk_tokens, block_tokens, writers, groups_of(groups));
-      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a);
+                               uint32_t writers, const GroupSpecs& groups, const Id16& tenant) {
+        NewNamespace wanted{digest, tenant, chunk_tokens, block_tokens, writers, groups_of(groups)};
+        return call(&Table::add_namespace)(t, wanted);
+      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{});
+}
+
+void bind_tenants(py::class_<BoundTable>& c) {
+  using Amount = std::optional<uint64_t>;
+  auto quota_of = [](Amount bytes, Amount chunks) {
+    return Quota{bytes.value_or(kNoQuota), chunks.value_or(kNoQuota)};
+  };
+  c.def("set_quota", [quota_of](BoundTable& t, const Id16& tenant, Amount bytes, Amount chunks) {
+     call(&Tenants::set_quota)(t, tenant, quota_of(bytes, chunks));
+   }, "tenant"_a, py::kw_only(), "bytes"_a, "chunks"_a)
+      .def("set_default_quota", [quota_of](BoundTable& t, Amount bytes, Amount chunks) {
+        call(&Tenants::set_default)(t, quota_of(bytes, chunks));
+      }, py::kw_only(), "bytes"_a, "chunks"_a)
+      .def("evict_over_quota", call(&Chunks::evict_over_quota), "max_chunks"_a)
+      .def("tenant", call(&Tenants::view), "tenant"_a)
+      .def("tenants", call(&Tenants::views))
+      .def("has_namespace", call(&Table::has_namespace), "digest"_a);
 }
 
 void bind_members(py::class_<BoundTable>& c) {
@@ -222,8 +251,8 @@ void bind_members(py::class_<BoundTable>& c) {
       .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a)
       .def("leave", call(&Table::leave), "member"_a)
       .def("tick", call(&Table::tick), "now_ms"_a)
-      .def("sessions", call(&Table::sessions))
-      .def("members", call(&Members::views));
+      .def("sessions", call(&Table::sessions), "named"_a = py::none())
+      .def("members", call(&Members::views), "sessions"_a = py::none());
 }
 
 void bind_grants(py::class_<BoundTable>& c) {
@@ -258,7 +287,7 @@ py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
                 uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap) {
   const auto& mapping = region.cast<const Mapping&>();
   std::vector<SegmentFacts> facts;
-  for (auto& [id, offset, bytes] : segments) facts.push_back({id, kSegmentLive, offset, bytes});
+  for (auto& [id, offset, bytes] : segments) facts.push_back({id, SegmentState::kLive, offset, bytes});
   TableOptions options{pool_id, lock_inode, 0,          limit_bytes, 0,        0,
                        ask_ms,  settle_ms,  suspect_ms, session_cap, total_cap};
   Adoption found;
@@ -275,10 +304,9 @@ py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
 
 std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> stored_segments(
     const Mapping& mapping, uint64_t pool_id, uint64_t lock_inode) {
-  constexpr const char* states[] = {"", "live", "retiring", "gone"};
   std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> out;
   for (const SegmentFacts& s : Table::stored_segments(mapping, {pool_id, lock_inode}))
-    out.emplace_back(s.segment, states[s.state], s.data_offset, s.data_bytes);
+    out.emplace_back(s.segment, name_of(s.state), s.data_offset, s.data_bytes);
   return out;
 }
 
@@ -321,6 +349,7 @@ void bind_table(py::module_& m) {
   py::class_<BoundTable> c(m, "Table");
   bind_making(c);
   bind_pool(c);
+  bind_tenants(c);
   bind_members(c);
   bind_grants(c);
 }

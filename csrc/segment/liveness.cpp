@@ -35,7 +35,8 @@ struct Descriptor {
 
 }  // namespace
 
-MemberLock::MemberLock(const std::string& path, int64_t offset) : offset_(offset), page_(nullptr) {
+MemberLock::MemberLock(const std::string& path, int64_t offset, bool with_children)
+    : offset_(offset), page_(nullptr) {
   struct flock lock = one_byte(offset);
   const Descriptor file{open(path.c_str(), O_RDWR | O_CLOEXEC)};
   if (file.fd < 0) fail(path.c_str());
@@ -53,6 +54,12 @@ MemberLock::MemberLock(const std::string& path, int64_t offset) : offset_(offset
   void* p = mmap(nullptr, page_bytes(), PROT_READ, MAP_SHARED, file.fd, 0);
   if (p == MAP_FAILED) fail("mmap");
   page_ = p;
+  if (!with_children && madvise(p, page_bytes(), MADV_DONTFORK) != 0) {
+    const int error = errno;
+    close();
+    errno = error;
+    fail("madvise(MADV_DONTFORK)");
+  }
   KVDOCK_PAUSE("lock.mapped");
 }
 

@@ -13,6 +13,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 
 namespace kvdock {
 
@@ -57,6 +60,17 @@ void Mapping::populate(size_t offset, size_t bytes) {
     if (errno != EINTR && errno != EAGAIN) fail("madvise(MADV_POPULATE_WRITE)");
   }
   KVDOCK_PAUSE("prefault.after");
+}
+
+bool Mapping::reaches_end() const {
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  if (data_ == nullptr) return false;
+  char* last = data_ + (bytes_ - 1) / page * page;
+  while (madvise(last, page, MADV_POPULATE_READ) != 0) {
+    if (errno == EINVAL) return true;  // the kernel is older than 5.14
+    if (errno != EINTR && errno != EAGAIN) return false;  // EFAULT in place of SIGBUS
+  }
+  return true;
 }
 
 bool Mapping::advise_huge() { return data_ != nullptr && madvise(data_, bytes_, MADV_HUGEPAGE) == 0; }

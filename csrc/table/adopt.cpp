@@ -22,11 +22,13 @@ std::vector<SegmentFacts> Table::stored_segments(const Mapping& memory, const Ta
   const SegmentEntry* entries = Region::open(memory, options).segments;
   std::vector<SegmentFacts> out;
   for (uint32_t i = 0; i < kMaxSegments; ++i) {
-    if (entries[i].word == 0) continue;
-    uint64_t state = entries[i].word & kWordMask;
-    if (!whole(entries[i].word) || state > kSegmentGone) refuse_adoption("a segment's state is damaged", i);
-    out.push_back({i, state, entries[i].data_offset, entries[i].data_bytes});
+    const SegmentEntry& s = entries[i];
+    if (s.word == 0) continue;
+    if (!whole(s.word, i + 1) || s.state() == SegmentState::kNever || s.id() >= kSegmentIds)
+      refuse_adoption("a segment's state is damaged", i);
+    out.push_back({s.id(), s.state(), s.data_offset, s.data_bytes});
   }
+  std::sort(out.begin(), out.end(), [](auto& a, auto& b) { return a.segment < b.segment; });
   return out;
 }
 
@@ -35,7 +37,7 @@ Table::Table(const Mapping& memory, const TableOptions& options, const std::vect
     : options_(options),
       region_(Region::open(memory, options)),
       chunks_(region_),
-      members_(region_),
+      members_(region_, chunks_.namespaces()),
       grants_(region_, members_, chunks_) {
   adopt(segments, found);
 }

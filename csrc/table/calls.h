@@ -23,7 +23,7 @@ struct TableOptions {
 // A segment as the table names it, or as the server that adopts it found it in memory.
 struct SegmentFacts {
   uint32_t segment;
-  uint64_t state;  // kSegmentLive, …
+  SegmentState state;
   uint64_t data_offset, data_bytes;
 };
 struct Adoption {  // what an adopting server found
@@ -32,7 +32,7 @@ struct Adoption {  // what an adopting server found
 };
 
 // What made an answer shorter than it could have been.
-enum class Limit { none, held_bytes, no_space, pinning };
+enum class Limit { none, held_bytes, no_space, pinning, quota };
 
 struct PartAt {
   uint32_t group, writer, segment;

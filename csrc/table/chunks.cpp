@@ -28,6 +28,9 @@ void Chunks::count_state(uint32_t id, int sign) {
   uint32_t space = record(id).space;
   if (space >= records_in_.size()) records_in_.resize(space + 1);
   records_in_[space] += sign;
+  Usage& usage = spaces_.usage(space);
+  usage.bytes += sign * bytes_of(id);
+  usage.chunks += sign;
 }
 
 void Chunks::drop_idle(const std::vector<bool>& used) {
@@ -61,15 +64,16 @@ void Chunks::drop_child(uint32_t space, const Key& parent) {
   offer(p.ready);
 }
 
-bool Chunks::evictable(uint32_t id) const {
+bool Chunks::unused_leaf(uint32_t id) const {
   const Info& in = info_[id];
-  return in.pins == 0 && in.children == 0 && !in.kept && record(id).state() == RecordState::kReady;
+  return in.pins == 0 && in.children == 0 && record(id).state() == RecordState::kReady;
 }
 
 void Chunks::offer(uint32_t id) {
-  if (!evictable(id)) return;
+  if (!unused_leaf(id)) return;
   const Record& r = record(id);
-  evictions_.offer(spaces_.shape_of(r.space), {id, r.generation(), r.last_used});
+  EvictionList& list = info_[id].kept ? kept_ : evictions_;
+  list.offer(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), {id, r.generation(), r.last_used});
 }
 
 void Chunks::stamp(uint32_t id, uint64_t tick) {
@@ -91,20 +95,24 @@ void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick) {
 
 // ---- FREE → RESERVED → READY
 
-std::optional<uint32_t> Chunks::reserve(const NewChunk& chunk) {
+Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
   add_child(chunk.space, chunk.parent);  // first, so that making room never takes the parent
+  if (!make_room_in_quota(chunk)) {
+    drop_child(chunk.space, chunk.parent);
+    return {kNone, Limit::quota};
+  }
   uint32_t parts = spaces_[chunk.space].writers * static_cast<uint32_t>(std::popcount(chunk.groups));
   std::optional<uint32_t> id = new_id(chunk.space, parts);
   std::vector<StoredPart> taken;
   if (!id || !take_parts(chunk, *id, &taken)) {
     if (id) pages_.give(*id);
     drop_child(chunk.space, chunk.parent);
-    return std::nullopt;
+    return {kNone, chunk.below == kNone ? Limit::no_space : Limit::pinning};
   }
   KVDOCK_PAUSE("reserve.slots_taken");
   write_record(chunk, *id, taken);
   index_.insert(chunk.space, chunk.key).reserved = *id;
-  return id;
+  return {*id, Limit::none};
 }
 
 std::optional<uint32_t> Chunks::new_id(uint32_t space, uint32_t parts) {
@@ -133,8 +141,8 @@ bool Chunks::take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
       ok = slot.has_value();
       if (!ok) break;
       slots_.pin(slot->slab);  // making room for the next part must not empty it
-      out->push_back(
-          {slot->slab, slot->segment, static_cast<uint8_t>(g), static_cast<uint8_t>(w), slot->offset, bytes, 0});
+      out->push_back({slot->slab, slot->segment, static_cast<uint32_t>(bytes), static_cast<uint8_t>(g),
+                      static_cast<uint8_t>(w), 0, slot->offset, 0});
     }
   }
   for (const StoredPart& p : *out) slots_.unpin(p.slab);
@@ -209,19 +217,20 @@ void Chunks::add_pin(uint32_t id, uint32_t session) {
 
 void Chunks::drop_pin(uint32_t id, uint32_t session) {
   Info& in = info_[id];
+  uint64_t bytes = bytes_of(id);
   --in.pins;
   if (in.sole == kMany) {
     auto it = shared_pins_.find(pair_of(session, id));
     if (--it->second == 0) {
       shared_pins_.erase(it);
-      held_by(session) -= bytes_of(id);
+      held_by(session) -= bytes;
     }
   } else if (in.pins == 0) {
-    held_by(session) -= bytes_of(id);
+    held_by(session) -= bytes;
   }
   if (in.pins) return;
   in.sole = kNone;
-  held_bytes_ -= bytes_of(id);
+  held_bytes_ -= bytes;
   const Record& r = record(id);
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.unpin(r.parts[p].slab);
   unpinned(id);
@@ -276,24 +285,40 @@ void Chunks::free_record(uint32_t id) {
 // ---- segments
 
 void Chunks::add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes) {
-  if (segment >= kMaxSegments) throw TableError("bad_argument", "segment id out of range", segment, kMaxSegments - 1);
-  SegmentEntry& s = segments_[segment];
-  if (s.word) throw TableError("bad_argument", "segment was added before", segment);
+  if (segment >= kSegmentIds) throw TableError("bad_argument", "segment id out of range", segment, kSegmentIds - 1);
+  std::optional<uint32_t> cell;  // one that was never used, else that of the segment that is gone longest
+  uint32_t next = 0;
+  for (uint32_t i = 0; i < kMaxSegments; ++i) {
+    const SegmentEntry& s = segments_[i];
+    if (!s.in_use() && (!s.word || !cell || s.id() < segments_[*cell].id())) cell = i;
+    if (!s.word) break;
+    next = std::max(next, s.id() + 1);
+  }
+  if (segment < next) throw TableError("bad_argument", "segment ids rise", segment, next);
+  if (!cell) throw TableError("table_full", "the pool has as many segments as it can", kMaxSegments, "larger segments");
+  SegmentEntry& s = segments_[*cell];
   if (data_offset % kSlotAlign || data_bytes % kSlotAlign)
     throw TableError("bad_argument", "segment data is not aligned to slots", int64_t(data_offset | data_bytes),
                      int64_t(kSlotAlign));
   s.data_offset = data_offset;
   s.data_bytes = data_bytes;
   KVDOCK_PAUSE("grow.entry_written");
-  publish(s.word, sealed(kSegmentLive));
+  publish(s.word, segment_word(*cell, segment, SegmentState::kLive));
   KVDOCK_PAUSE("grow.known");
   slots_.add_segment(segment, data_offset, data_bytes);
+}
+
+// REQUIRES: the table knows the segment.
+void Chunks::set_segment(uint32_t segment, SegmentState state) {
+  SegmentEntry* end = segments_ + kMaxSegments;
+  SegmentEntry* s = std::find_if(segments_, end, [&](auto& one) { return one.in_use() && one.id() == segment; });
+  publish(s->word, segment_word(static_cast<uint32_t>(s - segments_), segment, state));
 }
 
 uint64_t Chunks::retire_segment(uint32_t segment, uint32_t max_chunks) {
   if (!slots_.knows(segment)) throw TableError("bad_argument", "no such segment", segment);
   if (!slots_.retired(segment)) {
-    publish(segments_[segment].word, sealed(kSegmentRetiring));
+    set_segment(segment, SegmentState::kRetiring);
     KVDOCK_PAUSE("retire.begun");
     slots_.retire_segment(segment);
   }
@@ -312,7 +337,7 @@ void Chunks::remove_segment(uint32_t segment) {
   if (uint64_t used = slots_.used_in(segment))
     throw TableError("bad_argument", "the segment is still in use", int64_t(used), 0);
   KVDOCK_PAUSE("retire.empty");
-  publish(segments_[segment].word, sealed(kSegmentGone));
+  set_segment(segment, SegmentState::kGone);
   KVDOCK_PAUSE("retire.gone");
   slots_.remove_segment(segment);
 }

@@ -2,8 +2,8 @@
 //
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
-//   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned, not kept and without children is
-//   listed for eviction.
+//   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned and without children is listed for
+//   eviction, or, if it is kept, for eviction by its own tenant's quota.
 //
 // A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
 #pragma once
@@ -33,6 +33,7 @@ struct NewChunk {
   uint32_t groups;
   bool temporary;
   uint64_t tick;
+  uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
 };
 
@@ -70,8 +71,12 @@ class Chunks {
   bool names_live(const Line& line) const;  // the record is of that generation, and it is not FREE
 
   // -- storing and using
-  // FREE → RESERVED; nullopt when no room can be made. The caller pins the record before anything else.
-  std::optional<uint32_t> reserve(const NewChunk& chunk);
+  // FREE → RESERVED, or what there is too little of. The caller pins the record before anything else.
+  struct Reserved {
+    uint32_t record = kNone;
+    Limit limited = Limit::none;
+  };
+  Reserved reserve(const NewChunk& chunk);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
   void stamp(uint32_t id, uint64_t tick);
   void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
@@ -97,6 +102,8 @@ class Chunks {
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
   bool can_evict();
+  // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many went.
+  uint32_t evict_over_quota(uint32_t max_chunks);
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
   void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
   void expire_kept(uint64_t now);
@@ -109,6 +116,8 @@ class Chunks {
   void remove_segment(uint32_t segment);
 
   void check(const ImpliedPins& implied);  // TableError corrupt
+  // By tenant: what its namespaces and records add up to.
+  std::vector<Usage> count_usage() const;
   struct Adopter;                          // csrc/table/adopters.h
 
  private:
@@ -127,22 +136,27 @@ class Chunks {
   void add_child(uint32_t space, const Key& parent);
   void drop_child(uint32_t space, const Key& parent);
   void offer(uint32_t id);
-  bool evictable(uint32_t id) const;
+  bool unused_leaf(uint32_t id) const;
+  bool evictable(uint32_t id) const { return unused_leaf(id) && !info_[id].kept; }
   void set_kept(uint32_t id, uint64_t until_ms);
   std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
   bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
   void write_record(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);
 
   void retire(uint32_t id);
+  void set_segment(uint32_t segment, SegmentState state);
   void free_record(uint32_t id);
   void unpinned(uint32_t id);
 
   void evict_one(uint32_t id);
+  std::optional<uint64_t> last_use(const Candidate& c, bool kept) const;
   std::optional<Candidate> oldest(uint32_t shape);
   std::optional<Candidate> oldest_with(std::optional<uint64_t> slot_bytes);
   bool evict_for(uint64_t bytes);
   bool make_room(uint64_t bytes, const NewChunk& chunk);
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
+  bool evict_of(uint32_t tenant);
+  bool make_room_in_quota(const NewChunk& chunk);
 
   void check_records() const;
   void check_slots();
@@ -161,6 +175,7 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   EvictionList evictions_;
+  EvictionList kept_;  // of kept chunks, for quotas
   std::vector<Info, HugeAllocator<Info>> info_;        // by record
   Sums sums_;
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin

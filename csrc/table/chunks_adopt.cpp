@@ -34,14 +34,15 @@ void Chunks::Adopter::judge_segments(const std::vector<SegmentFacts>& segments) 
   size_t matched = 0;
   for (uint32_t i = 0; i < kMaxSegments; ++i) {
     const SegmentEntry& entry = c.segments_[i];
-    if (entry.word == 0 || (entry.word & kWordMask) == kSegmentGone) continue;
-    auto it = std::find_if(segments.begin(), segments.end(), [i](const SegmentFacts& s) { return s.segment == i; });
-    if (it == segments.end()) refuse_adoption("a segment's memory is missing", i);
+    if (!entry.in_use()) continue;
+    uint32_t id = entry.id();
+    auto it = std::find_if(segments.begin(), segments.end(), [id](const SegmentFacts& s) { return s.segment == id; });
+    if (it == segments.end()) refuse_adoption("a segment's memory is missing", id);
     if (it->data_offset != entry.data_offset || it->data_bytes != entry.data_bytes)
-      refuse_adoption("a segment is not as the table describes it", i);
+      refuse_adoption("a segment is not as the table describes it", id);
     if (entry.data_offset % kSlotAlign || entry.data_bytes % kSlotAlign)
-      refuse_adoption("a segment is not aligned", i);
-    c.slots_.add_segment(i, entry.data_offset, entry.data_bytes);
+      refuse_adoption("a segment is not aligned", id);
+    c.slots_.add_segment(id, entry.data_offset, entry.data_bytes);
     ++matched;
   }
   if (matched != segments.size())
@@ -128,7 +129,7 @@ void Chunks::Adopter::rebuild() {
   for (uint32_t id : live) taken[id] = true;
   c.slots_.adopted();
   for (uint32_t i = 0; i < kMaxSegments; ++i)
-    if ((c.segments_[i].word & kWordMask) == kSegmentRetiring) c.slots_.retire_segment(i);
+    if (c.segments_[i].state() == SegmentState::kRetiring) c.slots_.retire_segment(c.segments_[i].id());
   c.pages_.rebuild(taken);
   for (uint32_t id : live) {
     Record& r = c.record(id);

@@ -33,7 +33,8 @@ void Chunks::check_records() const {
       require(r.state() != RecordState::kReady || (r.parts[p].committed & kCommitted), "I4: READY with a part missing",
               id);
     require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
-    require(!evictable(id) || evictions_.lists(id, r.generation()), "an evictable chunk is not listed", id);
+    const EvictionList& list = info_[id].kept ? kept_ : evictions_;
+    require(!unused_leaf(id) || list.lists(id, r.generation()), "an evictable chunk is not listed", id);
     sums.bytes[static_cast<size_t>(r.state())] += named;
     ++sums.records[static_cast<size_t>(r.state())];
   }
@@ -41,6 +42,23 @@ void Chunks::check_records() const {
   require(sums == sums_, "I7: sums by state do not add up");
   require(sums.bytes[1] + sums.bytes[2] + sums.bytes[3] == slots_.used_bytes(),
           "I7: bytes by state are not the bytes in use");
+}
+
+std::vector<Usage> Chunks::count_usage() const {
+  std::vector<Usage> by_tenant;
+  auto of = [&](uint32_t space) -> Usage& {
+    uint32_t tenant = spaces_.tenant_of(space);
+    if (tenant >= by_tenant.size()) by_tenant.resize(tenant + 1);
+    return by_tenant[tenant];
+  };
+  for (uint32_t space : spaces_.live()) ++of(space).namespaces;
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    const Record& r = record(id);
+    if (r.state() == RecordState::kFree) continue;
+    of(r.space).bytes += bytes_of(id);
+    ++of(r.space).chunks;
+  }
+  return by_tenant;
 }
 
 // I1: each slot that a record names is its own; as their bytes are the bytes in use, no other slot has an owner. Slabs

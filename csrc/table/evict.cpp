@@ -11,13 +11,16 @@ void Chunks::evict_one(uint32_t id) {
   ++counters_.evicted_chunks;
 }
 
+// nullopt: it may not be evicted any more, or was kept, or is kept no longer, since it was listed.
+std::optional<uint64_t> Chunks::last_use(const Candidate& c, bool kept) const {
+  // Of a record that is FREE not even the generation is read: its page may hold larger records by now.
+  if (info_[c.record].pages == 0 || record(c.record).generation() != c.generation) return std::nullopt;
+  if (!unused_leaf(c.record) || info_[c.record].kept != kept) return std::nullopt;
+  return record(c.record).last_used;
+}
+
 std::optional<Candidate> Chunks::oldest(uint32_t shape) {
-  return evictions_.choose(shape, [this](const Candidate& c) -> std::optional<uint64_t> {
-    // Of a record that is FREE not even the generation is read: its page may hold larger records by now.
-    if (info_[c.record].pages == 0 || record(c.record).generation() != c.generation || !evictable(c.record))
-      return std::nullopt;
-    return record(c.record).last_used;
-  });
+  return evictions_.of_shape(shape, [this](const Candidate& c) { return last_use(c, false); });
 }
 
 // Of all chunks, or of those of namespaces that have slots of that size.
@@ -87,6 +90,37 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   if (victim) evict_one(*victim);
   return victim.has_value();
 }
+
+// ---- quotas
+
+// The tenant's coldest leaf; one that an administrator keeps only if there is no other.
+bool Chunks::evict_of(uint32_t tenant) {
+  auto c = evictions_.of_tenant(tenant, [this](const Candidate& one) { return last_use(one, false); });
+  if (!c) c = kept_.of_tenant(tenant, [this](const Candidate& one) { return last_use(one, true); });
+  if (c) evict_one(c->record);
+  return c.has_value();
+}
+
+// Evicts no more than the new chunk needs: of a tenant that was above its quota before, evict_over_quota() evicts.
+// Nothing goes for a chunk that could never fit, nor for a session that cannot reach every segment (take_parts).
+bool Chunks::make_room_in_quota(const NewChunk& chunk) {
+  uint32_t tenant = spaces_.tenant_of(chunk.space);
+  Tenants& tenants = spaces_.tenants();
+  if (tenants.fits(tenant, chunk.bytes)) return true;
+  if (tenants.is_over(tenant) || !tenants.could_fit(tenant, chunk.bytes) || chunk.below != kNone) return false;
+  while (!tenants.fits(tenant, chunk.bytes))
+    if (!evict_of(tenant)) return false;
+  return true;
+}
+
+uint32_t Chunks::evict_over_quota(uint32_t max_chunks) {
+  uint32_t gone = 0;
+  for (uint32_t tenant = 0; tenant < spaces_.tenants().end(); ++tenant)
+    while (gone < max_chunks && spaces_.tenants().is_over(tenant) && evict_of(tenant)) ++gone;
+  return gone;
+}
+
+// ---- room
 
 uint64_t Chunks::room_bytes() const {
   uint64_t room = slots_.free_bytes();

@@ -48,8 +48,17 @@ Grant* Grants::of_session(uint64_t session, uint64_t id, std::optional<GrantKind
   bool was_given = use > 0 && use <= grants_[(id & kNumberMask) % header_.max_grants].use();
   if (!g && of_this_pool && was_given) return nullptr;
   if (!g || (kind && g->kind != *kind)) throw TableError("unknown_grant", "no such grant was given", hex_of(id));
-  if (g->session != cell) throw TableError("foreign_grant", "the grant belongs to another session", hex_of(id));
+  require_own(*g, cell);
   return g;
+}
+
+void Grants::require_own(const Grant& g, uint32_t cell) const {
+  if (g.session == cell && g.session_use == members_.session(cell).use()) return;
+  // Of another tenant's grant, and of an ended session's, a caller learns no more than of one that never was.
+  bool open = members_.is_open(g.session) && g.session_use == members_.session(g.session).use();
+  if (!open || !members_.of_one_tenant(g.session, cell))
+    throw TableError("unknown_grant", "no such grant was given", hex_of(g.id));
+  throw TableError("foreign_grant", "the grant belongs to another session", hex_of(g.id));
 }
 
 Grant* Grants::of_request(uint32_t session, GrantKind kind, const Id16& request) const {
@@ -113,6 +122,7 @@ void Grants::open(Grant& g) {
   publish(g.word, grant_word(cell, g.use() + 1, GrantState::kOpen));
   KVDOCK_PAUSE("grant.open");
   held_[g.session].insert(cell);
+  ++usage_of(g).grants;
   requests_[key_of(g)] = cell;
 }
 
@@ -183,6 +193,7 @@ void Grants::close(Grant& g) {
   auto held = held_.find(g.session);
   held->second.erase(cell);
   if (held->second.empty()) held_.erase(held);
+  --usage_of(g).grants;
   answers_.erase(cell);
   for_each_line(g, [&](const Line& line) { chunks_.prefetch_record(line.record); });
   for_each_line(g, [&](const Line& line) { chunks_.drop_pin(line.record, g.session); });

@@ -36,6 +36,7 @@ class Grants {
   // nullptr: forgotten, since everyone has said done. TableError unknown_grant (never given, or not of `kind`),
   // foreign_grant.
   Grant* of_session(uint64_t session, uint64_t id, std::optional<GrantKind> kind) const;
+  void require_own(const Grant& g, uint32_t session) const;  // TableError: foreign_grant, unknown_grant
   // The last grant that the session was given under the name `request`, or nullptr.
   Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
   std::vector<Grant*> held_by(uint32_t session) const;  // those with a holder
@@ -100,6 +101,7 @@ class Grants {
   uint64_t place_of(const Grant& g) const { return g.opened_ms * header_.max_grants + cell_of(g); }
   RequestKey key_of(const Grant& g) const { return {Members::session_id(g.session, g.session_use), g.kind, g.request}; }
   bool is_held(const Grant& g) const;
+  Usage& usage_of(const Grant& g) { return chunks_.namespaces().usage(members_.session(g.session).space); }
   GrantInfo info_of(const Grant& g) const;
   void close(Grant& g);
   void free_lines(Grant& g);

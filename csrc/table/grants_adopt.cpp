@@ -187,6 +187,7 @@ void Grants::Adopter::rebuild() {
     const Grant& grant = g.grants_[cell];
     name(cell);
     g.held_[grant.session].insert(cell);
+    ++g.usage_of(grant).grants;
     g.for_each_line(grant, [&](const Line& line) { g.chunks_.add_pin(line.record, grant.session); });
   }
 }

@@ -27,7 +27,7 @@ struct KeyEntry {
 
 class KeyIndex {
  public:
-  KeyIndex() : cells_(1024) {}
+  KeyIndex() : cells_(1024), mask_(cells_.size() - 1) {}
 
   KeyEntry* find(uint32_t space, const Key& key) {
     return const_cast<KeyEntry*>(std::as_const(*this).find(space, key));
@@ -35,14 +35,14 @@ class KeyIndex {
   const KeyEntry* find(uint32_t space, const Key& key) const {
     for (size_t i = home(space, key);; i = next(i)) {
       if (empty(i)) return nullptr;
-      if (cells_[i].space == space && cells_[i].key == key) return &cells_[i];
+      if (cell(i).space == space && cell(i).key == key) return &cell(i);
     }
   }
 
   void prefetch(uint32_t space, const Key& key) const {
     size_t i = home(space, key);
-    __builtin_prefetch(&cells_[i]);
-    __builtin_prefetch(reinterpret_cast<const char*>(&cells_[i] + 1) - 1);
+    __builtin_prefetch(&cell(i));
+    __builtin_prefetch(reinterpret_cast<const char*>(&cell(i) + 1) - 1);
   }
 
   // References are good until the next insert or drop.
@@ -83,22 +83,22 @@ class KeyIndex {
   template <class F>
   void for_each(F&& f) const {
     for (size_t i = 0; i < cells_.size(); ++i)
-      if (!empty(i)) f(cells_[i]);
+      if (!empty(i)) f(cell(i));
   }
 
  private:
   void drop_if_unused(KeyEntry& e) {
     if (!e.unused()) return;
     size_t hole = static_cast<size_t>(&e - cells_.data());
-    cells_[hole].space = kNone;
+    cell(hole).space = kNone;
     --size_;
     for (size_t i = next(hole); !empty(i); i = next(i)) {
-      size_t want = home(cells_[i].space, cells_[i].key);
+      size_t want = home(cell(i).space, cell(i).key);
       // Move back unless its home lies cyclically in (hole, i].
       bool stays = hole <= i ? (hole < want && want <= i) : (hole < want || want <= i);
       if (stays) continue;
-      cells_[hole] = cells_[i];
-      cells_[i].space = kNone;
+      cell(hole) = cell(i);
+      cell(i).space = kNone;
       hole = i;
     }
   }
@@ -106,25 +106,30 @@ class KeyIndex {
   size_t home(uint32_t space, const Key& key) const {
     uint64_t h;  // keys are digests: eight of their bytes are as good as a hash, mixed in case they are not
     std::memcpy(&h, key.bytes + 8, 8);
-    return fold(h, space) >> 20 & (cells_.size() - 1);
+    return fold(h, space) >> 20 & mask_;
   }
-  bool empty(size_t i) const { return cells_[i].space == kNone; }
-  size_t next(size_t i) const { return (i + 1) & (cells_.size() - 1); }
+  // `i` has been masked, so its bounds need no check: lookups spend most of their time here.
+  const KeyEntry& cell(size_t i) const { return cells_.data()[i]; }
+  KeyEntry& cell(size_t i) { return cells_.data()[i]; }
+  bool empty(size_t i) const { return cell(i).space == kNone; }
+  size_t next(size_t i) const { return (i + 1) & mask_; }
 
   KeyEntry& place(const KeyEntry& e) {
     size_t i = home(e.space, e.key);
     while (!empty(i)) i = next(i);
-    return cells_[i] = e;
+    return cell(i) = e;
   }
 
   void grow() {
     decltype(cells_) old(cells_.size() * 2);
     old.swap(cells_);
+    mask_ = cells_.size() - 1;
     for (const KeyEntry& e : old)
       if (e.space != kNone) place(e);
   }
 
   std::vector<KeyEntry, HugeAllocator<KeyEntry>> cells_;
+  size_t mask_;  // the number of cells is a power of two
   size_t size_ = 0;
 };
 

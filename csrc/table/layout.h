@@ -22,7 +22,7 @@ namespace kvdock {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
-constexpr uint32_t kTableVersion = 3;
+constexpr uint32_t kTableVersion = 4;
 constexpr uint32_t kMaxNamespaces = 1024;
 constexpr uint32_t kMaxSessions = 16384;
 constexpr uint32_t kMaxMembers = 65536;
@@ -35,6 +35,7 @@ template <uint32_t kBytes>
 struct Digest {
   uint8_t bytes[kBytes];
   bool operator==(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) == 0; }
+  bool operator<(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) < 0; }
   bool is_root() const { return *this == Digest{}; }
 };
 using Key = Digest<kKeyBytes>;  // of a chunk; zeros, the root: the parent of chunks that start their sequence
@@ -67,11 +68,12 @@ enum class RecordState : uint64_t { kFree = 0, kReserved = 1, kReady = 2, kQuara
 
 struct StoredPart {  // one writer's bytes of one group
   uint32_t slab;
-  uint16_t segment;
+  uint32_t segment;  // id
+  uint32_t length;
   uint8_t group;
   uint8_t writer;
+  uint16_t spare;
   uint64_t offset;
-  uint64_t length;
   uint64_t committed;  // mutable: kCommitted | checksum once its writer is done
 };
 constexpr uint64_t kCommitted = 1ull << 63;
@@ -173,6 +175,7 @@ struct Namespace {
   uint32_t group_count;
   uint32_t spare;
   Key digest;
+  Id16 tenant;  // whose it is; zeros: the server's own user's
   Group groups[kMaxGroups];
 };
 
@@ -212,13 +215,27 @@ struct Member {
   uint64_t use() const { return (word & kWordMask) >> 3; }
 };
 
-constexpr uint64_t kSegmentLive = 1, kSegmentRetiring = 2, kSegmentGone = 3;
+enum class SegmentState : uint64_t { kNever = 0, kLive = 1, kRetiring = 2, kGone = 3 };
+constexpr const char* name_of(SegmentState state) {
+  constexpr const char* names[] = {"never", "live", "retiring", "gone"};
+  return names[static_cast<size_t>(state)];
+}
 
+// The entry of a segment that is gone is used again, by a segment with a higher id. So the highest id of all entries is
+// the highest that there was.
 struct SegmentEntry {
-  uint64_t word;  // sealed: 1 = live, 2 = retiring, 3 = gone: ids are not used again
+  uint64_t word;  // 0, or segment_word()
   uint64_t data_offset;
   uint64_t data_bytes;
+
+  SegmentState state() const { return static_cast<SegmentState>(word & 3); }
+  uint32_t id() const { return static_cast<uint32_t>((word & kWordMask) >> 2); }
+  bool in_use() const { return state() == SegmentState::kLive || state() == SegmentState::kRetiring; }
 };
+
+constexpr uint64_t segment_word(uint32_t cell, uint32_t id, SegmentState state) {
+  return sealed(uint64_t{id} << 2 | static_cast<uint64_t>(state), cell + 1);
+}
 
 struct Slab {     // slots of one size, side by side in a segment
   uint64_t word;  // 0, or slab_word(): live
@@ -254,7 +271,7 @@ static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24)
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
-static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 320);
+static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 336);
 static_assert(sizeof(Session) == 552 && sizeof(Member) == 88);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
 static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);

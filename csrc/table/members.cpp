@@ -33,11 +33,16 @@ void Members::begin_empty() {
   for (uint32_t i = kMaxMembers; i-- > 0;) free_members_.push_back(i);
 }
 
-uint32_t Members::session_cell(uint64_t id) const {
+std::optional<uint32_t> Members::find_session(uint64_t id) const {
   auto cell = static_cast<uint32_t>(id & kCellMask);
-  if (cell >= kMaxSessions || !sessions_[cell].live() || session_id(cell) != id)
-    throw TableError("unknown_session", "no such session", int64_t(id));
+  if (cell >= kMaxSessions || !sessions_[cell].live() || session_id(cell) != id) return std::nullopt;
   return cell;
+}
+
+uint32_t Members::session_cell(uint64_t id) const {
+  std::optional<uint32_t> cell = find_session(id);
+  if (!cell) throw TableError("unknown_session", "no such session", int64_t(id));
+  return *cell;
 }
 
 uint32_t Members::member_cell(uint64_t id) const {
@@ -79,6 +84,7 @@ uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) 
   publish(s.word, sealed((s.use() + 1) << 1 | 1));
   KVDOCK_PAUSE("attach.session_open");
   open_[cell];
+  ++spaces_.usage(space).sessions;
   return session_id(cell);
 }
 
@@ -155,8 +161,8 @@ uint32_t Members::least_pinned(const Open& session) const {
 
 void Members::report_pinned(uint64_t id, uint32_t through) {
   uint32_t cell = member_cell(id);
-  if (through > kMaxSegments)
-    throw TableError("bad_argument", "pinned_through is above every segment id", through, kMaxSegments);
+  if (through > kSegmentIds)
+    throw TableError("bad_argument", "pinned_through is above every segment id", through, kSegmentIds);
   members_[cell].pinned_through = through;
   Open& session = open_[members_[cell].session];
   session.pinned_through = least_pinned(session);
@@ -201,6 +207,7 @@ void Members::close_session(uint32_t cell) {
   }
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
+  --spaces_.usage(sessions_[cell].space).sessions;
   free_sessions_.push_back(cell);
 }
 
@@ -212,9 +219,13 @@ size_t Members::member_count() const {
   return count;
 }
 
-std::vector<uint32_t> Members::open_sessions() const {
+std::vector<uint32_t> Members::open_sessions(const std::optional<std::vector<uint64_t>>& named) const {
   std::vector<uint32_t> out;
-  for (auto& [cell, open] : open_) out.push_back(cell);
+  if (!named)
+    for (auto& [cell, open] : open_) out.push_back(cell);
+  else
+    for (uint64_t id : *named)
+      if (auto cell = find_session(id)) out.push_back(*cell);
   return out;
 }
 
@@ -224,10 +235,10 @@ std::vector<bool> Members::namespaces() const {
   return out;
 }
 
-std::vector<MemberInfo> Members::views() const {
+std::vector<MemberInfo> Members::views(const std::optional<std::vector<uint64_t>>& sessions) const {
   std::vector<MemberInfo> out;
-  for (auto& [session, open] : open_)
-    for (uint32_t cell : open.members) {
+  for (uint32_t session : open_sessions(sessions))
+    for (uint32_t cell : open_.at(session).members) {
       const Member& m = members_[cell];
       MemberInfo info{member_id(cell), session_id(session), m.nonce, ranks_of(m), m.scheduler != 0, m.state(),
                       m.heartbeat_ms, m.lock_offset, std::nullopt};
@@ -250,6 +261,7 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
     if (s.crc != body_crc(s) || s.space >= namespaces.size() || !namespaces[s.space])
       refuse_adoption("a session is damaged", cell);
     open_[cell];
+    ++spaces_.usage(s.space).sessions;
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;
   }

@@ -10,7 +10,7 @@
 #include <map>
 #include <set>
 
-#include "table/region.h"
+#include "table/namespaces.h"
 
 namespace kvdock {
 
@@ -30,11 +30,13 @@ class Members {
     std::vector<uint32_t> settled, empty;  // members to be gone; sessions that never got a member
   };
 
-  explicit Members(const Region& region) : sessions_(region.sessions), members_(region.members) {}
+  Members(const Region& region, Namespaces& spaces)
+      : sessions_(region.sessions), members_(region.members), spaces_(spaces) {}
   void begin_empty();
 
   // Cells of ids. TableError unknown_session, unknown_member.
   uint32_t session_cell(uint64_t id) const;
+  std::optional<uint32_t> find_session(uint64_t id) const;
   uint32_t member_cell(uint64_t id) const;
   // Only a live member of the session gets new grants. TableError member_suspect, member_dead as well.
   Asker asker(uint64_t session, uint64_t member) const;
@@ -65,9 +67,13 @@ class Members {
   size_t session_count() const { return open_.size(); }
   size_t member_count() const;
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
-  std::vector<uint32_t> open_sessions() const;
+  bool of_one_tenant(uint32_t session, uint32_t other) const {
+    return spaces_.tenant_of(sessions_[session].space) == spaces_.tenant_of(sessions_[other].space);
+  }
+  // Cells. Of the named sessions those that are open; nullopt: all that are.
+  std::vector<uint32_t> open_sessions(const std::optional<std::vector<uint64_t>>& named = std::nullopt) const;
   std::vector<bool> namespaces() const;  // by number: whether an open session is in it
-  std::vector<MemberInfo> views() const;
+  std::vector<MemberInfo> views(const std::optional<std::vector<uint64_t>>& sessions) const;  // nullopt: of all
 
   // Adoption: judge() takes over what is there, or refuses it, and writes nothing. restart(): nobody has been heard of
   // yet, so the living are suspect until they come back, and the dead settle once more.
@@ -90,6 +96,7 @@ class Members {
 
   Session* sessions_;
   Member* members_;
+  Namespaces& spaces_;  // whose tenants' sessions are counted
   std::map<uint32_t, Open> open_;  // by session cell
   std::vector<uint32_t> free_sessions_, free_members_;
 };

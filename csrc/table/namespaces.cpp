@@ -6,10 +6,19 @@
 
 namespace kvdock {
 
-uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-                         const std::vector<Group>& groups) {
+std::optional<uint32_t> Namespaces::find(const Key& digest) const {
   for (uint32_t i : live())
     if (entries_[i].digest == digest) return i;
+  return std::nullopt;
+}
+
+uint32_t Namespaces::add(const NewNamespace& wanted) {
+  const auto& [digest, tenant, chunk_tokens, block_tokens, writers, groups] = wanted;
+  if (auto known = find(digest)) {
+    if (!(entries_[*known].tenant == tenant))
+      throw TableError("bad_argument", "the namespace is another tenant's", *known, "a digest that names its tenant");
+    return *known;
+  }
   if (block_tokens == 0 || chunk_tokens == 0 || chunk_tokens % block_tokens)
     throw TableError("bad_argument", "chunk_tokens is not a multiple of block_tokens", chunk_tokens, block_tokens);
   if (writers < 1 || writers > kMaxRanks)
@@ -26,7 +35,8 @@ uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t bloc
     throw TableError("table_full", "every namespace has sessions or chunks", kMaxNamespaces, "fewer manifests in use");
   Namespace& ns = entries_[space];
   for (size_t g = 0; g < groups.size(); ++g) {
-    if (groups[g].part_bytes == 0) throw TableError("bad_argument", "part_bytes is 0", 0, "1 or more");
+    if (uint64_t bytes = groups[g].part_bytes; bytes == 0 || bytes > UINT32_MAX)
+      throw TableError("bad_argument", "part_bytes out of range", int64_t(bytes), "1.." + std::to_string(UINT32_MAX));
     if (groups[g].kind == GroupKind::kWindow && groups[g].window_tokens == 0)
       throw TableError("bad_argument", "a window group has no window", 0, "1 or more tokens");
     ns.groups[g] = groups[g];
@@ -36,9 +46,10 @@ uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t bloc
   ns.writers = writers;
   ns.group_count = static_cast<uint32_t>(groups.size());
   ns.digest = digest;
+  ns.tenant = tenant;
   ns.crc = body_crc(ns);
   publish(ns.word, sealed(1));
-  add_shape(space);
+  enter(space);
   return space;
 }
 
@@ -46,6 +57,7 @@ uint32_t Namespaces::add(const Key& digest, uint32_t chunk_tokens, uint32_t bloc
 void Namespaces::drop(uint32_t space) {
   publish(entries_[space].word, 0);
   shape_of_[space] = kNone;
+  tenants_.leave(tenant_of_[space]);
 }
 
 std::vector<uint32_t> Namespaces::live() const {
@@ -55,8 +67,17 @@ std::vector<uint32_t> Namespaces::live() const {
   return out;
 }
 
-void Namespaces::add_shape(uint32_t space) {
-  const Namespace& ns = entries_[space];
+// The entry is live from here on.
+void Namespaces::enter(uint32_t space) {
+  if (space >= shape_of_.size()) {
+    shape_of_.resize(space + 1, kNone);
+    tenant_of_.resize(space + 1, kNone);
+  }
+  shape_of_[space] = shape_number(entries_[space]);
+  tenant_of_[space] = tenants_.enter(entries_[space].tenant);
+}
+
+uint32_t Namespaces::shape_number(const Namespace& ns) {
   std::vector<uint64_t> shape;
   for (uint32_t g = 0; g < ns.group_count; ++g) shape.push_back(round_slot(ns.groups[g].part_bytes));
   std::sort(shape.begin(), shape.end());
@@ -68,8 +89,7 @@ void Namespaces::add_shape(uint32_t space) {
     if (number == shapes_.size()) shapes_.emplace_back();
     shapes_[number] = std::move(shape);
   }
-  if (space >= shape_of_.size()) shape_of_.resize(space + 1, kNone);
-  shape_of_[space] = number;
+  return number;
 }
 
 bool Namespaces::shape_has(uint32_t shape, uint64_t slot_bytes) const {
@@ -89,7 +109,7 @@ void Namespaces::judge() {
     for (uint32_t g = 0; g < ns.group_count; ++g)
       if (ns.groups[g].part_bytes == 0 || ns.groups[g].kind > GroupKind::kWindow)
         refuse_adoption("a namespace has an impossible group", i);
-    add_shape(i);
+    enter(i);
   }
 }
 

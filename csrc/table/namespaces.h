@@ -1,4 +1,4 @@
-// The namespaces of a pool, and which of them make room for each other.
+// The namespaces of a pool, whose they are, and which of them make room for each other.
 //
 // Ownership: the entries lie in the region; their number and shapes are derived.
 // Invariants: a live entry never changes; an entry is dropped only while no session and no record names it, and may
@@ -7,8 +7,16 @@
 #pragma once
 
 #include "table/region.h"
+#include "table/tenants.h"
 
 namespace kvdock {
+
+struct NewNamespace {
+  Key digest;
+  Id16 tenant;
+  uint32_t chunk_tokens, block_tokens, writers;
+  std::vector<Group> groups;
+};
 
 class Namespaces {
  public:
@@ -16,8 +24,8 @@ class Namespaces {
   void judge();  // adoption: takes over what is there, or refuses it; writes nothing
 
   // Idempotent by digest.
-  uint32_t add(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-               const std::vector<Group>& groups);
+  uint32_t add(const NewNamespace& wanted);
+  std::optional<uint32_t> find(const Key& digest) const;
   bool has_room() const { return live().size() < kMaxNamespaces; }
   void drop(uint32_t space);
   std::vector<uint32_t> live() const;
@@ -27,15 +35,22 @@ class Namespaces {
     if (!has(space)) throw TableError("unknown_namespace", "no such namespace", space);
   }
 
+  Tenants& tenants() { return tenants_; }
+  uint32_t tenant_of(uint32_t space) const { return tenant_of_[space]; }
+  Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // its tenant's
+
   uint32_t shape_of(uint32_t space) const { return shape_of_[space]; }
   bool shape_has(uint32_t shape, uint64_t slot_bytes) const;
 
  private:
-  void add_shape(uint32_t space);
+  void enter(uint32_t space);
+  uint32_t shape_number(const Namespace& ns);
 
   Namespace* entries_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live
+  std::vector<uint32_t> tenant_of_;
   std::vector<std::vector<uint64_t>> shapes_;
+  Tenants tenants_;
 };
 
 }  // namespace kvdock

@@ -91,7 +91,7 @@ std::optional<Slot> SlotAllocator::take(uint64_t bytes, uint32_t record, uint32_
   --free_slots_[slot_bytes];
   used_bytes_ += slot_bytes;
   const Slab& body = slabs_[slab];
-  return Slot{slab, static_cast<uint16_t>(body.segment), body.offset + i * slot_bytes};
+  return Slot{slab, body.segment, body.offset + i * slot_bytes};
 }
 
 void SlotAllocator::give(uint32_t slab, uint64_t offset) {

@@ -20,7 +20,7 @@ namespace kvdock {
 
 struct Slot {
   uint32_t slab;
-  uint16_t segment;
+  uint32_t segment;
   uint64_t offset;
 };
 

@@ -60,8 +60,8 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
     if (ns.groups[g].kind == GroupKind::kFull) full |= 1u << g;
   if ((groups & ~all) || (groups & full) != full)
     throw TableError("bad_argument", "groups must name every full-attention group and none unknown", groups, all);
-  if (call.keys.size() > kMaxKeys)
-    throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
+  if (call.keys.size() > kMaxStoreKeys)
+    throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxStoreKeys);
   require_distinct(call.keys);
   for (size_t i = 0; i < call.keys.size(); ++i) {
     if (call.keys[i].is_root())
@@ -142,13 +142,14 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       break;
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
-    auto id = chunks_.reserve({space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, below});
-    if (!id) {
-      out->limited = below == kNone ? Limit::no_space : Limit::pinning;
+    auto [id, limited] =
+        chunks_.reserve({space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, bytes, below});
+    if (id == kNone) {
+      out->limited = limited;
       break;
     }
-    const Record& r = chunks_.record(*id);
-    grants_.add_line(*grant, {r.generation(), *id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
+    const Record& r = chunks_.record(id);
+    grants_.add_line(*grant, {r.generation(), id, static_cast<uint16_t>(groups), static_cast<uint16_t>(i)});
     out->chunks.emplace_back(i, parts_of(r, groups));
   }
   return grant;

@@ -10,7 +10,7 @@ Table::Table(const Mapping& memory, const TableOptions& options)
     : options_(options),
       region_(Region::create(memory, options)),
       chunks_(region_),
-      members_(region_),
+      members_(region_, chunks_.namespaces()),
       grants_(region_, members_, chunks_) {
   members_.begin_empty();
   grants_.begin_empty();
@@ -40,10 +40,9 @@ void Table::set_limits(uint64_t limit_bytes, double session_cap, double total_ca
 
 // ---- namespaces, sessions and members
 
-uint32_t Table::add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-                              const std::vector<Group>& groups) {
+uint32_t Table::add_namespace(const NewNamespace& wanted) {
   if (!chunks_.namespaces().has_room()) drop_idle_namespaces();
-  return chunks_.namespaces().add(digest, chunk_tokens, block_tokens, writers, groups);
+  return chunks_.namespaces().add(wanted);
 }
 
 std::vector<uint32_t> Table::drop_idle_namespaces() {
@@ -142,8 +141,7 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
   uint32_t cell = members_.member_cell(member);
   Grant* g = grants_.find(id);
   if (!g) return;
-  if (g->session != members_.member(cell).session)
-    throw TableError("foreign_grant", "the grant belongs to another session", hex_of(id));
+  grants_.require_own(*g, members_.member(cell).session);
   if (ranks.empty()) {
     if (g->asker != cell)
       throw TableError("not_the_asker", "only the member that asked may say that it is done", hex_of(id));
@@ -206,9 +204,9 @@ uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64
 
 // ---- views
 
-std::vector<SessionInfo> Table::sessions() {
+std::vector<SessionInfo> Table::sessions(const std::optional<std::vector<uint64_t>>& named) {
   std::vector<SessionInfo> out;
-  for (uint32_t cell : members_.open_sessions()) {
+  for (uint32_t cell : members_.open_sessions(named)) {
     const Session& s = members_.session(cell);
     auto [leases, reservations] = grants_.count(cell);
     out.push_back({members_.session_id(cell), s.nonce, s.space, leases, reservations, chunks_.held_bytes(cell),
@@ -267,6 +265,17 @@ void Table::check_integrity() {
     require(static_cast<double>(chunks_.held_bytes(cell)) <= widest_session_cap_, "I7: a session is over its cap",
             cell);
   require(static_cast<double>(chunks_.held_bytes()) <= widest_total_cap_, "I7: the pool is over its cap");
+  check_tenants();
+}
+
+void Table::check_tenants() {
+  std::vector<Usage> counted = chunks_.count_usage();
+  for (uint32_t cell : members_.open_sessions()) {
+    Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space));
+    ++usage.sessions;
+    usage.grants += static_cast<uint32_t>(grants_.held_by(cell).size());
+  }
+  chunks_.namespaces().tenants().check(counted);
 }
 
 }  // namespace kvdock

@@ -42,6 +42,7 @@ class Table {
     else if constexpr (std::is_same_v<Part, Grants>) return grants_;
     else if constexpr (std::is_same_v<Part, Chunks>) return chunks_;
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
+    else if constexpr (std::is_same_v<Part, Tenants>) return chunks_.namespaces().tenants();
     else return *this;
   }
 
@@ -49,8 +50,8 @@ class Table {
 
   // -- namespaces, sessions and members
   // Idempotent by digest. Drops idle ones if it has to.
-  uint32_t add_namespace(const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens, uint32_t writers,
-                         const std::vector<Group>& groups);
+  uint32_t add_namespace(const NewNamespace& wanted);
+  bool has_namespace(const Key& digest) { return chunks_.namespaces().find(digest).has_value(); }
   // Those without session and chunk are forgotten; returns the others.
   std::vector<uint32_t> drop_idle_namespaces();
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
@@ -84,7 +85,7 @@ class Table {
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms);  // 0: no longer
 
   // -- views
-  std::vector<SessionInfo> sessions();
+  std::vector<SessionInfo> sessions(const std::optional<std::vector<uint64_t>>& named);  // nullopt: all
   std::map<std::string, uint64_t> stats();
   const char* state_of(uint32_t space, const Key& key);
   void check_integrity();  // TableError corrupt
@@ -97,6 +98,7 @@ class Table {
 
   void adopt(const std::vector<SegmentFacts>& segments, Adoption* found);
   void remember_widest_caps();
+  void check_tenants();
   void gone(uint32_t member);  // D2, or the leaving member's own promise
 
   // -- lookups (lookup.cpp)

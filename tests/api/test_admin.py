@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from admin_helpers import call, ok, refused
-from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, unique
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, small_pool, unique
 
+from kvdock.api.pool import pool as pools
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
+from kvdock.protocol.errors import ApiError
 
 CHUNK_BYTES = 16384
 
@@ -64,14 +69,14 @@ def test_delete_takes_the_named_chunks_only(server: ServerProcess, engine: Engin
     chain = keys(6, unique("delete"))
     engine.store(chain)
     body = {"namespace": engine.attached.namespace, "keys": [*chain[3:5], *keys(2, unique("absent"))]}
-    assert ok(server.http, "DELETE", "/v1/chunks", body) == {"chunks": 2}
-    assert ok(server.http, "DELETE", "/v1/chunks", body) == {"chunks": 0}
+    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 2}
+    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 0}
     assert hit_tokens(engine, chain) == 3 * 16
 
 
 @pytest.mark.parametrize(("method", "path", "more"), [
     ("POST", "/v1/cache/clear", {}),
-    ("DELETE", "/v1/chunks", {"keys": keys(1)}),
+    ("POST", "/v1/chunks/delete", {"keys": keys(1)}),
     ("POST", "/v1/pins", {"keys": keys(1), "duration_s": 1}),
 ])
 def test_an_unknown_namespace_is_refused(server: ServerProcess, method: str, path: str, more: dict[str, Any]) -> None:
@@ -83,7 +88,7 @@ def test_an_unknown_namespace_is_refused(server: ServerProcess, method: str, pat
     {"namespace": "0" * 64, "keys": keys(1), "all": True}, {"namespace": "0" * 64, "keys": keys(1) * 4097},
 ])
 def test_delete_refuses_what_does_not_name_chunks(server: ServerProcess, body: dict[str, Any]) -> None:
-    assert refused(server.http, "DELETE", "/v1/chunks", body)["code"] in ("invalid_body", "unknown_namespace")
+    assert refused(server.http, "POST", "/v1/chunks/delete", body)["code"] in ("invalid_body", "unknown_namespace")
 
 
 # ------------------------------------------------------------------ pins
@@ -152,10 +157,15 @@ def test_a_lower_cap_shortens_the_next_reservation(server: ServerProcess, client
     ({"high_water": 0.5, "session_cap": 2.0}, "invalid_body"),
 ])
 def test_limits_that_do_not_fit_change_nothing(server: ServerProcess, body: dict[str, Any], code: str) -> None:
-    before = ok(server.http, "GET", "/v1/config")
+    def config() -> dict[str, Any]:
+        """What calls change: what tenants use changes by itself, when engines of other tests have gone."""
+        shown = ok(server.http, "GET", "/v1/config")
+        return {**shown, "tenants": {name: view["quota"] for name, view in shown["tenants"].items()}}
+
+    before = config()
     problem = refused(server.http, "PATCH", "/v1/config", body)
     assert problem["code"] == code and (problem["found"] is not None or problem["wanted"] is not None)
-    assert ok(server.http, "GET", "/v1/config") == before
+    assert config() == before
 
 
 def test_one_grant_too_many_is_refused_and_a_repeat_of_one_that_is_held_is_not() -> None:
@@ -221,6 +231,27 @@ def test_a_lower_limit_removes_segments_once_nobody_holds_any_of_them() -> None:
         for one in (engine, late):
             client.leave(one.session, one.member)
             one.close()
+
+
+@pytest.mark.security
+def test_a_limit_that_needs_more_segments_than_a_pool_may_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "MAX_SEGMENTS", 8)
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s"), pool_bytes=4 * MIB, segment_bytes=MIB))
+
+    async def change() -> None:
+        await pool.grow_first()
+        with pytest.raises(ApiError, match="at most 8 segments: serve with a larger segment_bytes") as problem:
+            await pool.change_limits({"pool_bytes": 9 * MIB})
+        assert (problem.value.code, problem.value.found) == ("bad_argument", 9 * MIB)
+        assert problem.value.wanted == f"pool_bytes <= {8 * MIB} with segment_bytes {MIB}"
+        assert pool.limit_bytes == 4 * MIB
+        await pool.change_limits({"pool_bytes": 8 * MIB})
+        await pool.change_limits({"pool_bytes": MIB})
+
+    with closing(pools.open_pool(settings, secrets.randbits)) as pool:
+        asyncio.run(change())
 
 
 _GROWTH = """
@@ -327,7 +358,7 @@ def test_leases_are_listed_oldest_first_and_an_answer_tells_all_ages_of_one_mome
 
 def test_a_page_goes_on_where_it_stopped_though_items_have_gone(client: Client, server: ServerProcess) -> None:
     engines = [attach(client) for _ in range(4)]
-    ids = [engine.session for engine in engines]
+    ids = [engine.listed for engine in engines]
     at = ok(server.http, "GET", "/v1/sessions?limit=1000")["sessions"]
     first = next(index for index, item in enumerate(at) if item["session"] == ids[0])
     page = ok(server.http, "GET", f"/v1/sessions?limit={first + 2}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import time
@@ -13,8 +14,11 @@ import pytest
 from admin_helpers import call, refused
 from api_helpers import ServerProcess, attach, eventually, keys, small_pool, unique
 from paths import ROOT
+from starlette.types import Receive, Scope, Send
 
 from kvdock._core import TableError
+from kvdock.api.access.access_file import AccessFile
+from kvdock.api.access.peer import of_user
 from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.http import wire
@@ -71,10 +75,15 @@ def test_before_the_first_segment_nobody_attaches_and_probes_say_why(tmp_path: P
     """The app over a pool that has not grown yet."""
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock")))
     pool = open_pool(settings, random.Random(time.time_ns()).getrandbits)
-    parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+    parts = build(settings, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
 
     async def story() -> None:
-        transport = httpx.ASGITransport(create_app(settings, parts))
+        app = create_app(settings, parts)
+
+        async def own(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "state": {"peer": of_user(os.geteuid())}}, receive, send)
+
+        transport = httpx.ASGITransport(own)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {
                 "instance": "i", "member": {"id": "m", "lock_offset": 1},

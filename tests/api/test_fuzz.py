@@ -1,8 +1,8 @@
 """Fuzzes the whole OpenAPI document: no input leads to a 5xx, and every answer is as the document describes.
 
 schemathesis makes requests from the document: valid ones, and ones that break it in one place. Half of them
-name a real session, member, lease or namespace, so that they get past the first check. KVDOCK_FUZZ_SEED
-chooses the seed, which is printed; 0 draws one.
+name a real session, member, lease or namespace, so that they get past the first check. Half are the operator's, others
+a tenant's or nobody's. KVDOCK_FUZZ_SEED chooses the seed, which is printed; 0 draws one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,61 @@ import pytest
 import requests
 import schemathesis
 from admin_helpers import CALLS, ok
-from api_helpers import Engine, ServerProcess, attach, keys
+from api_helpers import OPERATOR, Engine, ServerProcess, access_file, attach, keys
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks
 
+from bench.floods import most_memory_mib
+from kvdock.api.access.issue import entry
+from kvdock.api.http import routes_admin, routes_engine, routes_people
+from kvdock.api.http.openapi import scope_of
 from kvdock.client.client import Client
+
+pytestmark = pytest.mark.security
 
 SEED = int(os.environ.pop("KVDOCK_FUZZ_SEED", "20261121")) or random.SystemRandom().getrandbits(32)
 EXAMPLES = 15
 """How many valid and how many broken examples of each call."""
+CALLERS = {"operator": OPERATOR, "tenant": "tenant-" + "a" * 40, "nobody": ""}
+"""Their access tokens."""
+MOST_SERVER_MIB = 200
 _numbers = itertools.count()
-HELD = (schemathesis.checks.not_a_server_error, checks.response_schema_conformance,
+OPEN = {
+    (method, route.path)
+    for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema and scope_of(route) == "health"
+    for method in route.methods or ()
+}
+"""What is answered without a token."""
+
+
+@schemathesis.check
+def takes_what_the_document_describes(context: Any, response: Any, case: Any) -> None:
+    """Ids and combinations may be wrong in a body that fits its schema, but no field has a wrong type."""
+    if case.meta.generation.mode is GenerationMode.POSITIVE and response.status_code == 422:
+        problem = response.json()
+        assert problem["code"] != "invalid_body" or not problem["wanted"].startswith("Expected `"), problem
+
+
+HELD = (takes_what_the_document_describes, schemathesis.checks.not_a_server_error, checks.response_schema_conformance,
         checks.content_type_conformance, checks.status_code_conformance)
+
+
+def without_fractions(value: Any) -> Any:
+    """88.0 is an integer for JSON Schema; the document says that integers are written without a fraction."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: without_fractions(item) for name, item in value.items()}
+    return [without_fractions(item) for item in value] if isinstance(value, list) else value
 
 
 @schemathesis.serializer("application/msgpack")
 def pack(context: Any, value: Any) -> bytes:
+    if isinstance(value, dict) and isinstance(value.get("keys"), str):
+        value = {**value, "keys": value["keys"].encode()}  # a bin; in JSON it is base64
     return msgspec.msgpack.encode(within_64_bits(value))
 
 
@@ -47,10 +85,16 @@ def within_64_bits(value: Any) -> Any:
     return [within_64_bits(item) for item in value] if isinstance(value, list) else value
 
 
-
 @schemathesis.deserializer("application/msgpack")
 def unpack(context: Any, response: Any) -> Any:
     return msgspec.msgpack.decode(response.content)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    tenant = entry("tenant", CALLERS["tenant"], ["engine"], "a")
+    with ServerProcess(access_file=str(access_file(tmp_path_factory.mktemp("access"), tenant))) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +148,22 @@ def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
         max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate], print_blob=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
-    def fuzz(case: Any, real: bool) -> None:
+    @given(
+        case=operation.as_strategy(generation_mode=mode), real=st.booleans(),
+        caller=st.sampled_from(["operator", "operator", "tenant", "nobody"]),
+    )
+    def fuzz(case: Any, real: bool, caller: str) -> None:
         if real:
             ids = real_ids(engine)
             case.path_parameters = with_real_ids(case.path_parameters, ids)
+            case.query = with_real_ids(case.query, ids)
             case.body = with_real_ids(case.body, ids)
-        response = case.call(base_url=server.http, session=session)
+        case.body = without_fractions(case.body)
+        token = CALLERS[caller]
+        sent = {"Authorization": f"Bearer {token}"} if token else {}
+        response = case.call(base_url=server.http, session=session, headers=sent)
+        if not token and (method, path) not in OPEN:
+            assert response.status_code in (401, 404), "404: with its ids, the path is none of the API's"
         if method == "PATCH":
             ok(server.http, "PATCH", path, world["limits"])
         case.validate_response(response, checks=list(HELD))
@@ -127,5 +180,6 @@ def test_whatever_is_sent_the_answer_is_one_of_the_document_and_no_5xx(
 def test_after_all_of_it_the_server_is_well(world: dict[str, Any]) -> None:
     server = world["server"]
     assert server.process.poll() is None
+    assert most_memory_mib(server.process.pid) < MOST_SERVER_MIB
     assert "Traceback" not in server.log_text()
     assert ok(server.http, "GET", "/readyz")["status"] == "ok"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
 
+from kvdock.api.access.peer import NOBODY, of_user
 from kvdock.api.http.hot_path import hot_endpoint
 from kvdock.client.client import Client
 from kvdock.client.transport import Transport
@@ -232,7 +234,7 @@ def test_refusals_by_the_short_way_are_counted(home: ServerProcess, engine: Engi
     (True, {"path": "/v1/lookups"}),
     (True, {"path": "/v1/leases/0f/release"}),
     (False, {"path": "/v1/lookups", "method": "PUT"}),
-    (False, {"path": "/v1/lookups", "client": ("127.0.0.1", 1)}),
+    (False, {"path": "/v1/lookups", "state": {"peer": NOBODY}}),
     (False, {"path": "/v1/lookups", "query_string": b"a=1"}),
     (False, {"path": "/v1/lookups/"}),
     (False, {"path": "/v1/leases//release"}),
@@ -242,7 +244,8 @@ def test_refusals_by_the_short_way_are_counted(home: ServerProcess, engine: Engi
     (False, {"type": "lifespan"}),
 ])
 def test_only_posts_over_the_unix_socket_take_the_short_way(hot: bool, scope: dict[str, Any]) -> None:
-    whole = {"type": "http", "method": "POST", "client": None, "query_string": b"", "path": "/", **scope}
+    own = {"peer": of_user(os.geteuid())}
+    whole = {"type": "http", "method": "POST", "state": own, "query_string": b"", "path": "/", **scope}
     assert (hot_endpoint(whole)[0] is not None) is hot
 
 
@@ -268,7 +271,7 @@ def leased(engine: Engine) -> str:
 
 
 def open_leases(engine: Engine) -> set[str]:
-    return {view.grant for view in engine.client.leases(limit=1000).leases if view.session == engine.session}
+    return {view.grant for view in engine.client.leases(limit=1000).leases if view.session == engine.listed}
 
 
 CARRIERS: list[tuple[str, Callable[[Engine], Carried]]] = [

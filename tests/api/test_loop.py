@@ -9,21 +9,27 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
 from admin_helpers import call, refused
 from api_helpers import MIB, ServerProcess, attach, keys, raw, small_pool
 from hypothesis import given, settings, strategies as st
+from turns import turns_of
 
+from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import CLEAR_SLICE_RECORDS, Admin
+from kvdock.api.build import build
 from kvdock.api.clock import ServerClock
-from kvdock.api.pool.pool import open_pool
+from kvdock.api.keeper import EVICT_SLICE_CHUNKS
+from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Registry
 from kvdock.api.settings import Settings
-from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, cut_tokens, hash_tokens
+from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError
@@ -36,28 +42,6 @@ TOKENS = [random.Random(7).randrange(150_000) for _ in range(1 << 12)] * 256
 DECODER = msgspec.json.Decoder(Lookup)
 
 
-class Turns(NamedTuple):
-    number: int
-    longest_ms: float
-
-
-def turns_of(work: Callable[[], Coroutine[Any, Any, Any]]) -> Turns:
-    """How often other tasks had a turn while `work` ran, and the processor time of its longest turn."""
-    worst_s, count = 0.0, 0
-
-    async def story() -> None:
-        nonlocal worst_s, count
-        task = asyncio.create_task(work())
-        while not task.done():
-            before_s = time.thread_time()
-            await asyncio.sleep(0)
-            worst_s, count = max(worst_s, time.thread_time() - before_s), count + 1
-        await task
-
-    asyncio.run(story())
-    return Turns(count, worst_s * 1000)
-
-
 def test_a_million_tokens_are_decoded_and_hashed_in_short_turns() -> None:
     body = bytearray(msgspec.json.encode({"namespace": "0" * 64, "tokens": TOKENS, "request": "r"}))
     cut: list[Any] = []
@@ -65,13 +49,12 @@ def test_a_million_tokens_are_decoded_and_hashed_in_short_turns() -> None:
     async def work() -> None:
         rest, tokens = await cut_tokens(body)
         assert tokens is not None and len(tokens) == 1 << 20
-        cut.extend((rest, await hash_tokens(bytes(32), tokens, 256), len(tokens)))
+        cut.extend((rest, await hash_tokens(bytes(32), tokens, 256)))
 
     turns = turns_of(work)
     assert turns.longest_ms < TURN_MS and turns.number > 100
     assert DECODER.decode(cut[0]).request == "r"
     assert cut[1] == b"".join(chunk_keys(bytes(32), TOKENS, 256))
-    assert cut[2] == 0, "a long list is freed in slices"
 
 
 def padded(body: bytes) -> bytes:
@@ -101,7 +84,7 @@ def test_a_body_that_was_cut_means_what_it_meant_whole(body: bytes) -> None:
     rest, tokens = asyncio.run(cut_tokens(padded(body)))
     decoded = DECODER.decode(rest)
     if tokens is not None:
-        decoded.tokens = tokens
+        decoded.tokens = tokens.tolist()
     assert decoded == DECODER.decode(body)
 
 
@@ -116,7 +99,7 @@ def test_cutting_finds_every_token_however_the_list_is_written(
     text = f",{space}".join(map(str, some * repeats))
     body = padded(f'{{"epoch":{indent or 0},"tokens":[{space}{text}{space}],"request":"r"}}'.encode())
     rest, tokens = asyncio.run(cut_tokens(body))
-    assert tokens == some * repeats
+    assert tokens is not None and tokens.tolist() == some * repeats
     assert DECODER.decode(rest).tokens == []
 
 
@@ -137,6 +120,15 @@ def test_a_packed_body_cannot_be_cut_so_long_lists_are_refused_in_it(server: Ser
     engine.close()
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("name", [b"\xa6", b"\xd9\x06", b"\xda\x00\x06", b"\xdb\x00\x00\x00\x06"], ids=len)
+@pytest.mark.parametrize("before", [b"", b"\xa4keys\xc4\x20\xa6tokens\xdd" + bytes(21)], ids=["alone", "decoy"])
+def test_a_long_list_in_a_packed_body_is_found_however_its_name_is_written(name: bytes, before: bytes) -> None:
+    body = b"\x82" + before + name + b"tokens\xdd" + (MAX_PACKED_TOKENS + 1).to_bytes(4, "big")
+    with pytest.raises(ApiError, match="too many tokens"):
+        check_packed_tokens(body)
+
+
 def test_too_many_keys_and_chunks_are_refused(server: ServerProcess, client: Client) -> None:
     engine = attach(client)
     body = {"namespace": engine.attached.namespace}
@@ -147,12 +139,13 @@ def test_too_many_keys_and_chunks_are_refused(server: ServerProcess, client: Cli
     engine.close()
 
 
-def test_clearing_many_chunks_goes_in_short_turns() -> None:
-    """Admin alone, over a table with 12 000 chunks."""
+@contextmanager
+def full_pool() -> Iterator[tuple[Settings, Pool, Registry]]:
+    """12 000 chunks that nobody holds."""
     loaded = Settings.load(small_pool(pool_bytes=64 * MIB, segment_bytes=64 * MIB))
     pool = open_pool(loaded, random.Random(time.time_ns()).getrandbits)
     try:
-        registry = Registry(pool.table.first_incarnation)
+        registry = Registry(pool.table.first_incarnation, pool.secret)
         asyncio.run(pool.grow_first())
         table, manifest = pool.table, Manifest(
             model="m", kv_dtype="f", layers=1, kv_heads=1, head_size=1, chunk_tokens=16, block_tokens=4,
@@ -162,15 +155,26 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
         registry.add_namespace(space, bytes(32), manifest)
         session = table.open_session(bytes(16), space, 0)
         member = table.add_member(session, bytes(16), [0], True, 0)
-        for store in range(3):
-            chain = bytes.fromhex("".join(keys(4000, f"chain {store}")))
+        for store in range(12):
+            chain = bytes.fromhex("".join(keys(1000, f"chain {store}")))
             granted = table.reserve(
                 session, member, store.to_bytes(16, "big"), b"", chain, groups=0, temporary=False,
                 deadline_ms=60_000, now_ms=0,
             )
-            table.commit(session, granted.grant, 0, [(index, 0, 1) for index in range(4000)], 0)
+            table.commit(session, granted.grant, 0, [(index, 0, 1) for index in range(1000)], 0)
+        yield loaded, pool, registry
+    finally:
+        pool.close()
+
+
+def test_clearing_many_chunks_goes_in_short_turns() -> None:
+    """Admin alone."""
+    with full_pool() as (loaded, pool, registry):
+        table = pool.table
         cleared: list[int] = []
-        admin = Admin(loaded, pool=pool, registry=registry, clock=ServerClock())
+        admin = Admin(
+            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock()
+        )
 
         async def work() -> None:
             cleared.append((await admin.clear(ClearCache())).chunks)
@@ -178,5 +182,23 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
         turns = turns_of(work)
         assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // CLEAR_SLICE_RECORDS
         assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
-    finally:
-        pool.close()
+
+
+@pytest.mark.security
+def test_a_tenant_far_above_its_quota_is_evicted_in_short_turns() -> None:
+    """The keeper, over a table with 12 000 chunks."""
+    with full_pool() as (loaded, pool, _):
+        parts = build(
+            loaded, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic
+        )
+        pool.table.set_quota(bytes(16), bytes=None, chunks=0)
+
+        async def work() -> None:
+            keeper = asyncio.create_task(parts.keeper.run())
+            while pool.table.stats()["ready_chunks"]:
+                await asyncio.sleep(0)
+            keeper.cancel()
+
+        turns = turns_of(work)
+        assert turns.number >= 12_000 // EVICT_SLICE_CHUNKS
+        assert turns.longest_ms < TURN_MS

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import msgspec
 import pytest
 from admin_helpers import CALLS, call, ok, refused
-from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, raw, unique
+from api_helpers import MIB, NOBODYS, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.http import examples
 from kvdock.api.http.openapi import wire_structs
+from kvdock.api.views.metrics import FRESH_S
 from kvdock.api.views.probes import ALL_HELD, ALL_KEPT, CAP_REACHED
 from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.timing import BOUNDS_S, Timings
@@ -49,11 +51,13 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
         granted = engine.reserve(keys(63, "all of it"))
         assert len(granted.chunks) == 63
         status, answer = call(server.http, "GET", "/readyz")
-        who = f"{engine.session} {engine.body.instance}"
+        who = f"{engine.listed} {engine.body.instance}"
         whose = f"most is held by session {who}: 1032192 bytes, 0 leases, 1 reservations"
-        assert status == 503 and answer == {"status": "not ready", "reasons": [ALL_HELD, whose]}
+        assert status == 503 and answer == {"status": "not ready", "reasons": [ALL_HELD]}
         assert call(server.http, "GET", "/healthz") == (503, answer)
-        assert ok(server.http, "GET", "/v1/status")["reasons"] == answer["reasons"]
+        assert ok(server.http, "GET", "/v1/status")["reasons"] == [ALL_HELD, whose]
+        nobodys = json.loads(raw(server.http, "GET", "/v1/status", None, NOBODYS)[2])
+        assert nobodys["reasons"] == [ALL_HELD]
         assert metrics(server.http)["kvdock_ready"].samples[0].value == 0
         for path in ("/livez", "/startupz"):
             assert ok(server.http, "GET", path) == {"status": "ok", "reasons": []}
@@ -67,7 +71,7 @@ def test_a_server_whose_names_somebody_removed_says_so() -> None:
     with ServerProcess(**settings) as server, Client(server.unix) as client:
         eventually(lambda: client.status().pool.segments == 2)
         assert len(server.shared_memory()) == 4
-        removed = f"kvdock-{server.pool_id:016x}-0001"
+        (removed,) = (name for name in server.shared_memory() if "-0001-" in name)
         (SHM_DIR / removed).unlink()
         status, answer = call(server.http, "GET", "/readyz")
         assert status == 503 and answer["reasons"] == [
@@ -102,8 +106,8 @@ def test_a_server_at_its_total_cap_is_not_ready() -> None:
         ok(server.http, "PATCH", "/v1/config", {"total_cap": CHUNK_BYTES / MIB})
         engine.lookup(keys(63, "half of it"))
         status, answer = call(server.http, "GET", "/readyz")
-        assert status == 503 and answer["reasons"][0] == CAP_REACHED
-        assert f"most is held by session {engine.session} " in answer["reasons"][1]
+        assert status == 503 and answer["reasons"] == [CAP_REACHED]
+        assert f"most is held by session {engine.listed} " in ok(server.http, "GET", "/v1/status")["reasons"][1]
         engine.close()
 
 
@@ -150,6 +154,7 @@ def test_every_call_is_timed_on_its_route_whichever_way_it_came(server: ServerPr
     body = {"session": engine.session, "member": engine.member, "request": "timed", "keys": keys(1)}
 
     def counts() -> dict[tuple[str, str], float]:
+        time.sleep(FRESH_S)
         return {
             (sample.labels["method"], sample.labels["route"]): sample.value
             for sample in metrics(server.http)["kvdock_call_seconds"].samples
@@ -185,7 +190,7 @@ def test_metric_names_have_base_units_and_counters_end_in_total(server: ServerPr
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
     assert len(kinds) > 25
     for name, kind in kinds.items():
-        assert name.startswith("kvdock_") and not name.endswith(("_ms", "_us", "_mib", "_percent")), name
+        assert name.startswith(("kvdock_", "process_")) and not name.endswith(("_ms", "_us", "_mib", "_percent")), name
         assert (kind == "counter") == name.endswith("_total"), name
         assert f"# HELP {name} " in text
 
@@ -271,15 +276,16 @@ def test_every_body_and_answer_has_an_example_of_its_own_struct(document: dict[s
     seen = 0
     for _, path, described in calls(document):
         contents = [described.get("requestBody", {}), *described["responses"].values()]
-        for content in (item for holder in contents for item in holder.get("content", {}).values()):
+        for kind, content in (item for holder in contents for item in holder.get("content", {}).items()):
             name = content["schema"].get("$ref", "").rpartition("/")[2]
-            if name and name != "Problem":
+            if kind == "application/json":
+                assert "example" in content, (path, name)
                 made: Any = msgspec.convert(content["example"], structs[name])
                 assert type(made).__name__ == name, path
                 seen += 1
             elif name and "example" in content:
                 assert content["example"]["code"] in CODES
-    assert seen > 50
+    assert seen > 40
 
 
 def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiveness) -> dict[str, str]:
@@ -291,7 +297,7 @@ def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiven
     return {
         "SESSION": engine.session, "MEMBER": engine.member, "INSTANCE": unique("engine"), "LEASE": str(lease),
         "RESERVATION": str(granted.reservation), "LOCK_OFFSET": str(liveness.offset),
-        "NAMESPACE": engine.attached.namespace,
+        "NAMESPACE": engine.attached.namespace, "SOCKET": server.unix.removeprefix("unix:"),
     }
 
 
@@ -333,18 +339,16 @@ def test_the_guide_works_line_by_line(tmp_path: Path) -> None:
     (python,) = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     (tmp_path / "jq.py").write_text(JQ)
     with ServerProcess() as server:
-        address = server.http.removeprefix("http://")
-        holder = subprocess.Popen(
-            [sys.executable, "-c", python.replace("localhost:7410", address)], stdout=subprocess.PIPE, text=True
-        )
+        program = python.replace("unix:/run/user/1000/kvdock.sock", server.unix)
+        holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         try:
             assert holder.stdout is not None
             offset = holder.stdout.readline().strip()
             jq = f'jq() {{ "{sys.executable}" "{tmp_path}/jq.py" "$@"; }}\n'
-            fails = shell.replace("curl -sS", "curl -sS --fail-with-body").replace("localhost:7410", address)
+            fails = shell.replace("curl -sS", "curl -sS --fail-with-body")
             done = subprocess.run(
-                ["/bin/sh", "-ec", jq + fails], env={**os.environ, "LOCK_OFFSET": offset}, capture_output=True,
-                text=True, timeout=60,
+                ["/bin/sh", "-ec", jq + fails], capture_output=True, text=True, timeout=60,
+                env={**os.environ, "LOCK_OFFSET": offset, "SOCKET": server.unix.removeprefix("unix:")},
             )
         finally:
             holder.kill()

@@ -32,7 +32,7 @@ def prefix(engine: Engine) -> list[str]:
 
 
 def grants_of(client: Client, engine: Engine) -> dict[str, LeaseView]:
-    return {view.grant: view for view in client.leases().leases if view.session == engine.session}
+    return {view.grant: view for view in client.leases().leases if view.session == engine.listed}
 
 
 def refused(code: str, error: pytest.ExceptionInfo[ApiError]) -> None:
@@ -140,7 +140,7 @@ def test_a_lease_is_its_sessions_own(client: Client, engine: Engine, prefix: lis
     thief = attach(client)
     for attempt in (
         lambda: thief.release(lease, 0),
-        lambda: client.cancel(lease, s.CancelLease(session=thief.session, member=thief.member)),
+        lambda: client.cancel(lease, thief.session, thief.member),
         lambda: client.mismatch(s.ReportMismatch(session=thief.session, lease=lease, chunks=[0])),
     ):
         with pytest.raises(ApiError) as error:
@@ -167,7 +167,7 @@ def test_cancel_by_the_asker_ends_the_lease(
 ) -> None:
     lease = str(engine.lookup(prefix).lease)
     if how == "body":
-        client.cancel(lease, s.CancelLease(session=engine.session, member=engine.member))
+        client.cancel(lease, engine.session, engine.member)
     else:
         query = f"session={engine.session}&member={engine.member}"
         assert raw(server.http, "DELETE", f"/v1/leases/{lease}?{query}")[0] == 204
@@ -179,7 +179,7 @@ def test_only_the_asker_may_cancel(client: Client, engine: Engine, prefix: list[
     other = attach(client, instance=engine.body.instance, ranks=[1], scheduler=False)
     lease = str(engine.lookup(prefix).lease)
     with pytest.raises(ApiError) as error:
-        client.cancel(lease, s.CancelLease(session=engine.session, member=other.member))
+        client.cancel(lease, engine.session, other.member)
     refused("not_the_asker", error)
     other.close()
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from admin_helpers import CALLS, call, ok
-from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
+from api_helpers import OPERATOR, Engine, ServerProcess, attach, eventually, keys, raw, unique
 
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
@@ -185,7 +185,8 @@ CASES = [
         "POST", f"/v1/leases/{lease(e)}/release", one_rank(e))),
     Case(("POST", "/v1/releases"), lambda e: Request(
         "POST", "/v1/releases", {"session": e.session, "releases": [[lease(e), [0]]]})),
-    Case(("DELETE", "/v1/leases/{lease}"), lambda e: Request("DELETE", f"/v1/leases/{lease(e)}", asker(e))),
+    Case(("DELETE", "/v1/leases/{lease}"), lambda e: Request(
+        "DELETE", f"/v1/leases/{lease(e)}?session={e.session}&member={e.member}")),
     Case(("POST", "/v1/mismatches"), lambda e: Request(
         "POST", "/v1/mismatches", {"session": e.session, "lease": lease(e), "chunks": [1]})),
     Case(("POST", "/v1/reservations"), lambda e: Request(
@@ -194,7 +195,7 @@ CASES = [
     Case(("POST", "/v1/reservations/{reservation}/abort"), lambda e: Request(
         "POST", f"/v1/reservations/{reservation(e)}/abort", one_rank(e))),
     Case(("POST", "/v1/cache/clear"), administer("POST", "/v1/cache/clear")),
-    Case(("DELETE", "/v1/chunks"), administer("DELETE", "/v1/chunks")),
+    Case(("POST", "/v1/chunks/delete"), administer("POST", "/v1/chunks/delete")),
     Case(("POST", "/v1/pins"), administer("POST", "/v1/pins", duration_s=600)),
     Case(("PATCH", "/v1/config"), lambda e: Request("PATCH", "/v1/config", {"session_grants": 4096})),
 ]
@@ -285,7 +286,7 @@ def test_a_repeated_reservation_says_what_the_first_said_though_the_pool_has_cha
         first = engine.reserve(long, store="s")
         assert (first.limited_by, first.present, first.busy) == ("held_bytes", [0, 1], [2]) and first.chunks
         other.commit(other_part)
-        ok(server.http, "DELETE", "/v1/chunks", {"namespace": engine.attached.namespace, "keys": long[:1]})
+        ok(server.http, "POST", "/v1/chunks/delete", {"namespace": engine.attached.namespace, "keys": long[:1]})
         assert engine.reserve(long, store="s") == first
         engine.close()
         other.close()
@@ -294,7 +295,7 @@ def test_a_repeated_reservation_says_what_the_first_said_though_the_pool_has_cha
 @pytest.mark.parametrize("kind", ["unix", "http"])
 def test_the_client_repeats_by_itself_and_strands_nothing(server: ServerProcess, kind: str) -> None:
     """A whole session, with every single answer lost once."""
-    with DroppingProxy(getattr(server, kind)) as between, Client(between.address) as client:
+    with DroppingProxy(getattr(server, kind)) as between, Client(between.address, access_token=OPERATOR) as client:
         between.drops = 1
         engine = attach(client, model=unique("retry"))
         calls = 1

@@ -29,7 +29,7 @@ wanted = json.loads(sys.argv[3])
 held = engine.lookup(wanted[:1], readers=2)
 granted = engine.reserve(wanted[1:], parent=wanted[0])
 engine.commit(granted, rank=0)
-print(json.dumps([engine.session, granted.reservation, held.lease]), flush=True)
+print(json.dumps([engine.listed, granted.reservation, held.lease]), flush=True)
 sys.stdin.read()
 """
 
@@ -95,8 +95,8 @@ def test_leaving_is_the_members_word_on_everything_it_holds(client: Client, engi
     engine.store(wanted)
     engine.lookup(wanted)
     client.leave(engine.session, engine.member)
-    assert engine.session not in session_ids(client)
-    assert all(view.session != engine.session for view in client.leases().leases)
+    assert engine.listed not in session_ids(client)
+    assert all(view.session != engine.listed for view in client.leases().leases)
     with pytest.raises(ApiError) as error:
         engine.lookup(wanted)
     refused("unknown_session", error)
@@ -110,7 +110,7 @@ def test_a_session_of_several_wants_to_know_who_leaves(server: ServerProcess, cl
     assert status == 422 and json.loads(content)["code"] == "ambiguous_member"
     client.leave(engine.session, second.member)
     assert raw(server.http, "DELETE", f"/v1/sessions/{engine.session}")[0] == 204
-    assert engine.session not in session_ids(client)
+    assert engine.listed not in session_ids(client)
     second.close()
 
 
@@ -234,5 +234,5 @@ def test_a_dead_members_memory_waits_until_it_has_settled() -> None:
         eventually(lambda: client.session(engine.session).members[0].state == "dead")
         pool = client.status().pool
         assert pool.quarantined_bytes == 4 * 16384 and pool.reserved_bytes == 0
-        view = next(view for view in client.leases().leases if view.session == engine.session)
+        view = next(view for view in client.leases().leases if view.session == engine.listed)
         assert view.closed and view.remaining == [0]

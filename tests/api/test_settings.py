@@ -43,6 +43,8 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
         ({"pool_bytes": "1GiB", "segment_bytes": "1025MiB"}, "segment_bytes="),
         ({"pool_bytes": "16MiB", "segment_bytes": "32MiB"}, "segment_bytes=33554432"),
         ({"low_water": 0.5, "high_water": 0.1}, "high_water=0.1"),
+        ({"pool_bytes": "4GiB", "segment_bytes": "1MiB"}, "pool_bytes=4294967296 wanted at most 4293918720, as"),
+        ({"pool_bytes": "4TiB"}, "as segment_bytes=1073741824 and a pool has at most 4096 segments"),
         ({"growth": "later"}, "growth='later'"),
         ({"missed_heartbeats": 0}, "missed_heartbeats=0"),
         ({"missed_heartbeats": 1_000_001}, "missed_heartbeats=1000001"),
@@ -81,9 +83,10 @@ def test_the_socket_lies_in_the_users_run_directory_or_in_tmp(tmp_path: Path) ->
 @pytest.mark.security
 def test_a_loopback_server_answers_for_loopback_names_only() -> None:
     assert allowed_hosts(Settings.load({})) == frozenset({"localhost", "127.0.0.1", "::1"})
-    assert allowed_hosts(Settings.load({"host": "0.0.0.0"})) is None
+    everywhere = {"host": "0.0.0.0", "access_file": "/etc/kvdock/access.toml"}
+    assert allowed_hosts(Settings.load(everywhere)) is None
     names = frozenset({"node7", "cache"})
-    assert allowed_hosts(Settings.load({"host": "0.0.0.0", "allowed_hosts": "node7, cache"})) == names
+    assert allowed_hosts(Settings.load({**everywhere, "allowed_hosts": "node7, cache"})) == names
     assert allowed_hosts(Settings.load({"allowed_hosts": "*"})) is None
     assert [host_name(h) for h in ("[::1]:80", "LOCALHOST:7410", "node7")] == ["::1", "localhost", "node7"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from admin_helpers import ok
 from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
 
 from kvdock.client.client import Client
@@ -130,6 +131,23 @@ def test_a_commit_after_the_deadline_is_gone_and_discharges(engine: Engine) -> N
     refused("grant_closed", error)
     assert hit(engine, wanted) == 0
     assert client.session(engine.session).held_bytes == 0
+
+
+@pytest.mark.security
+def test_a_late_commit_of_one_part_is_the_ranks_word_for_all_as_the_route_says(
+    engine: Engine, server: ServerProcess
+) -> None:
+    granted = engine.reserve(fresh(3), deadline_s=0.05)
+    assert granted.reservation is not None
+    client = engine.client
+    eventually(lambda: all(view.closed for view in client.leases().leases if view.grant == granted.reservation))
+    one = s.Commit(session=engine.session, rank=0, parts=[s.PartDone(0, 0, f"{1:016x}")])
+    with pytest.raises(ApiError) as error:
+        client.commit(granted.reservation, one)
+    refused("grant_closed", error)
+    assert client.session(engine.session).held_bytes == 0
+    commit = ok(server.http, "GET", "/openapi.json")["paths"]["/v1/reservations/{reservation}/commit"]["post"]
+    assert "the rank counts as done with the whole reservation, whichever parts it names" in commit["description"]
 
 
 def test_a_temporary_chunk_goes_with_its_last_reader(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from api_helpers import Engine, ServerProcess, attach, eventually, keys, raw, unique
+from api_helpers import OPERATOR, Engine, ServerProcess, attach, eventually, keys, raw, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
 
 from kvdock.client.client import Client
@@ -36,7 +36,9 @@ def ready_chunks(client: Client) -> int:
 # --------------------------------------------------------------------------- lookup
 
 
-def test_lookup_tells_the_hit_and_holds_nothing(server: ServerProcess, client: Client, engine: Engine) -> None:
+def test_lookup_tells_the_hit_and_holds_nothing(
+    server: ServerProcess, client: Client, engine: Engine, tmp_path: Path
+) -> None:
     chain = keys(4, "asks")
     engine.store(chain[:3])
     space = engine.attached.namespace
@@ -46,8 +48,15 @@ def test_lookup_tells_the_hit_and_holds_nothing(server: ServerProcess, client: C
         "namespace": space, "model": engine.body.manifest.model, "chunk_tokens": 16, "asked_tokens": 64,
         "hit_tokens": 48,
     }
-    said = kvdock("lookup", "--server", server.http, "--namespace", space[:16], "--keys", ",".join(chain)).stdout
+    by_tcp = ("lookup", "--server", server.http, "--namespace", space[:16], "--keys", ",".join(chain))
+    assert "unauthenticated" in kvdock(*by_tcp).stderr
+    token_file = tmp_path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(f"{OPERATOR}\n")
+    said = kvdock(*by_tcp, KVDOCK_ACCESS_TOKEN_FILE=str(token_file)).stdout
     assert said.startswith("48 of 64 tokens are stored (75 %)")
+    token_file.chmod(0o644)
+    assert "chmod 600" in kvdock(*by_tcp, KVDOCK_ACCESS_TOKEN_FILE=str(token_file)).stderr
     assert client.leases().leases == []
 
 

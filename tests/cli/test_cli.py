@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess, attach, eventually, keys, raw
+from api_helpers import NOBODYS, ServerProcess, attach, eventually, keys, raw
 from cli_helpers import KVDOCK, SMALL, TIMEOUT_S, clean_environ, complaints, first_line, kvdock, kvdock_serve, refusal
 from typer.testing import CliRunner
 
@@ -46,8 +46,8 @@ def test_serve_says_where_it_is_and_a_signal_removes_its_pool(
     said = re.fullmatch(ready, first_line(serving))
     assert said and said[1] == unix and said[3] == said[2] + "/"
     for address in (said[1], said[2]):
-        assert raw(address, "GET", "/livez")[0] == 200
-    status, headers, page = raw(said[2], "GET", "/")
+        assert raw(address, "GET", "/livez", None, NOBODYS)[0] == 200
+    status, headers, page = raw(said[2], "GET", "/", None, NOBODYS)
     assert status == 200 and headers["content-type"].startswith("text/html") and b"kvdock" in page
     with Client(unix) as client:
         pool = int(client.segments().pool_id, 16)

@@ -16,6 +16,7 @@ from api_helpers import ServerProcess, attach, keys
 from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 
 from kvdock._core import Table, cpu_paths, cuda_kernels
+from kvdock.api.access.issue import add_token
 from kvdock.api.settings import Settings
 from kvdock.cli.doctor import _kernels, examine
 from kvdock.cli.doctor_machine import Finding, Machine
@@ -24,8 +25,8 @@ from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
 from kvdock.protocol.schemas import ReportMismatch
 
-CHECKS = {"kvdock", "settings", "server", "extension", "GPU kernels", "GPU copies", "shared memory", "control group",
-          "huge pages", "open files", "locked memory", "GPU", "nvcc", "pools"}
+CHECKS = {"kvdock", "settings", "server", "access", "extension", "GPU kernels", "GPU copies", "shared memory",
+          "control group", "huge pages", "open files", "locked memory", "GPU", "nvcc", "pools"}
 MIB = 1 << 20
 SMALL = {"KVDOCK_POOL_BYTES": "16MiB"}
 
@@ -72,13 +73,13 @@ def test_every_check_is_made_and_a_small_pool_has_no_problem_here(tmp_path: Path
 
 
 def test_the_words_say_ok_note_or_problem_and_what_to_do(tmp_path: Path) -> None:
-    done = kvdock("doctor", KVDOCK_SOCKET_PATH=str(tmp_path / "s"), KVDOCK_POOL_BYTES="64TiB")
+    done = kvdock("doctor", KVDOCK_SOCKET_PATH=str(tmp_path / "s"), KVDOCK_POOL_BYTES="3TiB")
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert any(line.startswith("OK ") for line in lines)
     assert any(line.startswith("note ") and "none answers at" in line for line in lines)
     at = next(at for at, line in enumerate(lines) if line.startswith("problem ") and "shared memory" in line)
-    assert "64.0 TiB needed" in lines[at] and "--pool-bytes" in lines[at + 1]
+    assert "3.0 TiB needed" in lines[at] and "--pool-bytes" in lines[at + 1]
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -97,10 +98,30 @@ def test_wrong_settings_are_a_problem_and_not_the_end_of_the_examination() -> No
 
 
 def test_a_server_that_answers_needs_no_memory_for_another_pool(server: ServerProcess, tmp_path: Path) -> None:
-    environ = {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:"), "KVDOCK_POOL_BYTES": "64TiB"}
+    environ = {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:"), "KVDOCK_POOL_BYTES": "3TiB"}
     found = checks_of(kvdock("doctor", "--json", **environ), 0)
     assert found["server"]["level"] == found["shared memory"]["level"] == "ok"
     assert "1 in use" in found["pools"]["found"] or int(found["pools"]["found"].split()[0]) > 1
+
+
+def test_access_files_are_read_as_the_server_and_commands_would(tmp_path: Path) -> None:
+    file, token = tmp_path / "access.toml", tmp_path / "token"
+    assert examined(Machine(), tmp_path)["access"].level == "ok"
+    secret = add_token(str(file), "team", ["read"])
+    token.write_text(secret)
+    token.chmod(0o600)
+    both = {"KVDOCK_ACCESS_FILE": str(file), "KVDOCK_ACCESS_TOKEN_FILE": str(token)}
+    found = examined(Machine(), tmp_path, **both)["access"]
+    assert (found.level, found.found) == ("ok", f"access tokens in {file}: 1")
+    token.write_text(secret[:-1])
+    assert "is none of them" in examined(Machine(), tmp_path, **both)["access"].found
+    token.chmod(0o644)
+    found = examined(Machine(), tmp_path, **both)["access"]
+    assert found.level == "problem" and "chmod 600" in found.found
+    token.chmod(0o600)
+    file.chmod(0o644)
+    found = examined(Machine(), tmp_path, **both)["access"]
+    assert found.level == "problem" and "chmod 600" in found.found
 
 
 def test_a_server_that_is_stopped_is_a_problem_and_none_is_not(server: ServerProcess, tmp_path: Path) -> None:

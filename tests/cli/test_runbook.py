@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 import yaml  # type: ignore[import-untyped]  # it ships no types
 from api_helpers import ServerProcess, attach, http_connection, keys, raw
@@ -19,8 +21,7 @@ from cli_helpers import kvdock
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvdock.api.http.guard import allowed_hosts
-from kvdock.api.settings import CONFIG_VARIABLE, ENV_PREFIX, Settings, effective
+from kvdock.api.settings import ENV_PREFIX, OTHER_VARIABLES, Settings, effective
 from kvdock.api.views import probes
 from kvdock.api.views.reports import Reports
 from kvdock.cli.main import app
@@ -80,7 +81,7 @@ def test_codes_of_the_runbook_are_codes_of_the_server() -> None:
 def test_commands_flags_and_variables_of_all_pages_exist() -> None:
     commands = typer.main.get_group(app).commands
     flags = {name: {word for one in command.params for word in one.opts} for name, command in commands.items()}
-    variables = {CONFIG_VARIABLE, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
+    variables = {*OTHER_VARIABLES, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
     pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]
     seen = 0
     for page in pages:
@@ -105,31 +106,80 @@ def image_environ() -> dict[str, str]:
     return dict(re.findall(r"\b(KVDOCK_\w+)=(\S+)", (ROOT / "Dockerfile").read_text().split("\nFROM ")[-1]))
 
 
+def cluster() -> dict[str, dict[str, Any]]:
+    """The objects of the Kubernetes example, by kind."""
+    return {found["kind"]: found for found in yaml.safe_load_all((EXAMPLES / "kvdock-daemonset.yaml").read_text())}
+
+
 def daemonset() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "kvdock-daemonset.yaml").read_text())["spec"]["template"]["spec"]
+    found: dict[str, Any] = cluster()["DaemonSet"]["spec"]["template"]["spec"]
     return found
 
 
-def test_the_daemonsets_flags_and_probes_fit_the_image() -> None:
+def test_the_daemonsets_flags_and_probes_fit_the_image(tmp_path: Path) -> None:
+    """Probes and scrapers send the pod's address as host name, which only the pod knows."""
     spec, container = daemonset(), daemonset()["containers"][0]
-    flags = container["args"]
-    done = kvdock("config", "--json", *flags, **image_environ())
+    access = tmp_path / "access.toml"
+    access.write_text(cluster()["Secret"]["stringData"]["access.toml"])
+    access.chmod(0o440)
+    flags = [str(access) if word == "/etc/kvdock/access.toml" else word for word in container["args"]]
+    environ = image_environ() | {each["name"]: each["value"].replace("$(POD_IP)", "10.1.2.3")
+                                 for each in container["env"] if "value" in each}
+    done = kvdock("config", "--json", *flags, **environ)
     assert done.returncode == 0, done.stderr
     names = [name.removeprefix("--").replace("-", "_") for name in flags[::2]]
-    chosen = dict(zip(names, flags[1::2], strict=True))
-    settings = effective(image_environ(), flags=chosen).settings
-    hosts = allowed_hosts(settings)
-    assert settings.host == "0.0.0.0" and hosts is not None
+    settings = effective(environ, flags=dict(zip(names, flags[1::2], strict=True))).settings
+    assert settings.host == "0.0.0.0"
     assert container["ports"][0]["containerPort"] == settings.port
     assert spec["terminationGracePeriodSeconds"] > settings.drain_s + 1
     assert Path(settings.socket_path).parent in {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
-    with ServerProcess(allowed_hosts=image_environ()["KVDOCK_ALLOWED_HOSTS"]) as server:
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            probe = container[kind]["httpGet"]
-            headers = {header["name"]: header["value"] for header in probe["httpHeaders"]}
-            assert headers["Host"] in hosts
-            assert status_of(server.http, probe["path"], headers) == 200
-            assert status_of(server.http, probe["path"], {"Host": "10.1.2.3:7410"}) == 421
+    with ServerProcess(allowed_hosts=settings.allowed_hosts, access_file=settings.access_file) as server:
+        paths = [container[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")]
+        for path in (*paths, "/metrics"):
+            assert status_of(server.http, path, {"Host": "10.1.2.3:7410"}) == 200
+            assert status_of(server.http, path, {"Host": "10.9.9.9:7410"}) == 421
+        assert status_of(server.http, "/v1/sessions", {"Host": "10.1.2.3:7410"}) in (401, 403)
+
+
+@pytest.mark.security
+def test_the_daemonset_asks_for_no_more_than_it_needs() -> None:
+    """Pod Security's level "restricted", but for host paths and the container that makes the socket's folder."""
+    spec = daemonset()
+    pod, server, first = spec["securityContext"], spec["containers"][0], spec["initContainers"][0]["securityContext"]
+    assert pod["runAsNonRoot"] and pod["runAsUser"] and pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["fsGroup"] == pod["runAsGroup"]
+    assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+    for context in (server["securityContext"], first):
+        assert (context["allowPrivilegeEscalation"], context["readOnlyRootFilesystem"]) == (False, True)
+        assert context["capabilities"]["drop"] == ["ALL"]
+    assert set(server["securityContext"]) == {"allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"}
+    assert "add" not in server["securityContext"]["capabilities"]
+    assert first["capabilities"]["add"] == ["CHOWN", "FOWNER"]
+    assert {kind for volume in spec["volumes"] for kind in volume if kind != "name"} == {"hostPath", "secret"}
+    network = cluster()["NetworkPolicy"]["spec"]
+    assert network["podSelector"] == cluster()["DaemonSet"]["spec"]["selector"]
+    assert network["policyTypes"] == ["Ingress", "Egress"] and "egress" not in network
+    assert [port["port"] for port in network["ingress"][0]["ports"]] == [server["ports"][0]["containerPort"]]
+
+
+@pytest.mark.security
+def test_the_image_is_healthy_while_its_server_answers_at_the_socket() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    found = re.search(r"^HEALTHCHECK .*?CMD (.*?[^\\])\n(?=[A-Z])", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    check = found[1].replace("\\\n", "").replace("python ", f"{sys.executable} ", 1)
+    with ServerProcess() as server:
+        environ = {**os.environ, "KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:")}
+        assert subprocess.run(["sh", "-c", check], env=environ).returncode == 0
+    assert subprocess.run(["sh", "-c", check], env=environ, stderr=subprocess.DEVNULL).returncode != 0
+
+
+@pytest.mark.security
+def test_the_image_runs_as_a_user_that_is_not_root_and_has_no_compiler() -> None:
+    final = (ROOT / "Dockerfile").read_text().split("\nFROM ")[-1]
+    assert re.findall(r"^USER (\d+)$", final, re.MULTILINE) == re.findall(r"useradd --uid (\d+)", final) != ["0"]
+    assert "apt-get" not in final and "pip install" not in final
 
 
 def status_of(address: str, path: str, headers: dict[str, str]) -> int:
@@ -141,16 +191,36 @@ def status_of(address: str, path: str, headers: dict[str, str]) -> int:
         connection.close()
 
 
-def test_the_units_settings_and_command_are_right() -> None:
+def unit() -> list[tuple[str, str]]:
+    """Names and values of the systemd unit, in order."""
     lines = [line for line in (EXAMPLES / "kvdock.service").read_text().splitlines() if not line.startswith("#")]
-    pairs = [line.partition("=")[::2] for line in lines if "=" in line]
-    environ = dict(value.split("=", 1) for name, value in pairs if name == "Environment")
+    return [(name, value) for name, equals, value in (line.partition("=") for line in lines) if equals]
+
+
+def test_the_units_settings_and_command_are_right() -> None:
+    environ = dict(value.split("=", 1) for name, value in unit() if name == "Environment")
     settings = effective(environ).settings
-    unit = dict(pairs)
+    once = dict(unit())
     assert settings.pool_bytes == 64 << 30 and settings.socket_path.startswith("/run/kvdock/")
-    assert int(unit["TimeoutStopSec"]) > settings.drain_s + 1
-    program, *words = shlex.split(unit["ExecStart"])
+    assert int(once["TimeoutStopSec"]) > settings.drain_s + 1
+    program, *words = shlex.split(once["ExecStart"])
     assert program.endswith("/kvdock") and kvdock(*words, "--help").returncode == 0
+
+
+@pytest.mark.security
+def test_the_unit_takes_away_what_the_server_does_not_need_and_shares_memory() -> None:
+    once = dict(unit())
+    wanted = (
+        "LockPersonality MemoryDenyWriteExecute NoNewPrivileges PrivateDevices PrivateTmp ProtectClock "
+        "ProtectControlGroups ProtectHome ProtectHostname ProtectKernelLogs ProtectKernelModules "
+        "ProtectKernelTunables RestrictNamespaces RestrictRealtime RestrictSUIDSGID"
+    )
+    assert [name for name in wanted.split() if once.get(name) != "yes"] == []
+    assert (once["ProtectSystem"], once["CapabilityBoundingSet"], once["AmbientCapabilities"]) == ("strict", "", "")
+    assert once["RestrictAddressFamilies"] == "AF_UNIX AF_INET AF_INET6"
+    calls = [value for name, value in unit() if name == "SystemCallFilter"]
+    assert calls == ["@system-service", "~@privileged @resources"]
+    assert not {"PrivateIPC", "PrivateUsers", "PrivateNetwork", "RootDirectory", "DynamicUser"} & set(once)
 
 
 def test_the_deployment_pages_say_what_the_defaults_are() -> None:

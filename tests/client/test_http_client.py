@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from api_helpers import Engine, ServerProcess, attach, keys, unique
+from api_helpers import OPERATOR, Engine, ServerProcess, attach, keys, unique
 
 from kvdock.client.client import Client
 from kvdock.client.http_client import AsyncHttpClient, HttpClient
@@ -57,7 +57,7 @@ def test_the_three_clients_have_the_same_calls() -> None:
 
 
 def test_a_whole_session_through_httpx(address: str, engine: Engine) -> None:
-    with HttpClient(address) as client:
+    with HttpClient(address, access_token=OPERATOR) as client:
         mine = attach(client)
         wanted = keys(3, unique("life"))
         assert len(mine.store(wanted).chunks) == 3
@@ -80,10 +80,10 @@ def test_all_three_answer_the_same(address: str, engine: Engine) -> None:
     body = lookup_body(engine)
 
     async def asked() -> s.LookupAnswer:
-        async with AsyncHttpClient(address) as client:
+        async with AsyncHttpClient(address, access_token=OPERATOR) as client:
             return await client.lookup(body)
 
-    with HttpClient(address) as client:
+    with HttpClient(address, access_token=OPERATOR) as client:
         answers = [engine.client.lookup(body), client.lookup(body), asyncio.run(asked())]
     plain = [msgspec.to_builtins(answer) for answer in answers]
     for answer in plain:
@@ -97,12 +97,12 @@ def test_all_three_answer_the_same(address: str, engine: Engine) -> None:
 
 def test_every_async_call_reaches_its_route(address: str, server: ServerProcess) -> None:
     async def life() -> None:
-        async with AsyncHttpClient(address) as client:
+        async with AsyncHttpClient(address, access_token=OPERATOR) as client:
             with Client(server.unix) as own:
                 mine = attach(own)
             assert (await client.attach(mine.body)).session == mine.session
             assert (await client.heartbeat(mine.session, s.Heartbeat(member=mine.member))).questions == []
-            assert mine.session in {view.session for view in (await client.sessions(limit=1000)).sessions}
+            assert mine.listed in {view.session for view in (await client.sessions(limit=1000)).sessions}
             names = keys(2, unique("async"))
             store = s.Reserve(session=mine.session, member=mine.member, store="s", keys=names)
             granted = await client.reserve(store)
@@ -121,7 +121,7 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             body = s.Lookup(session=mine.session, member=mine.member, request="c", keys=store.keys)
             again = await client.lookup(body)
             assert again.lease is not None and again.hit_tokens == 16
-            await client.cancel(again.lease, s.CancelLease(session=mine.session, member=mine.member))
+            await client.cancel(again.lease, mine.session, mine.member)
             other = await client.reserve(s.Reserve(
                 session=mine.session, member=mine.member, store="t", keys=keys(1, unique("abort"))))
             assert other.reservation is not None
@@ -149,7 +149,7 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
 
 def test_async_calls_run_side_by_side(address: str, engine: Engine) -> None:
     async def many() -> list[s.LookupAnswer]:
-        async with AsyncHttpClient(address) as client:
+        async with AsyncHttpClient(address, access_token=OPERATOR) as client:
             return await asyncio.gather(*[client.lookup(lookup_body(engine)) for _ in range(20)])
 
     leases = {answer.lease for answer in asyncio.run(many())}
@@ -165,7 +165,7 @@ def test_queued_releases_ride_on_httpx_calls_and_on_close(server: ServerProcess,
     leases = [engine.lookup(keys(4, "http"), request=unique("r")).lease for _ in range(4)]
     assert all(leases)
     one, two, three, four = (str(lease) for lease in leases)
-    with HttpClient(server.http) as client:
+    with HttpClient(server.http, access_token=OPERATOR) as client:
         client.release_later(one, engine.session, [0])
         client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
         assert not is_open(one)
@@ -174,7 +174,7 @@ def test_queued_releases_ride_on_httpx_calls_and_on_close(server: ServerProcess,
     assert not is_open(two)
 
     async def life() -> None:
-        async with AsyncHttpClient(server.http) as client:
+        async with AsyncHttpClient(server.http, access_token=OPERATOR) as client:
             client.release_later(three, engine.session, [0])
             beat = await client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
             assert beat.refused_releases == [] and not is_open(three)
@@ -187,12 +187,13 @@ def test_queued_releases_ride_on_httpx_calls_and_on_close(server: ServerProcess,
 def outcomes(call: Callable[[HttpClient], object], awaited: Callable[[AsyncHttpClient], Awaitable[object]],
              address: str) -> Iterator[type[BaseException]]:
     """What each client raises."""
-    with HttpClient(address, timeout_s=0.3) as client, pytest.raises((ApiError, ServerUnavailable)) as error:
+    refusals = (ApiError, ServerUnavailable)
+    with HttpClient(address, access_token=OPERATOR, timeout_s=0.3) as client, pytest.raises(refusals) as error:
         call(client)
     yield error.type
 
     async def ask() -> None:
-        async with AsyncHttpClient(address, timeout_s=0.3) as client:
+        async with AsyncHttpClient(address, access_token=OPERATOR, timeout_s=0.3) as client:
             await awaited(client)
 
     with pytest.raises((ApiError, ServerUnavailable)) as error:
@@ -253,7 +254,7 @@ def test_silence_ends_at_the_timeout(tmp_path: Path) -> None:
 def test_a_refusal_carries_what_was_found_and_wanted(server: ServerProcess, engine: Engine) -> None:
     body = lookup_body(engine, skip_prefix_tokens=3)
     errors = []
-    with HttpClient(server.http) as client:
+    with HttpClient(server.http, access_token=OPERATOR) as client:
         for lookup in (engine.client.lookup, client.lookup):
             with pytest.raises(ApiError) as error:
                 lookup(body)
@@ -278,6 +279,6 @@ def test_an_address_of_another_form_is_refused() -> None:
 def test_a_client_made_elsewhere_is_used(server: ServerProcess) -> None:
     seen: list[str] = []
     made = httpx.Client(event_hooks={"request": [lambda request: seen.append(request.url.path)]})
-    with HttpClient(server.http, http=made) as client:
+    with HttpClient(server.http, access_token=OPERATOR, http=made) as client:
         client.status()
     assert seen == ["/v1/status"] and made.is_closed

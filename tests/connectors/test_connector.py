@@ -32,6 +32,7 @@ from kvdock.connectors.session import Identity
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import manifest_of
+from kvdock.protocol.schemas import listed_id
 
 SECOND = tuple(range(32, 64))
 """Blocks to load into; stores read blocks 0…31."""
@@ -44,7 +45,7 @@ def rig(server: ServerProcess) -> Iterator[Rig]:
 
 
 def leases_of(client: Client, rig: Rig) -> list[str]:
-    return [lease.grant for lease in client.leases().leases if lease.session == rig.attachment.session]
+    return [lease.grant for lease in client.leases().leases if lease.session == listed_id(rig.attachment.session)]
 
 
 def stored(rig: Rig, seed: int, chunks: int, tail: int = 5) -> list[int]:

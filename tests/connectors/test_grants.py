@@ -22,6 +22,7 @@ from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s
 from kvdock.protocol.keys import HashedChain, chunk_keys
 from kvdock.protocol.reports import LeaseView
+from kvdock.protocol.schemas import listed_id
 from kvdock.shm.segment import SegmentInfo
 
 ASK_S = 1.0
@@ -60,7 +61,7 @@ def lost_lookup(rig: Rig, client: Client, tokens: list[int]) -> s.LookupAnswer:
 
 
 def leases_of(client: Client, rig: Rig) -> list[LeaseView]:
-    return [lease for lease in client.leases().leases if lease.session == rig.attachment.session]
+    return [lease for lease in client.leases().leases if lease.session == listed_id(rig.attachment.session)]
 
 
 def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curious: ServerProcess) -> None:

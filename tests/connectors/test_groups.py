@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from api_helpers import ServerProcess, eventually, unique
+from api_helpers import MIB, ServerProcess, eventually, unique
 from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, Spectator, engine_over, kvdock_of, tokens_of
 from engine_helpers import make_engine, poison, prompt, run_one, sampling
 
@@ -24,6 +24,8 @@ from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
+from kvdock.protocol.schemas import listed_id
+from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_STORE_KEYS
 
 SETTINGS = preset("tiny-hybrid3")
 WINDOWS = [None, 24, 72]
@@ -133,6 +135,21 @@ def test_a_store_with_more_groups_replaces_one_that_had_fewer(rig: Rig, client: 
     rig.connector.finished("s")
 
 
+def test_a_store_longer_than_one_reservation_and_one_commit_takes_several() -> None:
+    chunks = MAX_STORE_KEYS + 76
+    column = [index % SHARE for index in range(chunks * PER_CHUNK)]  # an engine's blocks, over and over
+    table: Table = [[SHARE * group + block for block in column] for group in range(len(WINDOWS))]
+    assert MAX_STORE_KEYS * len(WINDOWS) > MAX_ENTRIES
+    with ServerProcess(pool_bytes=256 * MIB, segment_bytes=256 * MIB) as server, Client(server.unix) as client, \
+            Rig(server.unix, kv=KVCache(SETTINGS)) as rig:
+        rig.fill(1)
+        tokens = tokens_of(5, chunks)
+        store(rig, tokens, table)
+        counters = client.status().counters
+        assert (counters["stored_chunks"], counters["reservations"]) == (chunks, 2)
+        assert rig.lookup("r", tokens) == len(tokens)
+
+
 def test_a_chunk_whose_full_attention_is_not_there_ends_the_store(rig: Rig) -> None:
     tokens = tokens_of(5, 3)
     read = rig.connector.begin_store("r", tokens, without(table_of(range(12)), 0, 1), len(tokens))
@@ -190,7 +207,7 @@ def test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends(ri
     assert rig.lookup("r", tokens) == 256
     assert load(rig, "r", table_of(range(20, 28), 128), 16, 128) == LoadDone("r", 16)
     rig.connector.finished("r")
-    eventually(lambda: not [one for one in client.leases().leases if one.session == rig.attachment.session])
+    eventually(lambda: not [one for one in client.leases().leases if one.session == listed_id(rig.attachment.session)])
     assert rig.lookup("r", tokens[:128]) == 128, "fewer tokens asked for is the way to a shorter hit"
     assert load(rig, "r", table_of(range(20, 28), 128), 16, 128).valid_tokens == 128
 
@@ -201,7 +218,7 @@ def test_what_a_preempted_request_stores_begins_where_its_new_hit_ended(rig: Rig
     store(rig, tokens[: 2 * CHUNK], table_of(range(8)), "r")
     for _ in range(5):
         assert rig.lookup("r", tokens) == 2 * CHUNK
-    leases = [one for one in client.leases().leases if one.session == rig.attachment.session]
+    leases = [one for one in client.leases().leases if one.session == listed_id(rig.attachment.session)]
     assert len(leases) == 1
     assert load(rig, "r", table_of(range(20, 28), 2 * CHUNK), 0, 2 * CHUNK).valid_tokens == 2 * CHUNK
     table = table_of(range(20, 36), 2 * CHUNK)

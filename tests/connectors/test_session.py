@@ -19,17 +19,21 @@ import uvicorn
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
 from connector_helpers import CHUNK, Rig, mapped_objects, mortal, no_trace, successor, tokens_of
 
+from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
+from kvdock.api.http.connection import connection_class
 from kvdock.api.pool.lock import remove_stale
 from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.server import connection_limits
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.connectors.interface import LoadDone, Miss, Pending
 from kvdock.connectors.session import EngineSession, Identity, SessionObserver
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ServerUnavailable
-from kvdock.protocol.wire_types import MAX_KEYS
+from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.objects import SHM_DIR
 
 
@@ -46,8 +50,10 @@ def unready_server(path: str) -> Iterator[tuple[str, Pool, asyncio.AbstractEvent
     """The real application over a pool whose first segment is not there yet."""
     settings = Settings.load(small_pool(socket_path=path))
     pool = open_pool(settings, secrets.randbits)
-    parts = build(settings, pool, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings, parts), uds=path, log_config=None, lifespan="off"))
+    parts = build(settings, pool, AccessFile(""), perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+    connections = connection_class(connection_limits(settings), parts.meter)
+    app = create_app(settings, parts)
+    server = uvicorn.Server(uvicorn.Config(app, uds=path, http=connections, log_config=None, lifespan="off"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
     thread.start()
@@ -92,6 +98,30 @@ def test_segments_that_the_pool_gave_up_are_unmapped_and_the_others_go_on() -> N
         assert rig.lookup("r", tokens) == 128
         assert rig.load("r", range(64, 72), 0, 128).valid_tokens == 128
         assert torch.equal(rig.blocks(range(64, 72)), rig.blocks(range(8)))
+
+
+@pytest.mark.security
+def test_segments_that_went_unheard_are_unmapped_once_the_pool_has_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that was away while more segments went than a pool remembers."""
+    sizes = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "heartbeat_s": 0.05}
+    with mortal(**sizes) as server, Rig(server.unix) as rig, Client(server.unix) as client:
+        heard = rig.connector.session.client
+        heartbeat = heard.heartbeat
+
+        def deaf(session: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
+            return msgspec.structs.replace(heartbeat(session, body), retired=[])
+
+        monkeypatch.setattr(heard, "heartbeat", deaf)  # as a server answers that has forgotten
+        for number in range(3):
+            rig.store(f"s{number}", tokens_of(60 + number, 25), range(100))
+        eventually(lambda: len(rig.attachment.segments.segments) == len(client.segments().segments) >= 3)
+        client.configure(PatchConfig(pool_bytes=MIB))
+        eventually(lambda: len(client.segments().segments) == 1)
+        client.configure(PatchConfig(pool_bytes=3 * MIB))
+        rig.store("later", tokens_of(80, 25), range(100))
+        listed = {one.id for one in client.segments().segments}
+        assert max(listed) > 2
+        eventually(lambda: {one.id for one in rig.attachment.segments.segments} == listed)
 
 
 def test_a_killed_server_is_a_miss_and_its_memory_is_given_back_with_its_pool() -> None:
@@ -259,7 +289,7 @@ def test_a_process_that_cannot_map_the_pool_says_why_once_and_always_leaves(capl
                 assert len(loud) == 1 and name in loud[0], loud
                 (SHM_DIR / f"{name}-away").rename(SHM_DIR / name)
                 eventually(lambda: rig.connector.session.attachment is not None)
-                assert f"attached to {server.unix}" in caplog.text
+                eventually(lambda: f"attached to {server.unix}" in caplog.text)
         finally:
             (SHM_DIR / f"{name}-away").unlink(missing_ok=True)
 
@@ -298,14 +328,14 @@ def test_more_changes_than_an_answer_holds_are_heard_with_one_heartbeat() -> Non
         for batch in range(12):  # each goes as the next one comes
             stored = other.store(keys(400, unique(f"batch {batch}")))
             changed += 2 * len(stored.chunks)
-        assert changed > 2 * MAX_KEYS
+        assert changed > 2 * MAX_ENTRIES
         latest = attachment.changes_since
         while (told := other.heartbeat(changes_since=latest).changes) is not None and told.next > latest:
             latest = told.next
         session._wake.set()  # the next heartbeat
         eventually(lambda: attachment.changes_since == latest)
-        full = heard.index(MAX_KEYS)
-        assert heard[full : full + 2] == [MAX_KEYS, MAX_KEYS], "the second at once"
+        full = heard.index(MAX_ENTRIES)
+        assert heard[full : full + 2] == [MAX_ENTRIES, MAX_ENTRIES], "the second at once"
         other.close()
 
 

@@ -17,6 +17,7 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
+from kvdock.protocol.schemas import listed_id
 
 TOKENS = tokens_of(1, 2)
 HIT = Hit(len(TOKENS))
@@ -52,7 +53,7 @@ def verified(driver: Driver, request: str) -> LookupResult:
 
 
 def leases(client: Client, rig: Rig) -> int:
-    return sum(lease.session == rig.attachment.session for lease in client.leases().leases)
+    return sum(lease.session == listed_id(rig.attachment.session) for lease in client.leases().leases)
 
 
 def cannot_hash(length: int) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import pytest
+import torch
 from api_helpers import ServerProcess, eventually
-from connector_helpers import CHUNK, Rig, tokens_of
+from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
-from kvdock.shm.objects import unlink
+from kvdock.connectors.plans import LoadPiece
+from kvdock.protocol import schemas as s
+from kvdock.shm.objects import SHM_DIR, unlink
 
 
 def test_a_segment_that_cannot_be_mapped_fails_its_copies_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,3 +38,67 @@ def test_a_segment_that_cannot_be_mapped_fails_its_copies_and_nothing_else(caplo
         eventually(lambda: held() == (0, 0, 0))
         assert not [record for record in caplog.records if record.levelno > logging.WARNING]
         assert rig.attachment is not None, "the session goes on"
+
+
+def of_length(length: int) -> Callable[[LoadPiece], LoadPiece]:
+    def changed(piece: LoadPiece) -> LoadPiece:
+        return replace(piece, parts=tuple(msgspec.structs.replace(part, length=length) for part in piece.parts))
+
+    return changed
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("changed", [
+    of_length(8), of_length(1 << 20), lambda piece: replace(piece, parts=()),
+    lambda piece: replace(piece, block_ids=piece.block_ids * 2),
+], ids=["shorter", "longer", "none", "more blocks"])  # fmt: skip
+def test_a_part_that_is_not_as_long_as_what_is_copied_is_a_miss(
+    changed: Callable[[LoadPiece], LoadPiece], server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Rig(server.unix, salt=str(changed)) as rig:
+        tokens = tokens_of(9, 2)
+        rig.store("w", tokens, range(2 * PER_CHUNK))
+        hit = rig.lookup("r", tokens)
+        before = rig.blocks(range(64, 64 + 2 * PER_CHUNK))
+        begun = rig.connector.scheduler.begin_load("r", [range(64, 64 + 2 * PER_CHUNK)], 0, hit)
+        assert begun is not None
+        attachment, plan = begun
+        plan = replace(plan, pieces=(*plan.pieces[:-1], changed(plan.pieces[-1])))
+        assert rig.connector.worker.load(attachment, plan) == 0
+        attachment.release()
+        assert torch.equal(rig.blocks(range(64, 64 + 2 * PER_CHUNK)), before), "nothing is copied"
+        assert "load request=r failed: " in caplog.text
+        assert rig.lookup("again", tokens) == hit, "the chunks are not to blame"
+
+
+@pytest.mark.security
+def test_a_slot_that_is_not_as_long_as_our_part_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Rig(server.unix, salt="write") as rig, Client(server.unix) as client:
+        reserve = rig.connector.session.client.reserve
+
+        def longer(body: s.Reserve) -> s.ReserveAnswer:
+            got = reserve(body)
+            for chunk in got.chunks:
+                chunk.parts[:] = [msgspec.structs.replace(part, length=part.length + 4096) for part in chunk.parts]
+            return got
+
+        monkeypatch.setattr(rig.connector.session.client, "reserve", longer)
+        rig.store("w", tokens_of(10, 2), range(2 * PER_CHUNK))
+        assert "store request=w failed: part of group 0 by writer 0: found " in caplog.text
+        eventually(lambda: client.status().reservations == 0)
+        assert rig.lookup("r", tokens_of(10, 2)) == 0
+
+
+@pytest.mark.security
+def test_a_segment_that_was_cut_short_is_a_miss_and_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with ServerProcess() as server, Rig(server.unix) as rig:
+        tokens = tokens_of(11, 2)
+        rig.store("w", tokens, range(2 * PER_CHUNK))
+        hit = rig.lookup("r", tokens)
+        for known in rig.attachment.segments.segments:
+            os.truncate(f"{SHM_DIR}{known.name}", 4096)
+        assert rig.load("r", range(64, 64 + 2 * PER_CHUNK), 0, hit).valid_tokens == 0
+        rig.store("v", tokens_of(12, 2), range(2 * PER_CHUNK))
+        assert "load request=r failed: segment " in caplog.text and "store request=v failed: segment " in caplog.text

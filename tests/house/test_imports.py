@@ -32,16 +32,17 @@ ROOMS = {
     "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
+    "api/access": Room(may=("protocol", "api.access", "api.errors"), never=("fastapi", "starlette")),
     "api/pool": Room(
         may=("_core", "shm", "protocol", "api.pool", "api.settings", "api.errors"), never=("fastapi", "starlette")
     ),
     "api/views": Room(
-        may=("_core", "protocol", "api.pool", "api.views", "api.clock", "api.convert", "api.settings"),
+        may=("_core", "protocol", "api.access", "api.pool", "api.views", "api.clock", "api.convert", "api.settings"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(
-        may=("_core", "protocol", "api.http", "api.pool", "api.views", "api.admin", "api.convert", "api.errors",
-             "api.service", "api.settings", "api.tokens"),
+        may=("_core", "protocol", "api.access", "api.http", "api.pool", "api.views", "api.admin", "api.convert",
+             "api.errors", "api.log", "api.service", "api.settings", "api.tokens"),
         never=("torch", "numpy"),
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import PurePosixPath
 
@@ -10,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from paths import ROOT
 from references import FENCE, anchors
 from sources import sources
 from tidy_rules import RULES, Rule
@@ -153,15 +155,57 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 # --------------------------------------------------------------------------- dependencies
 
 
-def pins() -> dict[str, Version]:
-    pinned: dict[str, Version] = {}
-    for file in ("constraints.txt", "constraints-test.txt"):
-        for line in sources()[PurePosixPath(file)].splitlines():
-            name, equals, version = line.partition("==")
-            if line and not line.startswith("#"):
-                assert equals, f"{file}: {line!r} is no pin"
-                pinned[canonicalize_name(name)] = Version(version)
-    return pinned
+HASHED = ("build", "engine", "server", "test", "tools")
+
+
+def pins() -> dict[str, Requirement]:
+    """By name, of all lists in pins/ but the tools', which have an environment of their own."""
+    lines = [line for name in (*HASHED, "torch") if name != "tools" for line in pins_in(f"pins/{name}.txt")]
+    return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
+
+
+def pins_in(path: str) -> dict[str, int]:
+    """The pins of one list, each with the number of its hashes."""
+    text = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", sources()[PurePosixPath(path)], flags=re.MULTILINE))
+    found = {}
+    for line in text.splitlines():
+        pin, *hashes = re.split(r" +--hash=", line)
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes), (path, line)
+        found[pin] = len(hashes)
+    return found
+
+
+def version_of(pin: Requirement) -> Version:
+    exact, = pin.specifier
+    assert exact.operator == "==", pin
+    return Version(exact.version)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("name", HASHED)
+def test_every_pin_has_hashes(name: str) -> None:
+    found = pins_in(f"pins/{name}.txt")
+    assert found and [pin for pin, hashes in found.items() if not hashes] == []
+
+
+@pytest.mark.security
+def test_every_other_list_is_named_and_no_list_names_an_index() -> None:
+    """PyTorch's build differs by pip's configuration, so it alone has no hash."""
+    lists = {path: text for path, text in sources().items() if path.parts[0] == "pins" and path.suffix == ".txt"}
+    assert {path.stem for path in lists} == {*HASHED, "torch"}
+    assert [path for path, text in lists.items() if "://" in text or "--index" in text] == []
+    assert list(pins_in("pins/torch.txt")) == [f"torch=={version_of(pins()['torch'])}"]
+
+
+@pytest.mark.security
+def test_make_and_the_image_install_with_hashes() -> None:
+    """Whatever installs a list of pins/, but PyTorch's, demands its hashes."""
+    targets = [".venv/.deps", ".venv/.tests", ".venv-tools/.deps", "build/server/.deps"]
+    make = subprocess.run(["make", "-nB", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    steps = re.sub(r"\\\n", "", make + sources()[PurePosixPath("Dockerfile")])
+    installs = [part for part in re.split(r"&&|\n", steps) if "install" in part and "pins/" in part]
+    assert {name for part in installs for name in re.findall(r"pins/(\w+)\.txt", part)} == {*HASHED, "torch"}
+    assert [part for part in installs if ("--require-hashes" in part) == ("pins/torch.txt" in part)] == []
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
@@ -171,13 +215,10 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
         ranges += extra
     pinned = pins()
     wrong = [text for text in ranges if not (
-        (wanted := Requirement(text)).specifier.contains(pinned.get(canonicalize_name(wanted.name), Version("0")))
+        (pin := pinned.get(canonicalize_name((wanted := Requirement(text)).name)))
+        and wanted.specifier.contains(version_of(pin))
     )]
     assert wrong == []
-
-
-def test_torch_is_pinned_exactly() -> None:
-    assert pins()["torch"] == Version("2.13.0")
 
 
 # --------------------------------------------------------------------------- tests

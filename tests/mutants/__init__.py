@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import api, cli, connectors, copy, engine, table, vllm, web
+from . import access, api, cli, connectors, copy, engine, table, vllm, web
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
     "table": table.MUTANTS,
     "copy": copy.MUTANTS,
     "api": api.MUTANTS,
+    "access": access.MUTANTS,
     "connectors": connectors.MUTANTS,
     "vllm": vllm.MUTANTS,
     "engine": engine.MUTANTS,

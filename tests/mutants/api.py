@@ -20,7 +20,7 @@ MUTANTS = (
     ),
     Mutant(
         "P11", "the hot path takes calls over TCP, whose Host header it does not check", "api/http/hot_path.py",
-        ' or scope.get("client")', "",
+        '    if not scope["state"]["peer"].is_unix:\n        return None, ""\n', "",
         ("tests/api/test_people.py", "-k", "headers"), "test_every_answer_has_the_security_headers",
     ),
     Mutant(
@@ -37,8 +37,8 @@ MUTANTS = (
     ),
     Mutant(
         "P13b", "a server that drains grants reservations", "api/service.py",
-        "        self._check_grants(session, store)\n",
-        "        if not self._drain.begun:\n            self._check_grants(session, store)\n",
+        "            self._check_grants(session, store)  # also",
+        "            if not self._drain.begun: self._check_grants(session, store)  # also",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),
@@ -70,5 +70,23 @@ MUTANTS = (
         "            if not lock_offset and not self._pool.lock_held(lock_offset):\n",
         ("tests/api/test_adoption.py", "-k", "dead_held"),
         "test_what_the_dead_held_is_freed_and_what_the_living_hold_is_not",
+    ),
+    Mutant(
+        "P70", "a session that comes back counts as a new one of its tenant", "api/pool/quotas.py",
+        "        if not any(view.nonce == nonce for view in self._table.sessions()):\n", "        if nonce:\n",
+        ("tests/api/test_quotas.py", "-k", "before_a_restart"),
+        "test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more",
+    ),
+    Mutant(
+        "P71", "a grant that is held counts again when its call is repeated", "api/service.py",
+        "        if known:\n            return\n", "        if known and over_quota is None:\n            return\n",
+        ("tests/api/test_quotas.py", "-k", "grant_too_many"),
+        "test_one_grant_too_many_is_refused_and_a_repeat_of_one_that_is_held_is_not",
+    ),
+    Mutant(
+        "P72", "the keeper leaves tenants above a lowered quota", "api/keeper.py",
+        "                await self._keep_quotas()\n", "",
+        ("tests/api/test_quotas.py", "-k", "lowered"),
+        "test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased",
     ),
 )

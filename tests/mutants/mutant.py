@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 VLLM_TESTS = "tests/vllm/"
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*\])?)(?: - .*)?$", re.MULTILINE)
 _PASSED = re.compile(r"\b\d+ passed\b")
 
 

@@ -7,6 +7,7 @@ from .mutant import Mutant
 MODEL = ("tests/table/test_model.py",)
 MODEL_TEST = "TestTableAgainstModel"
 GRANTS = ("tests/table/test_grants.py",)
+QUOTAS = ("tests/table/test_quotas.py",)
 
 MUTANTS = (
     Mutant(
@@ -31,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "C5", "a parent is evicted before its child", "csrc/table/chunks.cpp",
-        "in.pins == 0 && in.children == 0 && !in.kept", "in.pins == 0 && !in.kept",
+        "in.pins == 0 && in.children == 0 &&", "in.pins == 0 &&",
         MODEL, MODEL_TEST,
     ),
     Mutant(
@@ -89,5 +90,28 @@ MUTANTS = (
         "C18", "a late repeat of a commit does not compare generations", "csrc/table/store.cpp",
         "    if (!chunks_.names_live(*it)) continue;", "    if (it->generation == 0) continue;",
         GRANTS, "test_a_commit_repeated_after_its_record_was_used_again_looks_at_nothing_of_the_new_one",
+    ),
+    Mutant(
+        "C19", "a quota evicts the coldest chunk of any tenant", "csrc/table/eviction.h",
+        "      if (heaps.size() <= tenant) continue;\n"
+        "      if (auto c = choose(heaps[tenant], last_use); c && (!best || older(*c, *best))) best = c;\n",
+        "      for (Heap& heap : heaps)\n"
+        "        if (auto c = choose(heap, last_use); c && (!best || older(*c, *best))) best = c;\n",
+        QUOTAS, "test_a_tenant_at_its_quota_evicts_its_own_coldest_chunks_and_nobody_elses",
+    ),
+    Mutant(
+        "C20", "a tenant may have one chunk more than its quota", "csrc/table/tenants.cpp",
+        "t.usage.chunks + 1 <= quota(t).chunks", "t.usage.chunks <= quota(t).chunks",
+        MODEL, MODEL_TEST,
+    ),
+    Mutant(
+        "C21", "a quota spares what an administrator keeps", "csrc/table/evict.cpp",
+        "  if (!c) c = kept_.of_tenant(", "  if (false) c = kept_.of_tenant(",
+        QUOTAS, "test_a_pin_never_beats_a_quota_and_goes_last",
+    ),
+    Mutant(
+        "C22", "a reservation brings a tenant down to a lowered quota all at once", "csrc/table/evict.cpp",
+        "  if (tenants.is_over(tenant) || !tenants.could_fit", "  if (!tenants.could_fit",
+        QUOTAS, "test_a_lowered_quota_is_reached_in_slices_and_leaves_what_is_leased",
     ),
 )

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from api_helpers import ServerProcess
+from api_helpers import OPERATOR, ServerProcess
 from connector_helpers import PATIENCE_S
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
@@ -50,7 +50,7 @@ def busy_server(server: ServerProcess) -> Iterator[ServerProcess]:
 
 def test_a_real_server_with_two_engines_is_shown_whole(busy_server: ServerProcess, open_page: OpenPage) -> None:
     errors: list[str] = []
-    page = open_page(busy_server.http)
+    page = open_page(busy_server.http, access_token=OPERATOR)
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     expect(page.locator("#pill")).to_have_text("Ready")
     for label in ("writer <blink>", "reader"):
@@ -66,7 +66,7 @@ def test_a_real_server_with_two_engines_is_shown_whole(busy_server: ServerProces
 
 def test_the_page_says_so_when_the_real_server_is_gone(open_page: OpenPage) -> None:
     with ServerProcess() as mortal:
-        page = open_page(mortal.http)
+        page = open_page(mortal.http, access_token=OPERATOR)
         expect(page.locator("#pill")).to_have_text("Ready")
         mortal.stop()
         expect(page.locator("#pill")).not_to_have_text("Ready", timeout=15_000)
@@ -75,7 +75,7 @@ def test_the_page_says_so_when_the_real_server_is_gone(open_page: OpenPage) -> N
 
 def test_an_empty_real_server_is_shown_as_ready_and_empty(open_page: OpenPage) -> None:
     with ServerProcess() as empty:
-        page = open_page(empty.http)
+        page = open_page(empty.http, access_token=OPERATOR)
         expect(page.locator("#pill")).to_have_text("Ready")
         expect(page.locator("#sessions")).to_contain_text("No engine is attached yet.")
         expect(page.locator("table.list:visible")).to_have_count(0)
@@ -83,7 +83,7 @@ def test_an_empty_real_server_is_shown_as_ready_and_empty(open_page: OpenPage) -
 
 def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open_page: OpenPage) -> None:
     with ServerProcess() as stopped:
-        page = open_page(stopped.http)
+        page = open_page(stopped.http, access_token=OPERATOR)
         expect(page.locator("#pill")).to_have_text("Ready")
         stopped.process.send_signal(signal.SIGSTOP)
         try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from api_helpers import ServerProcess, attach
+from api_helpers import OPERATOR, ServerProcess, attach
 from page_helpers import OpenPage
 from playwright.sync_api import expect
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.page
 GIB = 1 << 30
 CHUNKS = 1_000_000
 POOL_BYTES = 4 * GIB
-PER_CALL = 4000
+PER_CALL = 1000
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def full_server() -> Iterator[ServerProcess]:
 
 
 def test_a_million_chunks_are_shown_and_kept_up_to_date(full_server: ServerProcess, open_page: OpenPage) -> None:
-    page = open_page(full_server.http)
+    page = open_page(full_server.http, access_token=OPERATOR)
     with Client(full_server.unix) as client:
         began = time.monotonic()
         ready = client.status().chunks.ready

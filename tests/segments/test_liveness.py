@@ -26,8 +26,8 @@ from kvdock.shm.objects import create_region
 _MEMBER = """
 import os, random, signal, sys
 from kvdock.datapath.liveness import MemberLiveness
-held = MemberLiveness(sys.argv[1], source=random.SystemRandom())
-child = os.fork() if sys.argv[2] == "fork" else -1
+held = MemberLiveness(sys.argv[1], source=random.SystemRandom(), with_children=sys.argv[2] == "gpu")
+child = os.fork() if sys.argv[2] != "alone" else -1
 if child != 0:
     print(held.offset, child, flush=True)
 signal.pause()
@@ -103,12 +103,18 @@ def test_a_killed_members_byte_is_free(lock: PoolLock) -> None:
         assert not lock.member_alive(int(offset))
 
 
-def test_a_forked_grandchild_keeps_its_dead_parents_byte(lock: PoolLock) -> None:
-    with running(_MEMBER, str(lock.path), "fork") as (child, (offset, grandchild)):
+@pytest.mark.security
+@pytest.mark.parametrize(("copies_with", "keeps"), [("cpu", False), ("gpu", True)])
+def test_a_child_keeps_its_dead_parents_byte_only_if_that_copied_with_a_gpu(
+    copies_with: str, keeps: bool, lock: PoolLock
+) -> None:
+    """The child sleeps, as a helper of some library may. It has no slots; but a GPU may still copy for its parent."""
+    with running(_MEMBER, str(lock.path), copies_with) as (child, (offset, grandchild)):
+        assert lock.member_alive(int(offset))
         kill(child)
         held_after_parent = lock.member_alive(int(offset))
         kill_and_see_it_gone(int(grandchild))
-        assert held_after_parent
+        assert held_after_parent is keeps
         assert not lock.member_alive(int(offset))
 
 

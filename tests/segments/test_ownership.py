@@ -3,6 +3,7 @@ server is kept from starting."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import signal
@@ -23,6 +24,7 @@ from kvdock.api.http.listen import bind_unix
 from kvdock.api.pool.handover import ask_to_leave
 from kvdock.api.pool.lock import PoolLock, left_pools, remove_stale, server_alive
 from kvdock.client.client import Client
+from kvdock.client.http_client import AsyncHttpClient, HttpClient
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import ForeignObject
@@ -36,8 +38,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make fi
 
 
 def named(kind: str, pool_id: int) -> Path:
-    suffix = {"lock": ".lock", "table": "-table", "segment": "-0000"}[kind]
-    return shm.SHM_DIR / f"kvdock-{pool_id:016x}{suffix}"
+    if kind == "segment":
+        return Path(f"{shm.SHM_DIR}{shm.segment_name(pool_id, 0, 1)}")
+    return shm.SHM_DIR / f"kvdock-{pool_id:016x}{'.lock' if kind == 'lock' else '-table'}"
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_a_segment_that_is_not_ours_alone_is_not_mapped(what: str, planted: Call
     pool_id = secrets.randbits(64)
     planted(named("segment", pool_id), what)
     with pytest.raises(ForeignObject, match="wanted -rw-------"):
-        map_checked(shm.segment_name(pool_id, 0), pool_id, 0)
+        map_checked(shm.segment_name(pool_id, 0, 1), pool_id, 0)
 
 
 @pytest.mark.parametrize("how", ["open to others", pytest.param("of another user", marks=needs_root)])
@@ -135,6 +138,44 @@ def test_a_pool_that_others_could_open_is_not_adopted_and_another_one_is_served(
         finally:
             for path in left:
                 path.unlink()
+
+
+@needs_root
+def test_a_pool_grows_whatever_names_another_user_takes_for_its_next_segments() -> None:
+    """Also after adoption: the pool's id is there for all to see, and so is how its segments are numbered."""
+    squatted: list[Path] = []
+
+    def squat(pool_id: int) -> None:
+        for path in (Path(f"{shm.SHM_DIR}{shm.segment_name(pool_id, 1, 0)}"),
+                     shm.SHM_DIR / f"kvdock-{pool_id:016x}-0001"):
+            path.write_bytes(bytes(8192))
+            os.chown(path, STRANGER, STRANGER)
+            squatted.append(path)
+
+    small = {"pool_bytes": 4 * MIB, "segment_bytes": MIB, "on_exit": "keep"}
+    with ServerProcess(**small) as server:
+        try:
+            squat(server.pool_id)
+            with Client(server.unix) as client:
+                attach(client).store(keys(120))
+                names = [one.name for one in client.segments().segments]
+                assert len(names) >= 2 and not client.status().reasons
+            server.stop(signal.SIGKILL)
+            with ServerProcess(**{**server.settings, "on_exit": "remove"}) as second, Client(second.unix) as client:
+                assert second.pool_id == server.pool_id
+                assert [one.name for one in client.segments().segments] == names
+                assert client.status().chunks.ready == 120
+            assert all(path.exists() for path in squatted)
+        finally:
+            for path in squatted:
+                path.unlink()
+
+
+def test_the_name_of_a_segment_says_nothing_of_the_next_ones_name() -> None:
+    with ServerProcess(pool_bytes=4 * MIB, segment_bytes=MIB) as server, Client(server.unix) as client:
+        attach(client).store(keys(120))
+        drawn = {one.name.rpartition("-")[2] for one in client.segments().segments}
+        assert len(drawn) >= 2 and all(len(text) == 16 for text in drawn)
 
 
 # --------------------------------------------------------------------------- sockets
@@ -164,11 +205,22 @@ def squatted() -> Iterator[str]:
 
 
 @needs_root
-def test_another_users_server_is_not_believed(squatted: str) -> None:
-    with Client(f"unix:{squatted}") as client, pytest.raises(ServerUnavailable, match=f"found user {STRANGER}, wanted"):
-        client.status()
+@pytest.mark.parametrize("kind", [Client, HttpClient])
+def test_another_users_server_is_not_believed(squatted: str, kind: type[Client]) -> None:
+    with kind(f"unix:{squatted}") as client, pytest.raises(ServerUnavailable, match=f"found user {STRANGER}, wanted"):
+        client.status(timeout_s=0.5)
     with pytest.raises(StartupError, match=f"found user {STRANGER}, wanted 0 or root"):
         ask_to_leave(squatted, patience_s=1.0)
+
+
+@needs_root
+def test_another_users_server_is_not_believed_by_those_who_await_its_answers(squatted: str) -> None:
+    async def ask() -> None:
+        async with AsyncHttpClient(f"unix:{squatted}") as client:
+            await client.status(timeout_s=0.5)
+
+    with pytest.raises(ServerUnavailable, match=f"found user {STRANGER}, wanted"):
+        asyncio.run(ask())
 
 
 def test_a_socket_is_not_bound_where_others_could_replace_it() -> None:

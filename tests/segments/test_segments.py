@@ -114,6 +114,19 @@ def test_segments_are_not_mapped_in_forked_children(pool: SegmentPool) -> None:
     assert "dc" in flags.split()
 
 
+@pytest.mark.security
+def test_a_segment_that_was_cut_short_is_corrupt_before_a_copy_touches_it(pool: SegmentPool) -> None:
+    engine = AttachedSegments(pool.pool_id)
+    info = engine.attach(pool.grow())
+    engine.require_whole(info.id)
+    for left in (info.bytes - 1, 4096, 0):
+        os.truncate(f"/dev/shm{info.name}", left)
+        assert engine.mapping(info.id).reaches_end() is (left == info.bytes - 1), "the kernel cuts whole pages"
+    with pytest.raises(SegmentCorrupt, match=f"found fewer bytes, wanted {info.bytes} bytes"):
+        engine.require_whole(info.id)
+    engine.close()
+
+
 def test_close_leaves_no_descriptor_thread_mapping_or_name(pool_id: int) -> None:
     before = (open_descriptors(), threading.active_count())
     for _ in range(3):
@@ -165,12 +178,12 @@ def _flip(pool: SegmentPool, at: int) -> None:
 
 def test_an_absent_segment_is_named_as_absent(pool: SegmentPool) -> None:
     with pytest.raises(SegmentAbsent, match="no such object"):
-        AttachedSegments(pool.pool_id).attach(SegmentInfo(5, shm.segment_name(pool.pool_id, 5), MIB, 4096))
+        AttachedSegments(pool.pool_id).attach(SegmentInfo(5, shm.segment_name(pool.pool_id, 5, 0), MIB, 4096))
 
 
 @pytest.mark.parametrize("size", [0, 100, 8192])
 def test_a_segment_without_its_header_is_not_ready(pool_id: int, size: int) -> None:
-    name = shm.segment_name(pool_id, 0)
+    name = shm.segment_name(pool_id, 0, 0)
     fd = shm.create(name, 8192)
     os.ftruncate(fd, size)
     os.close(fd)
@@ -276,7 +289,8 @@ try:
     print("made")
 except PoolTooSmall as error:
     print("early", error.found == 12 << 20, error.wanted == 16 << 20, os.listdir("/dev/shm"))
-pool = SegmentPool(7, limit_bytes=16 << 20, segment_bytes=8 << 20, capacity=Capacity(shm_dir=Path("/")))
+capacity = Capacity(shm_dir=Path("/"))
+pool = SegmentPool(7, limit_bytes=16 << 20, segment_bytes=8 << 20, capacity=capacity, randbits=lambda k: k)
 pool.grow()
 for attempt in (pool.grow, lambda: create_region("/kvdock-0000000000000007-table", 8 << 20)):
     try:
@@ -297,7 +311,7 @@ def test_a_full_dev_shm_is_an_error_with_sizes_and_leaves_no_object() -> None:
     command = ["unshare", "-m", sys.executable, "-c", _IN_A_SMALL_SHM]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
-    name = "['kvdock-0000000000000007-0000']"
+    name = "['kvdock-0000000000000007-0000-0000000000000040']"
     assert ran.stdout.splitlines() == ["early True True []", f"late True {name}", f"late True {name}", "end []"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ def next_at(server: ServerProcess, **settings: object) -> Iterator[ServerProcess
 @contextmanager
 def adopted_here(server: ServerProcess) -> Iterator[Table]:
     """The pool that a server left, taken over by this process: its table passed all checks. Left as it is."""
-    adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id)
+    adopted: Adopted = adopt_pool(Settings.load(server.settings), server.pool_id, secrets.randbits)
     try:
         yield adopted.table
     finally:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from forks import ServerFork
 
+from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.datapath.liveness import MemberLiveness
@@ -29,6 +30,10 @@ from kvdock.protocol import schemas as s
 from kvdock.shm.objects import pool_objects
 
 MIB = 1 << 20
+OPERATOR = "operator-" + "0" * 32
+"""The access token of every ServerProcess, for all that there is to do over TCP."""
+NOBODYS = {"Authorization": ""}
+"""Headers of a call over TCP without a token."""
 START_TIMEOUT_S = 30.0
 
 
@@ -60,6 +65,8 @@ class ServerProcess:
     def __init__(self, **overrides: object) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="kvdock-test-")
         self.settings = small_pool(**{"socket_path": f"{self.folder.name}/kvdock.sock", **overrides})
+        if "access_file" not in overrides:
+            self.settings["access_file"] = str(access_file(Path(self.folder.name)))
         self.log_path = Path(self.folder.name) / "server.log"
         self.log_path.touch()
         self.process = ServerFork(self.settings, self.log_path)
@@ -99,6 +106,14 @@ class ServerProcess:
         self.close()
 
 
+def access_file(folder: Path, *more: str) -> Path:
+    """A new access file with the operator's token, and more entries."""
+    path, replacement = folder / "access.toml", folder / "access.new"
+    replacement.touch(mode=0o600)
+    replacement.write_text("\n".join([entry("operator", OPERATOR, ["engine", "admin"], ""), *more]))
+    return replacement.rename(path)
+
+
 def manifest(**overrides: Any) -> s.Manifest:
     fields: dict[str, Any] = {
         "model": "test-model", "kv_dtype": "bfloat16", "layers": 2, "kv_heads": 2, "head_size": 64,
@@ -133,6 +148,11 @@ class Engine:
     @property
     def session(self) -> str:
         return self.attached.session
+
+    @property
+    def listed(self) -> str:
+        """The session's id as lists and the log have it."""
+        return s.listed_id(self.session)
 
     def lookup(self, keys: list[str], request: str = "r", epoch: int = 0, **more: Any) -> s.LookupAnswer:
         return self.client.lookup(
@@ -221,10 +241,16 @@ def http_connection(address: str) -> http.client.HTTPConnection:
 def raw(
     address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """(status, headers by lower-case name, body) of one request on its own connection."""
+    """(status, headers by lower-case name, body) of one request on its own connection. Over TCP it is the operator's,
+    unless `headers` say whose, as NOBODYS do."""
     connection = http_connection(address)
+    sent = {} if headers is None else dict(headers)
+    if address.startswith("http:") and "Authorization" not in sent:
+        sent["Authorization"] = f"Bearer {OPERATOR}"
+    if not sent.get("Authorization"):
+        sent.pop("Authorization", None)
     try:
-        connection.request(method, path, body, {} if headers is None else headers)
+        connection.request(method, path, body, sent)
         response: http.client.HTTPResponse = connection.getresponse()
         return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
     finally:

@@ -84,6 +84,7 @@ def run_kvdock(*args: str, environ: dict[str, str], stdin: str, timeout_s: float
 
 
 def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
+    from kvdock.api.log import ServerLog
     from kvdock.api.server import Server
     from kvdock.api.settings import Settings
 
@@ -91,8 +92,11 @@ def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
     for fd in (1, 2):
         os.dup2(log_fd, fd)
     os.close(log_fd)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    Server(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict())).run()
+    logging.basicConfig(level=logging.INFO, handlers=[ServerLog(logging.BASIC_FORMAT)])
+    try:
+        Server(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict())).run()
+    finally:
+        logging.shutdown()  # a process that was forked does not do it by itself
 
 
 class ServerFork:

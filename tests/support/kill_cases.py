@@ -192,15 +192,15 @@ def _begin(run: Run, writer: Child, reader: Child) -> None:
     elif operation in ("evict", "grow"):
         writer.begin("fill", CROWD, 10, CHUNKS)
     elif operation == "quarantine":
-        for number in shm.segment_numbers(next(iter(run.pools))):
-            with Path(f"{shm.SHM_DIR}{shm.segment_name(next(iter(run.pools)), number)}").open("r+b") as segment:
+        for _, name in shm.segment_names(next(iter(run.pools))):
+            with Path(f"{shm.SHM_DIR}{name}").open("r+b") as segment:
                 segment.seek(4096)
                 segment.write(b"\xaa" * (15 * CHUNK_BYTES))
         reader.begin("load", KNOWN, CHUNKS)
     elif operation == "clear":
-        reader.begin("call", run.http, "POST", "/v1/cache/clear", {})
+        reader.begin("call", run.unix, "POST", "/v1/cache/clear", {})
     elif operation == "shrink":
-        reader.begin("call", run.http, "PATCH", "/v1/config", {"pool_bytes": 2 << 20})
+        reader.begin("call", run.unix, "PATCH", "/v1/config", {"pool_bytes": 2 << 20})
 
 
 def _finish(run: Run, writer: Child, reader: Child) -> None:

@@ -5,6 +5,8 @@ It is slow and obvious on purpose. `tests/table/test_model.py` drives both with 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 ROOT = b""
@@ -12,11 +14,12 @@ ROOT = b""
 
 @dataclass
 class Space:
-    """A namespace: chunk length, writers, and per group the window in tokens (None: full attention)."""
+    """A namespace: chunk length, writers, per group the window in tokens (None: full attention), whose it is."""
 
     chunk_tokens: int
     writers: int
     windows: list[int | None]
+    tenant: int = 0
 
     @property
     def full(self) -> set[int]:
@@ -30,6 +33,12 @@ class Space:
             if w is not None and first_token > end * self.chunk_tokens - w:
                 out.add(g)
         return out
+
+
+@dataclass
+class Quota:
+    slots: float = math.inf
+    chunks: float = math.inf
 
 
 @dataclass(eq=False)
@@ -73,6 +82,7 @@ class Model:
         self.session_room, self.total_room = int(slots * session_cap), int(slots * total_cap)
         self.records: list[Record] = []
         self.grants: dict[int, Grant] = {}
+        self.quotas: defaultdict[int, Quota] = defaultdict(Quota)
         self.tick = self.generation = 0
 
     # -- questions
@@ -100,13 +110,23 @@ class Model:
             c.parent == r.key and c.space == r.space and c.state in ("reserved", "ready") for c in self.records
         )
 
-    def victim(self, spare: bytes | None = None, space: int = -1) -> Record | None:
+    def victim(
+        self, spare: bytes | None = None, space: int = -1, tenant: int | None = None, kept: bool = False
+    ) -> Record | None:
         free = [
             r for r in self.records
-            if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and not r.kept_until
-            and (r.space, r.key) != (space, spare)
+            if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and bool(r.kept_until) == kept
+            and (r.space, r.key) != (space, spare) and tenant in (None, self.spaces[r.space].tenant)
         ]
         return min(free, key=lambda r: (r.last_used, r.generation), default=None)
+
+    def of_tenant(self, tenant: int) -> list[Record]:
+        return [r for r in self.records if self.spaces[r.space].tenant == tenant]
+
+    def within_quota(self, tenant: int, slots: int = 0, chunks: int = 0) -> bool:
+        """With so much more than the tenant has."""
+        quota, mine = self.quotas[tenant], self.of_tenant(tenant)
+        return sum(map(self.parts, mine)) + slots <= quota.slots and len(mine) + chunks <= quota.chunks
 
     def hit(self, space: int, keys: list[bytes], limit: int | None = None) -> int:
         s = self.spaces[space]
@@ -142,6 +162,30 @@ class Model:
 
     def evict_one(self, r: Record) -> None:
         self.records.remove(r)
+
+    def evict_of(self, tenant: int, spare: bytes | None = None, space: int = -1) -> bool:
+        """A kept chunk goes only if there is no other."""
+        gone = self.victim(spare, space, tenant) or self.victim(spare, space, tenant, kept=True)
+        if gone:
+            self.evict_one(gone)
+        return gone is not None
+
+    def make_room_in_quota(self, space: int, parent: bytes, slots: int) -> bool:
+        tenant = self.spaces[space].tenant
+        quota = self.quotas[tenant]
+        if not self.within_quota(tenant) or slots > quota.slots or quota.chunks < 1:
+            return False
+        while not self.within_quota(tenant, slots, 1):
+            if not self.evict_of(tenant, parent, space):
+                return False
+        return True
+
+    def evict_over_quota(self, tenants: list[int], at_most: int) -> int:
+        gone = 0
+        for tenant in tenants:
+            while gone < at_most and not self.within_quota(tenant) and self.evict_of(tenant):
+                gone += 1
+        return gone
 
     # -- calls
 
@@ -202,6 +246,9 @@ class Model:
                 limited = "held_bytes"
                 break
             parent = path[start + i - 1] if start + i else ROOT
+            if not self.make_room_in_quota(space, parent, need):
+                limited = "quota"
+                break
             while self.slots - self.used() < need and (v := self.victim(parent, space)):
                 self.evict_one(v)
             if self.slots - self.used() < need:

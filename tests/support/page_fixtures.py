@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ARGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP evil.test 127.0.0.1",
 ]
 
 
@@ -33,15 +33,19 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[say.OpenPage]:
-    """open_page(url, **context options) → a page that has drawn its first figures (or has not, with drawn=False)."""
+    """open_page(url, **context options) → a page that has drawn its first figures (or has not, with drawn=False). A
+    server that shows a page only totals is given the access token."""
     contexts = []
 
-    def open_one(url: str, *, drawn: bool = True, **options: Any) -> Page:
+    def open_one(url: str, *, drawn: bool = True, access_token: str = "", **options: Any) -> Page:
         context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(8_000)
         page.goto(url)
+        if access_token:
+            page.fill("#token", access_token)
+            page.press("#token", "Enter")
         if drawn:
             for panel in ("history", "sessions", "grants", "requests"):
                 drawn_parts = page.locator(f"#{panel} :is(tbody tr, .ticks text, .hint)")

@@ -224,7 +224,7 @@ def commands(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
         for target in re.findall(r"^(?:\w+=\S+ )*make (?:-\w+ )?([a-z][\w-]*)(?=\s|$|\.)", command):
             if target not in tree.targets and " " not in command.split(target, 1)[1].strip():
                 yield f"make {target}: no such target"
-        if match := re.match(r"(?:\.venv/bin/)?kvdock(?: ([a-z]+))?((?: .*)?)$", command):
+        if match := re.match(r"(?:\.venv/bin/)?kvdock(?: ([a-z][a-z-]*))?((?: .*)?)$", command):
             yield from _wrong_use(tree, match[1] or "", match[2])
 
 

@@ -43,12 +43,13 @@ class Client:
     part_bytes: int
     name: str = "engine"
     namespace: str = ""  # whose namespace it uses; "": one of its own
+    tenant: bytes = bytes(16)
     stores: int = 0
 
     def __post_init__(self) -> None:
         self.space = self.table.add_namespace(
             key("space", self.namespace or self.name, self.part_bytes), chunk_tokens=16, block_tokens=4, writers=1,
-            groups=[("full", 0, self.part_bytes)],
+            groups=[("full", 0, self.part_bytes)], tenant=self.tenant,
         )
         self.session = self.table.open_session(key("session", self.name)[:16], self.space, 0)
         self.member = self.table.add_member(self.session, key("member", self.name)[:16], [0], True, 0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from model import Grant, Model, Refused, Space
+from model import Grant, Model, Quota, Refused, Space
 
 from kvdock._core import Lookup, Mapping, Reservation, Table, TableError
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.table_model
 SLOT = 4096
 SLOTS = 24
 CHUNK, BLOCK = 16, 4
-SPACES = [Space(CHUNK, 2, [None]), Space(CHUNK, 1, [None, 24])]
+SPACES = [Space(CHUNK, 2, [None]), Space(CHUNK, 1, [None, 24], tenant=1), Space(CHUNK, 1, [None], tenant=1)]
+TENANTS = [bytes(16), b"another tenant.."]
 SESSION_CAP, TOTAL_CAP = 0.6, 1.0
 SETTLE_MS, SUSPECT_MS = 3_000, 10**9
 
@@ -25,7 +27,8 @@ Path = tuple[int, ...]
 # A few trunks that share prefixes, so that stores and lookups meet.
 trunks = st.sampled_from([(0, 0, 0, 0, 0, 0), (0, 0, 1, 1), (1, 0, 1)])
 paths = st.tuples(trunks, st.integers(1, 6)).map(lambda t: t[0][: t[1]])
-sessions = st.integers(0, 2)
+sessions = st.integers(0, 3)
+spaces = st.integers(0, 2)
 seldom = st.integers(0, 7).map(lambda n: n == 5)
 
 
@@ -61,20 +64,21 @@ class TableAgainstModel(RuleBasedStateMachine):
             self.table.add_namespace(
                 digest("space", i), chunk_tokens=s.chunk_tokens, block_tokens=BLOCK, writers=s.writers,
                 groups=[("full", 0, SLOT) if w is None else ("window", w, SLOT) for w in s.windows],
+                tenant=TENANTS[s.tenant],
             )
             for i, s in enumerate(SPACES)
         ]
-        self.session_space = [0, 0, 1]
-        self.session: list[int] = [0, 0, 0]
-        self.nonce = [0, 0, 0]
-        self.member: list[list[int]] = [[], [], []]
-        self.state: list[list[str]] = [[], [], []]
+        self.session_space = [0, 0, 1, 2]
+        self.session = [0] * 4
+        self.nonce = [0] * 4
+        self.member: list[list[int]] = [[] for _ in range(4)]
+        self.state: list[list[str]] = [[] for _ in range(4)]
         self.died: dict[tuple[int, int], int] = {}
         self.epochs: dict[tuple[int, int], int] = {}
         self.followed: dict[int, set[bytes]] = {}
         """By namespace: the keys that are there, by the changes that the table reported. Absent: begin anew."""
-        self.since = [0, 0]
-        for i in range(3):
+        self.since = [0] * 3
+        for i in range(4):
             self.attach(i)
 
     def attach(self, i: int) -> None:
@@ -89,6 +93,9 @@ class TableAgainstModel(RuleBasedStateMachine):
     def present(self, i: int, rank: int) -> int:
         nonce = digest("m", self.nonce[i], rank)[:16]
         return self.table.add_member(self.session[i], nonce, [rank], rank == 0, self.now, 77 + rank)
+
+    def tenant_of(self, i: int) -> int:
+        return SPACES[self.session_space[i]].tenant
 
     def live(self, kind: str) -> list[int]:
         return [n for n, g in self.model.grants.items() if g.kind == kind and g.holders]
@@ -128,6 +135,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         assert (got.present, got.busy, got.limited) == (present, busy, limited)
         assert bool(got.grant) == bool(granted)
         if got.grant:
+            assert self.model.within_quota(SPACES[space].tenant)
             self.model.grants[got.grant] = Grant(
                 "reservation", self.session[i], self.member[i][0], set(range(SPACES[space].writers)), granted,
                 deadline=self.now + 60_000, ranks=SPACES[space].writers,
@@ -223,10 +231,13 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.model.discharge(grant, ranks)
         assert set(self.table.release(g.session, grant, sorted(ranks))) == g.holders
         assert set(self.table.release(g.session, grant, sorted(ranks))) == g.holders
-        other = next(s for s in self.session if s != g.session)
         if g.holders:
-            with pytest.raises(TableError, match="another session"):
-                self.table.release(other, grant, sorted(ranks))
+            own = self.tenant_of(self.session.index(g.session))
+            for i, other in enumerate(self.session):
+                if other != g.session:  # of another tenant's grant it learns no more than of none
+                    says = "another session" if self.tenant_of(i) == own else "no such grant"
+                    with pytest.raises(TableError, match=says):
+                        self.table.release(other, grant, sorted(ranks))
 
     @precondition(lambda self: self.live("lease"))
     @rule(data=st.data())
@@ -241,7 +252,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     # -- administration, time and death
 
-    @rule(space=st.integers(0, 1), path=paths)
+    @rule(space=spaces, path=paths)
     def delete(self, space: int, path: Path) -> None:
         r = self.model.find(space, keys_of(path)[-1], "ready")
         assert self.table.delete(self.spaces[space], b"") == 0  # no keys are no chunks
@@ -249,7 +260,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         if r:
             self.model.remove(r)
 
-    @rule(space=st.integers(0, 1), path=paths, ms=st.sampled_from([0, 2_000]))
+    @rule(space=spaces, path=paths, ms=st.sampled_from([0, 2_000]))
     def keep(self, space: int, path: Path, ms: int) -> None:
         """An administrator's pin: not evicted until then, and nothing more."""
         until = self.now + ms if ms else 0
@@ -258,7 +269,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         if r:
             r.kept_until = until
 
-    @rule(space=st.integers(-1, 1), budget=st.integers(1, 300), really=seldom)
+    @rule(space=st.integers(-1, 2), budget=st.integers(1, 300), really=seldom)
     def clear(self, space: int, budget: int, really: bool) -> None:
         if not really:
             return
@@ -278,6 +289,19 @@ class TableAgainstModel(RuleBasedStateMachine):
             self.model.evict_one(v)
             gone += 1
         assert self.table.evict(want_free * SLOT, 1000) == gone
+
+    @rule(tenant=st.integers(0, 1), slots=st.sampled_from([None, 0, 1, 3, 6, 9]),
+          chunks=st.sampled_from([None, None, 0, 1, 3, 5]))
+    def set_quota(self, tenant: int, slots: int | None, chunks: int | None) -> None:
+        self.table.set_quota(TENANTS[tenant], bytes=None if slots is None else slots * SLOT, chunks=chunks)
+        self.model.quotas[tenant] = Quota(
+            *(math.inf if amount is None else amount for amount in (slots, chunks))
+        )
+
+    @rule(at_most=st.integers(1, 12))
+    def evict_over_quota(self, at_most: int) -> None:
+        before = self.model.evict_over_quota([0, 1], at_most)
+        assert self.table.evict_over_quota(at_most) == before
 
     @rule(ms=st.sampled_from([1, 1_000, 4_000, 61_000]))
     def time_passes(self, ms: int) -> None:
@@ -322,6 +346,11 @@ class TableAgainstModel(RuleBasedStateMachine):
             settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
         )
         self.followed.clear()
+        for tenant, quota in self.model.quotas.items():  # quotas end with a server; the next one sets its own
+            self.table.set_quota(
+                TENANTS[tenant], bytes=None if quota.slots == math.inf else int(quota.slots) * SLOT,
+                chunks=None if quota.chunks == math.inf else int(quota.chunks),
+            )
         assert (found["dropped"], found["replaced"]) == (0, 0)
         assert (found["chunks"], found["aborted"]) == (before["ready_chunks"], before["reserved_chunks"])
         for g in self.model.grants.values():
@@ -369,6 +398,19 @@ class TableAgainstModel(RuleBasedStateMachine):
                 assert self.table.state_of(self.spaces[r.space], r.key) == "ready"
 
     @invariant()
+    def each_tenant_uses_what_the_model_says(self) -> None:
+        for tenant, number in enumerate(TENANTS):
+            view, mine = self.table.tenant(number), self.model.of_tenant(tenant)
+            sessions_of = {self.session[i] for i, space in enumerate(self.session_space)
+                           if SPACES[space].tenant == tenant}
+            assert (view.bytes, view.chunks) == (SLOT * sum(map(self.model.parts, mine)), len(mine))
+            assert view.namespaces == sum(space.tenant == tenant for space in SPACES)
+            assert view.sessions == len(sessions_of)
+            assert view.grants == sum(
+                bool(g.holders) and g.session in sessions_of for g in self.model.grants.values()
+            )
+
+    @invariant()
     def who_follows_the_changes_knows_what_is_there(self) -> None:
         for i, space in enumerate(self.spaces):
             there = {r.key for r in self.model.records if r.state == "ready" and r.space == i}
@@ -385,7 +427,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """L1: when every engine has left, no grant remains and every record is FREE or READY."""
-        for i in range(3):
+        for i in range(4):
             for member, state in zip(self.member[i], self.state[i], strict=True):
                 if state == "live":
                     self.table.leave(member)

@@ -6,9 +6,9 @@ import itertools
 
 import msgspec
 import pytest
-from table_helpers import PAGE, Client, key, new_table
+from table_helpers import PAGE, Client, key, new_region, new_table
 
-from kvdock._core import TableError
+from kvdock._core import MAX_SEGMENTS, MAX_STORE_KEYS, Table, TableError
 
 pytestmark = pytest.mark.table_model
 
@@ -138,8 +138,51 @@ def test_a_segment_retires_while_a_lease_on_it_is_held() -> None:
     assert table.retire_segment(victim, 1000) == 0
     table.remove_segment(victim)
     table.check_integrity()
-    with pytest.raises(TableError, match="added before"):
+    with pytest.raises(TableError, match="ids rise"):
         table.add_segment(victim, PAGE, 4 * MIB)
+
+
+@pytest.mark.security
+def test_a_pool_that_is_shrunk_and_grown_for_ever_can_always_grow_again() -> None:
+    """More segments than a table has places, one after the other, with chunks stored under ids far above that."""
+    region = new_region()
+    table = new_table(MIB, region=region)
+    engine = Client(table, PAGE)
+    last = 3 * MAX_SEGMENTS
+    for segment in range(1, last + 1):
+        table.add_segment(segment, PAGE, MIB)
+        table.retire_segment(segment - 1, 0)
+        table.remove_segment(segment - 1)
+    keys = [key("k", n) for n in range(4)]
+    assert engine.store(keys) == 4
+    found = engine.lookup(keys).chunks
+    assert {part[2] for parts in found for part in parts} == {last}
+    table.check_integrity()
+    stored = Table.stored_segments(region, pool_id=1, lock_inode=0)
+    assert [one[0] for one in stored] == list(range(last + 1 - MAX_SEGMENTS, last + 1))
+    assert [one[1] for one in stored] == ["gone"] * (MAX_SEGMENTS - 1) + ["live"]
+    facts = [(segment, offset, size) for segment, state, offset, size in stored if state == "live"]
+    next_table, _ = Table.adopt(
+        region, pool_id=1, lock_inode=0, segments=facts, limit_bytes=MIB, session_cap=1.0, total_cap=1.0
+    )
+    assert [next_table.state_of(engine.space, one) for one in keys] == ["ready"] * 4
+    with pytest.raises(TableError, match="ids rise") as refused:
+        next_table.add_segment(last, PAGE, MIB)
+    assert (refused.value.found, refused.value.wanted) == (last, last + 1)
+    next_table.add_segment(last + 1, PAGE, MIB)
+    next_table.check_integrity()
+
+
+@pytest.mark.security
+def test_a_table_without_a_place_for_a_segment_says_how_many_it_has() -> None:
+    table = new_table(MAX_SEGMENTS * PAGE, segments=MAX_SEGMENTS)
+    with pytest.raises(TableError, match="as many segments as it can") as refused:
+        table.add_segment(MAX_SEGMENTS, PAGE, PAGE)
+    assert (refused.value.code, refused.value.found) == ("table_full", MAX_SEGMENTS)
+    table.retire_segment(7, 0)
+    table.remove_segment(7)
+    table.add_segment(MAX_SEGMENTS, PAGE, PAGE)
+    table.check_integrity()
 
 
 def test_retiring_counts_nothing_free_in_the_segment_that_goes() -> None:
@@ -215,11 +258,14 @@ def test_asking_too_late_for_changes_answers_that_some_are_missing() -> None:
     assert not complete, "nobody has asked yet"
     first = [key("first", i) for i in range(4096)]
     for batch in range(8):  # after the first, each replaces the one before: 4,096 changes, then 8,192 each
-        assert client.store([key(batch, i) for i in range(4096)] if batch else first) == 4096
+        names = [key(batch, i) for i in range(4096)] if batch else first
+        for start in range(0, 4096, MAX_STORE_KEYS):
+            assert client.store(names[start : start + MAX_STORE_KEYS]) == MAX_STORE_KEYS
     changes, following, complete = client.table.changes(client.space, since, 5000)
     assert complete and [one for one, _ in changes[:4096]] == first and all(is_there for _, is_there in changes[:4096])
     assert {one for one, is_there in changes if not is_there} <= set(first) and following == since + 5000
-    assert client.store([key("last", i) for i in range(2048)]) == 2048
+    for start in range(0, 2048, MAX_STORE_KEYS):
+        assert client.store([key("last", start + i) for i in range(MAX_STORE_KEYS)]) == MAX_STORE_KEYS
     assert client.table.changes(client.space, since, 1) == ([(first[0], True)], since + 1, True), f"all {kept} are kept"
     assert client.store([key("one more")]) == 1
     assert client.table.changes(client.space, since, 1) == ([], since + kept + 2, False)

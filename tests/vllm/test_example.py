@@ -78,6 +78,6 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
 
 def test_what_kept_it_from_starting_is_shown(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "any"}
-    done = run_example(60, {**environ, "POOL": "64TiB", "LOGS": str(tmp_path)})
+    done = run_example(60, {**environ, "POOL": "3TiB", "LOGS": str(tmp_path)})
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("kvdock ended:\n") and "does not fit" in done.stderr

@@ -1,0 +1,142 @@
+"""What each tenant may use. The table limits bytes and chunks itself; a session, namespace or grant too many is refused
+here.
+
+Ownership: quotas last as long as the server; the next one sets its own, also over a pool that it adopts.
+Invariant: each quota that was put is in force in the table, and the default is for all other tenants. The server's own
+user has no limits unless they are put. Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvdock._core import Table, TenantView as TableView
+from kvdock.api.pool.registry import Recent, SessionRecord, digest16
+from kvdock.api.settings import Settings
+from kvdock.protocol.admin_schemas import MAX_QUOTAS, Amounts, Quota, TenantView
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.wire_types import OWN_TENANT
+
+UNLIMITED = Quota()
+KEPT_NAMES = 8192
+"""Tenants that have attached lately: lists show them by name."""
+
+
+def tenant_id(tenant: str) -> bytes:
+    """The table's 16-byte id of a tenant; zeros for the server's own user."""
+    return digest16(tenant) if tenant != OWN_TENANT else bytes(16)
+
+
+def default_quota(settings: Settings) -> Quota:
+    """The quota of tenants that have none of their own. In settings, 0 is no limit."""
+    return Quota(**{name: getattr(settings, f"tenant_{name}") or None for name in Quota.__struct_fields__})
+
+
+class Quotas:
+    """The quota of every tenant, and the checks before a tenant gets more."""
+
+    def __init__(self, table: Table, default: Quota) -> None:
+        self._table = table
+        self._default = default
+        self._put: dict[str, Quota] = {}
+        self._of_file: dict[str, Quota] = {}
+        """What the access file said when it was last read."""
+        self._names: Recent[bytes, str] = Recent(keep=KEPT_NAMES)
+        """Tenants that have attached to this server, by the table's id."""
+        table.set_default_quota(bytes=default.bytes, chunks=default.chunks)
+
+    def of(self, tenant: str) -> Quota:
+        return self._put.get(tenant) or (UNLIMITED if tenant == OWN_TENANT else self._default)
+
+    def put(self, tenant: str, quota: Quota) -> None:
+        """Replaces the tenant's quota, at once. A tenant that uses more keeps what engines hold; the keeper evicts the
+        rest."""
+        self._put[tenant] = quota
+        self._table.set_quota(tenant_id(tenant), bytes=quota.bytes, chunks=quota.chunks)
+
+    def put_back(self, tenant: str) -> None:
+        """Replaces what a call has put by what the access file says, or by the default."""
+        if tenant in self._of_file:
+            self.put(tenant, self._of_file[tenant])
+        else:
+            self._reset(tenant)
+
+    def _reset(self, tenant: str) -> None:
+        self._put.pop(tenant, None)
+        default = self.of(tenant)
+        self._table.set_quota(tenant_id(tenant), bytes=default.bytes, chunks=default.chunks)
+
+    def follow(self, caps: Mapping[str, Quota]) -> None:
+        """The access file's quotas: puts those that are new there, and gives the default back to tenants that the file
+        names no more. What a call has put meanwhile stays, unless the file's own word has changed."""
+        for tenant, quota in self._of_file.items():
+            if tenant not in caps and self._put.get(tenant) == quota:
+                self._reset(tenant)
+        for tenant, quota in caps.items():
+            if self._of_file.get(tenant) != quota:
+                self.put(tenant, quota)
+        self._of_file = dict(caps)
+
+    def require_room(self, wanted: Mapping[str, Quota | None]) -> None:
+        """Raises ApiError(bad_argument) if too many tenants had a quota by calls with these."""
+        named = {tenant for tenant, quota in wanted.items() if quota is not None}
+        count = len((self._put.keys() | named) - self._of_file.keys())
+        if count > MAX_QUOTAS:
+            raise ApiError("bad_argument", "too many tenants have a quota of their own", found=count, wanted=MAX_QUOTAS)
+
+    # ---------------------------------------------------------------- checks
+
+    def check_session(self, tenant: str, nonce: bytes) -> None:
+        """Before a session is opened; `nonce`: as the table has it. One that the table knows already, of before a
+        restart, is not a new one. Raises ApiError(quota_exceeded)."""
+        self._names.put(tenant_id(tenant), tenant)
+        used, limit = self._used(tenant).sessions, self.of(tenant).sessions
+        if limit is None or used < limit:
+            return
+        if not any(view.nonce == nonce for view in self._table.sessions()):
+            raise _exceeded("sessions", used, limit)
+
+    def check_namespace(self, tenant: str, digest: bytes) -> None:
+        """Before a namespace is used, new or not. Raises ApiError(quota_exceeded)."""
+        used, limit = self._used(tenant).namespaces, self.of(tenant).namespaces
+        if limit is not None and used >= limit and not self._table.has_namespace(digest):
+            raise _exceeded("namespaces", used, limit)
+
+    def grants_refusal(self, session: SessionRecord) -> ApiError | None:
+        """Why the session's tenant may open no further grant; None: it may."""
+        limit = self.of(session.tenant).grants
+        if limit is None:
+            return None  # the table is not asked
+        used = self._used(session.tenant).grants
+        return _exceeded("grants", used, limit) if used >= limit else None
+
+    # ---------------------------------------------------------------- views
+
+    def views(self) -> dict[str, TenantView]:
+        """Tenants that use something or have a quota of their own, by name; by the table's id in hex those that have
+        not attached since the server was started."""
+        ids = {view.tenant: view for view in self._table.tenants()}
+        names = {tenant_id(name): name for name in (OWN_TENANT, *self._put)}
+        out = {}
+        for number, view in ids.items():
+            name = names.get(number, self._names.get(number))
+            quota = self._default if name is None else self.of(name)
+            out[number.hex() if name is None else name] = TenantView(
+                used=_amounts(view), quota=Amounts(**msgspec.structs.asdict(quota))
+            )
+        return out
+
+    def _used(self, tenant: str) -> TableView:
+        return self._table.tenant(tenant_id(tenant))
+
+
+def _amounts(view: TableView) -> Amounts:
+    return Amounts(**{name: getattr(view, name) for name in Amounts.__struct_fields__})
+
+
+def _exceeded(what: str, used: int, limit: int) -> ApiError:
+    return ApiError(
+        "quota_exceeded", f"the tenant has as many {what} as it may have", found=used, wanted=f"< {limit}"
+    )

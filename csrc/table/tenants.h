@@ -1,0 +1,75 @@
+// Who shares the pool: what each tenant uses of the table, and how many bytes and chunks it may use.
+//
+// Ownership: usage is derived; its owners count it here as it changes. Quotas are set again by each server.
+// Invariants: a tenant has a number while it has a namespace or a quota of its own; then the number may be used again.
+//   Usage is what namespaces, records, sessions and grants add up to (Table::check_integrity).
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "base/errors.h"
+#include "table/layout.h"
+
+namespace kvdock {
+
+constexpr uint64_t kNoQuota = ~0ull;
+
+struct Quota {
+  uint64_t bytes = kNoQuota, chunks = kNoQuota;
+};
+
+struct Usage {
+  uint64_t bytes = 0, chunks = 0;  // of records that are not FREE
+  uint32_t namespaces = 0, sessions = 0, grants = 0;
+  bool operator==(const Usage&) const = default;
+};
+
+struct TenantInfo {
+  Id16 tenant;
+  Usage usage;
+  Quota quota;  // its own, or the default
+};
+
+class Tenants {
+ public:
+  // A namespace more, or less, of that tenant. enter() returns the tenant's number.
+  uint32_t enter(const Id16& tenant);
+  void leave(uint32_t number);
+
+  Usage& usage(uint32_t number) { return tenants_[number].usage; }
+  uint32_t end() const { return static_cast<uint32_t>(tenants_.size()); }  // every number is below it
+
+  void set_quota(const Id16& tenant, const Quota& quota);
+  // For tenants without a quota of their own, except the server's own user (zeros).
+  void set_default(const Quota& quota) { default_ = quota; }
+  bool is_over(uint32_t number) const;
+  // Whether one more chunk of `bytes` is within the quota; could_fit: whether it would be if nothing else were there.
+  bool fits(uint32_t number, uint64_t bytes) const;
+  bool could_fit(uint32_t number, uint64_t bytes) const;
+
+  TenantInfo view(const Id16& tenant) const;  // of one that is unknown: nothing used
+  std::vector<TenantInfo> views() const;
+
+  void check(const std::vector<Usage>& counted) const;  // by number; TableError corrupt
+
+ private:
+  struct Tenant {
+    Id16 id{};
+    bool known = false;
+    std::optional<Quota> own;
+    Usage usage;
+  };
+
+  uint32_t number_of(const Id16& tenant);  // gives it one if it has none
+  void forget_unused(uint32_t number);
+  const Quota& quota(const Tenant& tenant) const;
+
+  std::vector<Tenant> tenants_;
+  std::map<Id16, uint32_t> numbers_;
+  Quota default_;
+};
+
+}  // namespace kvdock

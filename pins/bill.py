@@ -1,0 +1,77 @@
+"""Writes a bill of materials of the server as CycloneDX JSON: its packages, and the libraries that the extension links.
+
+    python pins/bill.py ENVIRONMENT EXTENSION FILE
+
+ENVIRONMENT is the Python of an environment that holds what pins/server.txt lists; EXTENSION the built `_core`. It needs
+the packages of pins/tools.txt and binutils, but no network. The same input makes the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def linked(extension: Path) -> list[dict[str, Any]]:
+    """A component for each shared library; its version is the Debian package's, where there is one."""
+    wanted = re.findall(r"\(NEEDED\).*\[(.+)\]", output("readelf", "--wide", "--dynamic", str(extension)))
+    if not wanted:
+        raise SystemExit(f"{extension} links no library: it is not the extension")
+    paths = dict(re.findall(r"^\s*(\S+) .*=> (\S+)$", output("ldconfig", "--print-cache"), re.MULTILINE))
+    return [component(name, paths.get(name)) for name in sorted(wanted)]
+
+
+def component(soname: str, path: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "library", "name": soname, "bom-ref": f"linked:{soname}"}
+    package = debian_package(path) if path else None
+    if package:
+        name, version = package
+        found |= {"version": version, "purl": f"pkg:deb/debian/{name}@{quote(version, safe='')}"}
+    return found
+
+
+def debian_package(path: str) -> tuple[str, str] | None:
+    """Name and version. /lib may be a link to /usr/lib, of which dpkg knows one."""
+    for known in (path, str(Path(path).resolve()), path.removeprefix("/usr"), f"/usr{path}"):
+        try:
+            owner = output("dpkg-query", "--search", known).partition(":")[0]
+            return owner, output("dpkg-query", "--show", "--showformat", "${Version}\n", owner).splitlines()[0]
+        except (OSError, subprocess.CalledProcessError):
+            continue
+    return None
+
+
+def main(environment: str, extension: str, written: str) -> None:
+    tool = str(Path(sys.executable).with_name("cyclonedx-py"))
+    bill = json.loads(output(
+        tool, "environment", environment, "--pyproject", str(PROJECT), "--output-reproducible", "--of", "JSON"
+    ))
+    libraries = linked(Path(extension))
+    references = [library["bom-ref"] for library in libraries]
+    bill["components"] += libraries
+    root = next(entry for entry in bill["dependencies"] if entry["ref"] == bill["metadata"]["component"]["bom-ref"])
+    root["dependsOn"] = sorted([*root.get("dependsOn", []), *references])
+    bill["dependencies"] += [{"ref": reference} for reference in references]
+    text = json.dumps(bill, indent=1, sort_keys=True) + "\n"
+    if wrong := JsonStrictValidator(SchemaVersion.from_version(bill["specVersion"])).validate_str(text):
+        raise SystemExit(f"the bill is no valid CycloneDX {bill['specVersion']}: {wrong}")
+    Path(written).write_text(text)
+    print(f"{written}: {len(bill['components'])} components")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

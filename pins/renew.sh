@@ -1,0 +1,38 @@
+#!/bin/sh
+# Writes the lists of pins/ that carry hashes: each package that pyproject.toml asks for, at one version for all Pythons
+# and machines, with the SHA-256 of every file that the index has of it. Versions stay, unless `--upgrade` (all) or
+# `--upgrade-package NAME` is given. `make pins` calls it with the folder of uv and Python.
+set -eu
+cd "$(dirname "$0")/.."
+bin=$1
+shift
+upgrade=$*
+inputs=$(mktemp)
+trap 'rm -f "$inputs"' EXIT
+agreed='--constraints pins/torch.txt'
+there='--no-emit-package torch'
+
+# list NAME ARGUMENT…: writes the list of that name, without what the lists before it have.
+list() {
+    file=pins/$1.txt
+    shift
+    # shellcheck disable=SC2086  # several words each
+    "$bin/uv" pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest --generate-hashes \
+        --no-annotate --custom-compile-command 'make pins' $agreed $there $upgrade "$@" --output-file "$file" >/dev/null
+    agreed="$agreed --constraints $file"
+    there="$there $(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' "$file")"
+}
+
+list server pyproject.toml
+"$bin/python" - >"$inputs" <<'END'
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "cmake", "ninja", sep="\n")
+END
+list build "$inputs"
+# Of what PyTorch needs, only what every build of it does: CUDA's libraries come with the build that wants them.
+list engine pyproject.toml --extra engine
+awk '/^[a-z]/ { wanted = !/^(cuda|nvidia|triton)/ } /^#/ || wanted' pins/engine.txt >"$inputs"
+cat "$inputs" >pins/engine.txt
+list test pyproject.toml --extra test
+there=  # the tools have an environment of their own
+list tools --group tools

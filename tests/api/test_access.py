@@ -1,0 +1,384 @@
+"""Who may do what: every route, with every kind of caller, over both sockets. Tenants: tests/api/test_tenants.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import uvicorn
+from admin_helpers import call, ok
+from api_helpers import NOBODYS, OPERATOR, ServerProcess, access_file, attach, eventually, raw
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from flood_helpers import until_closed
+
+from kvdock.api.access.access_file import AccessFile
+from kvdock.api.access.issue import entry
+from kvdock.api.access.peer import NOBODY, peer_of
+from kvdock.api.errors import AccessFileError, SettingsError
+from kvdock.api.http import routes_admin, routes_engine, routes_people
+from kvdock.api.http.connection import connection_class
+from kvdock.api.http.examples import BODIES
+from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.openapi import scope_of
+from kvdock.api.settings import Settings
+from kvdock.api.views.history import Counters
+from kvdock.api.views.timing import Meter, Timings
+from kvdock.client.client import Client
+from kvdock.protocol import calls
+from kvdock.protocol.calls import INCLUDED, Call, Scope
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.schemas import Heartbeat
+
+pytestmark = pytest.mark.security
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+OTHER_UID = 65534
+TOKENS: dict[Scope, str] = {scope: f"{scope}-" + "t" * 40 for scope in INCLUDED}
+EXAMPLES = {kind.__name__: body for kind, body in BODIES.items()}
+
+
+class Asked(NamedTuple):
+    """One call as anybody could send it. `scope`: what its route says that it needs."""
+
+    method: str
+    path: str
+    body: Any
+    scope: Scope
+
+
+def every_call() -> list[Asked]:
+    """A well-formed call of each route; ids are made up, so none finds anything."""
+    asked = []
+    for module in (routes_engine, routes_people, routes_admin):
+        for route in module.router.routes:
+            if isinstance(route, APIRoute) and route.include_in_schema:
+                path = route.path
+                for id_ in ("session", "lease", "reservation"):
+                    path = path.replace(f"{{{id_}}}", "0123456789abcdef")
+                extra = route.openapi_extra or {}
+                media = extra.get("requestBody", {}).get("content", {}).get("application/json")
+                body = EXAMPLES[media["schema"]["$ref"].rpartition("/")[2]] if media else None
+                asked += [Asked(method, path, body, scope_of(route)) for method in route.methods or ()]
+    return asked
+
+
+CALLS = every_call()
+PAGE = [Asked("GET", path, None, "health") for path in ("/", "/static/app.js", "/docs", "/docs.css", "/openapi.json")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    entries = [entry(f"only-{scope}", token, [scope], "") for scope, token in TOKENS.items()]
+    path = access_file(tmp_path_factory.mktemp("access"), *entries)
+    with ServerProcess(access_file=str(path), watch_s=0.02) as running:
+        yield running
+
+
+def status_of(address: str, asked: Asked, authorization: str) -> int:
+    body = None if asked.body is None else msgspec.json.encode(asked.body)
+    headers = {"Authorization": authorization, "Content-Type": "application/json"}
+    return raw(address, asked.method, asked.path, body, headers)[0]
+
+
+def refusals(address: str, authorization: str) -> dict[int, set[Scope]]:
+    """Status 401 and 403 → the scopes of the routes that answered so; no other call may be refused for access."""
+    found: dict[int, set[Scope]] = {401: set(), 403: set()}
+    answered: set[Scope] = set()
+    for asked in [*CALLS, *PAGE]:
+        status = status_of(address, asked, authorization)
+        assert status < 500 or status == 503, asked
+        found[status].add(asked.scope) if status in found else answered.add(asked.scope)
+    assert answered.isdisjoint(found[401] | found[403]), "routes of one scope answered differently"
+    return found
+
+
+def test_every_call_of_the_api_is_a_route_here() -> None:
+    named = {(call_.method, call_.path) for call_ in vars(calls).values() if isinstance(call_, Call)}
+    routes = {
+        (method, route.path)
+        for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
+        if isinstance(route, APIRoute) for method in route.methods or ()
+    }
+    assert named <= routes and len(CALLS) >= len(named) + 5
+
+
+@pytest.mark.parametrize("scope", INCLUDED)
+@pytest.mark.parametrize("transport", ["http", "unix"])
+def test_a_token_may_do_what_its_scope_includes_and_is_forbidden_all_else(
+    server: ServerProcess, scope: Scope, transport: str
+) -> None:
+    found = refusals(getattr(server, transport), f"Bearer {TOKENS[scope]}")
+    assert found == {401: set(), 403: set(INCLUDED) - INCLUDED[scope]}
+
+
+def test_a_refusal_says_what_was_wanted(server: ServerProcess) -> None:
+    body = b'{"namespace": "' + b"0" * 64 + b'", "keys": []}'
+    for address in (server.http, server.unix):
+        sent = {"Authorization": f"Bearer {TOKENS['read']}", "Content-Type": "application/json"}
+        status, _, content = raw(address, "POST", "/v1/lookups", body, sent)
+        problem = json.loads(content)
+        assert (status, problem["code"], problem["wanted"]) == (403, "forbidden", "scope engine")
+        assert problem["found"] == "token only-read"
+    status, headers, content = raw(server.http, "GET", "/v1/leases", None, NOBODYS)
+    assert (status, json.loads(content)["code"]) == (401, "unauthenticated")
+    assert headers["www-authenticate"].startswith("Bearer")
+
+
+def test_tcp_without_a_token_reads_health_and_totals_and_nothing_else(server: ServerProcess) -> None:
+    assert refusals(server.http, "") == {401: {"read", "engine", "admin"}, 403: set()}
+    totals = json.loads(raw(server.http, "GET", "/v1/status", None, NOBODYS)[2])
+    assert totals["counters"]["lookups"] >= 0
+
+
+@pytest.mark.parametrize(
+    "authorization", ["Bearer wrong", "Bearer ", "Basic b3BlcmF0b3I6eA==", OPERATOR],
+    ids=["wrong", "empty", "Basic", "of-another-server"],
+)
+@pytest.mark.parametrize("transport", ["http", "unix"])
+def test_a_token_that_is_not_known_gets_nothing_not_even_what_is_open(
+    server: ServerProcess, transport: str, authorization: str
+) -> None:
+    assert refusals(getattr(server, transport), authorization) == {401: set(INCLUDED), 403: set()}
+
+
+def test_the_servers_own_user_may_do_everything_over_the_socket(server: ServerProcess) -> None:
+    assert refusals(server.unix, "") == {401: set(), 403: set()}
+
+
+_AS_ANOTHER = """
+import http.client, json, socket, sys
+asked, path = json.load(sys.stdin), sys.argv[1]
+found = []
+for method, target, body, _ in asked:
+    link = http.client.HTTPConnection("localhost")
+    link.sock = socket.socket(socket.AF_UNIX)
+    link.sock.connect(path)
+    sent = {} if body is None else {"content-type": "application/json"}
+    link.request(method, target, None if body is None else json.dumps(body), sent)
+    found.append(link.getresponse().status)
+    link.close()
+print(json.dumps(found))
+"""
+
+
+def as_another_user(socket_path: str, asked: list[Asked]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/usr/bin/env", "python3", "-c", _AS_ANOTHER, socket_path], input=json.dumps(asked), text=True,
+        capture_output=True, user=OTHER_UID, group=OTHER_UID, extra_groups=[], cwd="/", timeout=60, check=False,
+    )
+
+
+@needs_root
+def test_another_user_reaches_no_socket_and_through_an_open_one_only_health(server: ServerProcess) -> None:
+    path = server.unix.removeprefix("unix:")
+    assert "PermissionError" in as_another_user(path, CALLS[:1]).stderr
+    Path(path).parent.chmod(0o711)
+    try:
+        assert "PermissionError" in as_another_user(path, CALLS[:1]).stderr, "the socket's own mode does not hold"
+        Path(path).chmod(0o666)
+        done = as_another_user(path, CALLS)
+        assert done.returncode == 0, done.stderr
+        for asked, status in zip(CALLS, json.loads(done.stdout), strict=True):
+            assert (status == 401) == (asked.scope != "health"), (asked, status)
+    finally:
+        Path(path).chmod(0o600)
+        Path(path).parent.chmod(0o700)
+
+
+def test_what_a_caller_says_of_itself_does_not_count(server: ServerProcess) -> None:
+    """Not Forwarded, nor a Host, nor an empty client address, which a reset connection has."""
+    for headers in ({"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=unix"}, {"Host": "localhost"}):
+        assert raw(server.http, "GET", "/v1/sessions", None, {**NOBODYS, **headers})[0] == 401
+    before = timed_lookups(server)
+    host, port = server.http.removeprefix("http://").split(":")
+    for _ in range(50):
+        with socket.create_connection((host, int(port))) as link:
+            body = b'{"namespace":"' + b"0" * 64 + b'","keys":[]}'
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close() resets
+            link.sendall(
+                b"POST /v1/lookups HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+    assert timed_lookups(server) == before, "a lookup over TCP without a token was answered"
+
+
+@pytest.mark.parametrize("transport", ["http", "unix"])
+def test_a_token_behind_the_body_does_not_count(server: ServerProcess, transport: str) -> None:
+    """A proxy adds the caller's token to the header; what it passes on after the body is the caller's own."""
+    sent = (
+        f"POST /v1/releases HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKENS['read']}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        f"2\r\n{{}}\r\n0\r\nAuthorization: Bearer {TOKENS['engine']}\r\n\r\n"
+    )
+    assert until_closed(getattr(server, transport), sent.encode()).startswith(b"HTTP/1.1 403 ")
+
+
+def timed_lookups(server: ServerProcess) -> int:
+    ok(server.http, "GET", "/livez")
+    return int(ok(server.http, "GET", "/v1/status")["counters"]["peeks"])
+
+
+def test_a_connection_whose_peer_the_kernel_does_not_name_is_closed() -> None:
+    class Nameless:
+        def getsockopt(self, level: int, option: int, size: int = 0) -> int:
+            if option == socket.SO_PEERCRED:
+                raise OSError("no credentials")
+            return int(socket.AF_UNIX)
+
+    class Transport(asyncio.Transport):
+        aborted = False
+
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return Nameless() if name == "socket" else default
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def connect() -> Transport:
+        config = uvicorn.Config(FastAPI(), log_config=None)
+        config.load()
+        state = uvicorn.server.ServerState()
+        limits = ConnectionLimits(tcp_connections=1, unix_connections=1)
+        meter = Meter(Counters(), Timings(), time.perf_counter_ns, {})
+        protocol, transport = connection_class(limits, meter)(config, state, {}), Transport()
+        protocol.connection_made(transport)
+        assert not state.connections
+        return transport
+
+    assert asyncio.run(connect()).aborted
+    with socket.socket() as tcp:
+        assert peer_of(tcp) is NOBODY
+
+
+# ------------------------------------------------------------------ the access file
+
+
+def test_a_file_that_is_half_written_is_not_read(tmp_path: Path) -> None:
+    """Whoever writes it in place leaves it empty for a moment, and nobody's token may be refused for that."""
+    path = access_file(tmp_path, entry("reader", TOKENS["read"], ["read"], ""))
+    file, header = AccessFile(str(path)), f"Bearer {TOKENS['read']}".encode()
+    known = [file.peer_of(header, NOBODY).name]
+    whole = path.read_text()
+    for text in ("", whole[:-1], whole + "\n"):
+        path.write_text(text)
+        asyncio.run(file.refresh())
+        known.append(file.peer_of(header, NOBODY).name)
+    assert known == [known[0]] * 4
+    path.write_text("")
+    asyncio.run(file.refresh())
+    asyncio.run(file.refresh())
+    with pytest.raises(ApiError, match="no such access token"):
+        file.peer_of(header, NOBODY)
+
+
+def test_a_change_of_the_file_counts_soon_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    path = access_file(tmp_path)
+    with ServerProcess(access_file=str(path)) as server:
+        asked = {"Authorization": f"Bearer {TOKENS['read']}"}
+        assert raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 401
+        access_file(tmp_path, entry("reader", TOKENS["read"], ["read"], ""))
+        eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 200)
+        path.write_text("[[token]]\nname = 7\n")
+        eventually(lambda: "still count" in server.log_text())
+        assert raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 200
+        path.unlink()
+        access_file(tmp_path)
+        eventually(lambda: raw(server.http, "GET", "/v1/sessions", None, asked)[0] == 401)
+        assert TOKENS["read"] not in server.log_text() and OPERATOR not in server.log_text()
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ('[[token]]\nname = "a"\n', "sha256"),
+    ('[[token]]\nname = "a"\nsha256 = "abc"\nscopes = ["read"]\n', "sha256"),
+    (entry("a", "x", ["root"], ""), "scopes"),
+    (entry("a", "x", [], ""), "scopes"),
+    (entry("a b", "x", ["read"], ""), "name"),
+    (entry("a", "x", ["read"], "Team A"), "tenant"),
+    (entry("a", "x", ["read"], "a\n"), "tenant"),
+    (entry("a", "x", ["read"], "\n"), "tenant"),
+    (entry("a\n", "x", ["read"], ""), "name"),
+    (entry("a", "x", ["read"], "") + "colour = 1\n", "colour"),
+    (entry("a", "x", ["read"], "") + entry("a", "y", ["read"], ""), "name found twice"),
+    (entry("a", "x", ["read"], "") + entry("b", "x", ["read"], ""), "sha256 found twice"),
+    ("tokens = 1\n", "tokens"),
+    ("[[token", "access.toml"),
+])
+def test_a_wrong_access_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    path = access_file(tmp_path)
+    path.write_text(text)
+    with pytest.raises(AccessFileError, match=r"access\.toml") as caught:
+        AccessFile(str(path))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o610])
+def test_an_access_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    path = access_file(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(AccessFileError, match="chmod 600"):
+        AccessFile(str(path))
+
+
+@needs_root
+def test_an_access_file_of_another_user_a_pipe_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    path = access_file(tmp_path)
+    os.chown(path, OTHER_UID, OTHER_UID)
+    with pytest.raises(AccessFileError, match=f"user {OTHER_UID}"):
+        AccessFile(str(path))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("pipe", "missing", "."):
+        with pytest.raises(AccessFileError, match=name):
+            AccessFile(str(tmp_path / name))
+
+
+def test_a_server_beyond_loopback_needs_an_access_file(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "10.1.2.3", "node7"):
+        with pytest.raises(SettingsError, match="access_file") as caught:
+            Settings.load({"host": host})
+        assert host in str(caught.value)
+        assert Settings.load({"host": host, "access_file": str(access_file(tmp_path))}).host == host
+    assert Settings.load({"host": "127.0.0.2"}).access_file == ""
+
+
+# ------------------------------------------------------------------ the log
+
+
+def test_operators_calls_and_refusals_are_in_the_log() -> None:
+    with ServerProcess() as server:
+        ok(server.http, "POST", "/v1/cache/clear", {})
+        call(server.http, "PATCH", "/v1/config", {"session_grants": 77})
+        raw(server.http, "GET", "/v1/sessions%0aINFO%20forged", None, {"Authorization": "Bearer nobodys-token"})
+        eventually(lambda: "forged" in server.log_text())
+        log = server.log_text()
+        assert "token operator: POST /v1/cache/clear" in log and '{"chunks":' in log
+        assert "PATCH /v1/config" in log and '"session_grants":77' in log
+        assert "refused nobody" in log and "unauthenticated" in log and "kvdock.audit" in log
+        assert not [line for line in log.splitlines() if line.startswith("INFO forged")]
+        assert "nobodys-token" not in log
+
+
+# ------------------------------------------------------------------ sessions are capabilities
+
+
+def test_a_listed_session_id_opens_nothing(server: ServerProcess) -> None:
+    with Client(server.unix) as client:
+        engine = attach(client)
+        shown = ok(server.http, "GET", "/v1/sessions?limit=1000")["sessions"]
+        assert engine.listed in {item["session"] for item in shown}
+        assert engine.session not in json.dumps(shown)
+        for guess in (engine.listed, f"{engine.listed}-{'0' * 32}", engine.session[:-1]):
+            with pytest.raises(ApiError, match="unknown_session"):
+                client.heartbeat(guess, Heartbeat(member=engine.member))
+        assert ok(server.http, "GET", f"/v1/sessions/{engine.listed}")["instance"] == engine.body.instance
+        engine.close()
+

@@ -1,0 +1,322 @@
+"""One connection is held to limits of bytes, requests and time. What goes beyond is refused as a problem."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import uvicorn
+from api_helpers import ServerProcess, attach, eventually, keys, raw
+from flood_helpers import (
+    LIMITS,
+    Quick,
+    answered,
+    quick_server,
+    refusal_in,
+    request,
+    rest,
+    send_all,
+    until_closed,
+    wire,
+)
+from starlette.types import Receive, Scope, Send
+
+from kvdock.api.http.connection import Connection, connection_class
+from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.wire import COMMON_HEADERS
+from kvdock.api.views.history import Counters
+from kvdock.api.views.timing import Meter, Timings
+from kvdock.client.client import Client
+
+pytestmark = pytest.mark.security
+
+CHUNKED = request("POST", "/v1/lookups", length=0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+PATIENCE_S = 0.2
+
+
+@pytest.fixture(params=["unix", "http"])
+def address(request: pytest.FixtureRequest, server: ServerProcess) -> str:
+    found: str = getattr(server, request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quick]:
+    folder = str(tmp_path_factory.mktemp("quick"))
+    with quick_server(
+        folder, header_s=PATIENCE_S, body_s=PATIENCE_S, unread_s=PATIENCE_S, idle_s=1, tcp_connections=4,
+    ) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("sent", "code", "status"), [
+    (b"GARBAGE\r\n\r\n", "malformed_request", 400),
+    (b"CONNECT elsewhere:1 HTTP/1.1\r\nHost: localhost\r\n\r\n", "malformed_request", 400),
+    (b"GET /" + b"a" * LIMITS.url_bytes + b" HTTP/1.1\r\n\r\n", "url_too_long", 414),
+    (b"GET /" + b"a" * (LIMITS.url_bytes + 1), "url_too_long", 414),
+    (b"GET /" + b"a" * 100_000, "url_too_long", 414),
+    (HEAD + b"a: b\r\n" * LIMITS.headers + b"\r\n", "header_too_large", 431),
+    (HEAD + b"a: " + b"b" * LIMITS.header_bytes + b"\r\n\r\n", "header_too_large", 431),
+    (HEAD + b"a: " + b"b" * (LIMITS.url_bytes + LIMITS.header_bytes), "header_too_large", 431),
+    (HEAD + b"a" * (LIMITS.url_bytes + LIMITS.header_bytes), "header_too_large", 431),
+    (b"\r\n" * (LIMITS.url_bytes + LIMITS.header_bytes), "header_too_large", 431),
+    (CHUNKED + b"1\r\n \r\n" * (LIMITS.body_pieces + 1), "malformed_request", 400),
+    (CHUNKED + b"1\r\n \r\n0\r\n" + b"a: b\r\n" * LIMITS.headers, "header_too_large", 431),
+    (CHUNKED + b"1\r\nx\r\nno length\r\n", "malformed_request", 400),
+], ids=[
+    "no HTTP", "CONNECT", "a long URL", "a URL without end", "a longer one", "many lines", "a long line",
+    "a value without end", "a name without end", "empty lines", "tiny pieces", "trailers", "no length of a piece",
+])
+def test_a_request_beyond_a_limit_is_a_problem_and_ends_the_connection(
+    sent: bytes, code: str, status: int, address: str
+) -> None:
+    found = refusal_in(until_closed(address, sent))
+    assert (found.status, found.problem["status"], found.problem["code"]) == (status, status, code)
+    assert found.problem["wanted"] and found.headers["connection"] == "close"
+    for name, value in COMMON_HEADERS.items():
+        assert found.headers[name] == value
+
+
+@pytest.mark.parametrize("second", [b"GET /" + b"a" * 100_000, HEAD + b"a: " + b"b" * 60_000 + b"\r\nc: d\r\ne"])
+def test_a_limit_counts_behind_another_request_too(second: bytes, address: str) -> None:
+    """Both arrive at once: what the second has too much is refused before its end, and the first is answered."""
+    began_s = time.monotonic()
+    answer = until_closed(address, request("GET", "/livez") + second)
+    assert re.findall(rb"HTTP/1\.1 (\d\d\d)", answer)[0] == b"200" and time.monotonic() - began_s < 3.0
+
+
+def test_a_connection_that_has_ended_leaves_nothing() -> None:
+    """Without the garbage collector, which the server has run seldom: a circle of references would stay."""
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def story() -> list[object]:
+        config = uvicorn.Config(app, log_config=None)
+        config.load()
+        meter = Meter(Counters(), Timings(), time.perf_counter_ns, {})
+        made = connection_class(ConnectionLimits(tcp_connections=9, unix_connections=9), meter)
+        seen: list[weakref.ref[Connection]] = []
+
+        def connection() -> Connection:
+            one = made(config, uvicorn.server.ServerState(), {})
+            seen.append(weakref.ref(one))
+            return one
+
+        ours, theirs = socket.socketpair()
+        with ours:
+            await asyncio.get_running_loop().connect_accepted_socket(connection, theirs)
+            ours.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(ours, request("GET", "/"))
+            assert b" 204 " in await asyncio.get_running_loop().sock_recv(ours, 1024)
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        return [one() for one in seen]
+
+    gc.disable()
+    try:
+        assert asyncio.run(story()) == [None]
+    finally:
+        gc.enable()
+
+
+def test_what_just_fits_is_served(address: str) -> None:
+    path = "/livez?" + "a" * (LIMITS.url_bytes - len("/livez?"))
+    lines = b"a: " + b"b" * (LIMITS.header_bytes - len(b"Hostlocalhosta")) + b"\r\n"
+    with wire(address) as sock:
+        sock.sendall(request("GET", path))
+        assert b'"unknown_parameter"' in answered(sock)[1]
+        sock.sendall(HEAD + lines + b"\r\n")
+        assert answered(sock)[0] == 200
+        sock.sendall(HEAD + b"a: b\r\n" * (LIMITS.headers - 1) + b"\r\n")
+        assert answered(sock)[0] == 200
+
+
+def test_requests_that_wait_are_answered_in_order_and_too_many_end_the_connection(address: str) -> None:
+    paths = ["/livez", "/v1/nothing"] * ((1 + LIMITS.pipelined) // 2)
+    whole = b"".join(request("GET", path) for path in paths)
+    last = request("GET", "/livez").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    answers = until_closed(address, whole + last)
+    wanted = [b"200" if path == "/livez" else b"404" for path in (*paths, "/livez")]
+    assert re.findall(rb"HTTP/1\.1 (\d\d\d)", answers) == wanted
+    answers = until_closed(address, request("GET", "/livez") * 1000)
+    assert re.findall(rb"HTTP/1\.1 (\d\d\d)", answers) == [b"200"] * (LIMITS.pipelined + 1), "the first are answered"
+
+
+def test_a_request_that_asks_for_another_protocol_is_served_and_is_the_last(server: ServerProcess) -> None:
+    ask = HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    answer = until_closed(server.http, ask + b"\x81\x05hello")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+    assert "pgrade" not in server.log_text() and "websockets" not in server.log_text()
+
+
+def test_a_whole_request_is_answered_before_the_next_one_ends_the_connection(address: str) -> None:
+    answer = until_closed(address, request("GET", "/livez") + b"GARBAGE\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+
+
+# ------------------------------------------------------------------ time
+
+
+@pytest.mark.parametrize("sent", [
+    b"G", HEAD, request("POST", "/v1/lookups", b"{", length=100), request("POST", "/v1/config", b"{", length=100),
+    request("GET", "/livez") + HEAD,
+])
+@pytest.mark.parametrize("family", ["unix", "http"])
+def test_a_request_that_does_not_end_is_too_slow(sent: bytes, family: str, quick: Quick) -> None:
+    began_s = time.monotonic()
+    found = refusal_in(until_closed(getattr(quick, family), sent))
+    assert (found.status, found.problem["code"]) == (408, "too_slow")
+    assert time.monotonic() - began_s >= PATIENCE_S
+
+
+def test_sending_a_little_now_and_then_buys_no_time(quick: Quick) -> None:
+    with wire(quick.http) as sock:
+        began_s = time.monotonic()
+        for number in range(100):
+            send_all(sock, b"X-%d: a\r\n" % number if number else HEAD)
+            time.sleep(PATIENCE_S / 10)
+            if time.monotonic() - began_s > 2 * PATIENCE_S:
+                break
+        assert refusal_in(rest(sock)).problem["code"] == "too_slow"
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", request("GET", "/livez"), request("GET", "/livez") + b"\r\n"])
+def test_a_connection_without_a_request_is_closed_without_a_word(sent: bytes, quick: Quick) -> None:
+    answer = until_closed(quick.http, sent)
+    assert answer.count(b"HTTP/1.1") == (b"GET" in sent) and b"too_slow" not in answer
+
+
+def test_a_client_that_does_not_read_loses_its_connection(quick: Quick) -> None:
+    with wire(quick.unix) as sock:
+        sock.sendall(request("GET", "/openapi.json") * 8)
+        time.sleep(10 * PATIENCE_S)
+        assert 0 < len(rest(sock)) < 8 * len(raw(quick.unix, "GET", "/openapi.json")[2])
+
+
+def test_a_client_that_leaves_while_its_requests_wait_fails_nothing() -> None:
+    with ServerProcess() as server:
+        for _ in range(20):
+            with wire(server.unix) as sock:
+                sock.sendall(request("GET", "/openapi.json") * 8)
+                sock.recv(1)
+        assert raw(server.unix, "GET", "/livez")[0] == 200
+        assert "Traceback" not in server.log_text()
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_tcp_has_so_many_connections_and_engines_are_not_counted(quick: Quick) -> None:
+    before = quick.parts.meter.counters.refused_connections
+    with ExitStack() as held:
+        for _ in range(4):
+            sock = held.enter_context(wire(quick.http))
+            sock.sendall(request("GET", "/livez"))
+            assert answered(sock)[0] == 200
+        found = refusal_in(until_closed(quick.http, b""))
+        assert (found.status, found.problem["code"], found.headers["retry-after"]) == (503, "too_busy", "1")
+        assert (found.problem["found"], found.problem["wanted"]) == (4, "< 4")
+        for _ in range(5):
+            assert raw(quick.unix, "GET", "/livez")[0] == 200
+    assert quick.parts.meter.counters.refused_connections == before + 1
+    eventually(lambda: until_closed(quick.http, request("GET", "/livez")).startswith(b"HTTP/1.1 200"))
+
+
+def test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped(tmp_path: Path) -> None:
+    with quick_server(str(tmp_path)) as quick, ExitStack() as held:
+        room = quick.parts.handlers.body_room
+        for _ in range(2):
+            sock = held.enter_context(wire(quick.http))
+            send_all(sock, request("POST", "/v1/lookups", b" " * (room.limit_bytes // 2 - 1), length=8 << 20))
+        eventually(lambda: room.taken_bytes > room.limit_bytes - (1 << 20))
+        with wire(quick.http) as sock:
+            send_all(sock, request("POST", "/v1/lookups", b" " * (1 << 20)))
+            assert b'"too_busy"' in answered(sock)[1]
+        assert raw(quick.http, "POST", "/v1/lookups", b"{}", {"Content-Type": "application/json"})[0] == 422
+        long_json = b" " * (1 << 20) + b"{}"
+        assert raw(quick.unix, "POST", "/v1/lookups", long_json, {"Content-Type": "application/json"})[0] == 422
+        held.close()
+        eventually(lambda: room.taken_bytes == 0)
+
+
+@pytest.mark.parametrize(("path", "longest"), [
+    ("/v1/sessions/x/heartbeat", 256 << 10), ("/v1/releases", 256 << 10), ("/v1/cache/clear", 1 << 20),
+    ("/v1/lookups", 8 << 20),
+])
+def test_each_call_takes_no_longer_bodies_than_it_needs(path: str, longest: int, address: str) -> None:
+    for sent in (request("POST", path, b"", length=longest + 1), CHUNKED.replace(b"/v1/lookups", path.encode())):
+        with wire(address) as sock:
+            send_all(sock, sent)
+            if sent.startswith(CHUNKED[:5]) and b"chunked" in sent:
+                send_all(sock, b"%x\r\n" % (longest + 1) + b" " * (longest + 1))
+            assert b'"too_large"' in answered(sock)[1]
+
+
+def test_a_body_that_is_cut_off_leaves_no_traceback(server: ServerProcess) -> None:
+    for path in ("/v1/lookups", "/v1/cache/clear", "/v1/sessions"):
+        with wire(server.http) as sock:
+            sock.sendall(request("POST", path, b"{", length=100))
+            time.sleep(0.05)
+    assert raw(server.http, "GET", "/livez")[0] == 200
+    assert "Traceback" not in server.log_text()
+
+
+# ------------------------------------------------------------------ descriptors
+
+
+def test_a_server_takes_all_descriptors_it_may_have_and_keeps_some(tmp_path: Path) -> None:
+    """With 300: TCP gets 64 at most, the pool's are kept, and Unix gets the rest; then it still grows."""
+    path = tmp_path / "k.sock"
+    serve = (
+        f"ulimit -Sn 100; ulimit -Hn 300; exec {sys.executable} -m kvdock serve --port 0 --socket-path {path} "
+        "--pool-bytes 3MiB --segment-bytes 1MiB --drain-s 0.1"
+    )
+    with subprocess.Popen(["bash", "-c", serve], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            http = process.stdout.readline().split("HTTP at ")[1].split()[0]
+            with ExitStack() as held:
+                socks = [held.enter_context(wire(f"unix:{path}")) for _ in range(130)]
+                socks += [held.enter_context(wire(http)) for _ in range(90)]
+                time.sleep(0.5)
+                assert sum(map(was_refused, socks[:130])) == 130 - (300 - 128 - 64)
+                assert sum(map(was_refused, socks[130:])) == 90 - 64
+                assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 160
+                for sock in socks[:4]:
+                    sock.close()
+                with Client(f"unix:{path}") as client:
+                    engine = attach(client)
+                    engine.store(keys(100))  # more than one segment holds
+                    assert len(client.segments().segments) == 2
+                    engine.close()
+        finally:
+            process.terminate()
+            _, said = process.communicate(timeout=20)
+        assert "open descriptors" not in said, said
+
+
+def was_refused(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return b'"too_busy"' in sock.recv(1 << 16)
+    except BlockingIOError:
+        return False
+
+
+def test_a_request_with_two_tokens_is_refused(address: str) -> None:
+    """Whose it were would depend on the order, which a proxy may change."""
+    twice = request("GET", "/livez").replace(b"Authorization", b"Authorization: Bearer another\r\nAuthorization")
+    refused = refusal_in(until_closed(address, twice))
+    assert (refused.status, refused.problem["code"]) == (400, "malformed_request")

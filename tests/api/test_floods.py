@@ -1,0 +1,84 @@
+"""One client that floods the server stops no engine: they go on finding what is stored, and nothing is lost.
+
+An engine looks up resident keys while a flood of bench/floods.py comes from another process, with an access token. How
+much slower lookups are is for bench/floods.py to measure: here they must only go on, on a machine that is busy too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import pytest
+from api_helpers import MIB, OPERATOR, ServerProcess, eventually
+from flood_helpers import request, until_closed
+from forks import forked
+
+from bench.floods import FLOODS, KEYS, QUIET, Latencies, attack, descriptors, honest, most_memory_mib
+from bench.serving import CHUNK_TOKENS, Engine, chain
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+
+pytestmark = [pytest.mark.security, pytest.mark.alone]
+
+SECONDS = 0.8
+LONGEST_MS = 1000.0
+"""Floods held all engines for as long and longer before there were limits, for seconds in some cases."""
+GROWTH_MIB = 100.0
+"""What the server takes more than before the floods, at most. It is forked from a large process here: python -m
+bench.floods has all that a server takes."""
+
+
+class Rig(NamedTuple):
+    server: ServerProcess
+    engine: Engine
+    keys: bytes
+    began_mib: float
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(pool_bytes=16 * MIB))
+        client = stack.enter_context(Client(server.unix, timeout_s=30.0))
+        engine, keys = Engine(client, "honest"), chain(KEYS, "flooded")
+        engine.store(keys)
+        honest(engine, keys, 0.2)
+        yield Rig(server, engine, keys, most_memory_mib(server.process.pid))
+        engine.close()
+
+
+def beside(name: str, server: ServerProcess, engine: Engine, keys: bytes) -> Latencies:
+    target = [server.unix, server.http, engine.session, engine.member, OPERATOR, SECONDS + 1.0]
+    with forked(begin, name, target) as attacker:
+        attacker.recv()
+        return honest(engine, keys, SECONDS)
+
+
+def begin(name: str, target: list[object], link: Connection) -> None:
+    link.send("begins")
+    attack(name, target)
+
+
+@pytest.mark.parametrize("name", [name for name in FLOODS if name != QUIET])
+def test_engines_go_on_beside(name: str, rig: Rig) -> None:
+    seen = beside(name, rig.server, rig.engine, rig.keys)
+    assert seen.max_ms < LONGEST_MS and not seen.errors, seen
+    assert most_memory_mib(rig.server.process.pid) - rig.began_mib < GROWTH_MIB
+    assert descriptors(rig.server.process.pid) < 64 + 64
+
+
+def test_afterwards_all_is_as_it_was(rig: Rig) -> None:
+    found = rig.engine.client.lookup(s.Lookup(
+        session=rig.engine.session, member=rig.engine.member, request="after", keys=rig.keys
+    ))
+    assert found.hit_tokens == KEYS * CHUNK_TOKENS and found.lease is not None
+    rig.engine.client.release_later(found.lease, rig.engine.session, [0])
+    eventually(lambda: until_closed(
+        rig.server.http, request("GET", "/livez").replace(b"localhost", b"localhost\r\nConnection: close")
+    ).startswith(b"HTTP/1.1 200"))
+    eventually(lambda: descriptors(rig.server.process.pid) < 30)
+    text = rig.server.log_text()
+    assert "Traceback" not in text and len(text) < 100_000, text[:4000]

@@ -1,0 +1,281 @@
+"""What a tenant may use: limits over a real server, quotas that change while it runs, and two tenants of one pool."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from admin_helpers import ok, refused
+from adoption_helpers import next_at
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, manifest, small_pool, unique
+
+from kvdock.api.pool.attach import attach as attach_to
+from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
+from kvdock.api.pool.registry import Registry, SessionRecord, digest16
+from kvdock.api.settings import Settings
+from kvdock.client.client import Client
+from kvdock.datapath.liveness import MemberLiveness
+from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import MAX_QUOTAS, Quota
+from kvdock.protocol.errors import ApiError
+
+pytestmark = pytest.mark.security
+
+CHUNK_BYTES = 16384
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix) as one:
+        yield one
+
+
+@pytest.fixture
+def engine(client: Client) -> Iterator[Engine]:
+    one = attach(client)
+    yield one
+    one.close()
+
+
+def limit(server: ServerProcess, **quota: int) -> dict[str, Any]:
+    """Limits the server's own user; what GET shows of it afterwards."""
+    shown: dict[str, Any] = ok(server.http, "PATCH", "/v1/config", {"tenants": {"": quota}})["tenants"][""]
+    return shown
+
+
+def used(server: ServerProcess) -> dict[str, int]:
+    amounts: dict[str, int] = ok(server.http, "GET", "/v1/config")["tenants"][""]["used"]
+    return amounts
+
+
+# ------------------------------------------------------------------ sessions, namespaces, grants
+
+
+def test_one_session_too_many_is_refused_and_who_is_attached_may_attach_again(
+    server: ServerProcess, client: Client, engine: Engine
+) -> None:
+    assert limit(server, sessions=1)["used"]["sessions"] == 1
+    with pytest.raises(ApiError) as error:
+        attach(client)
+    assert (error.value.code, error.value.status, error.value.found, error.value.wanted) == (
+        "quota_exceeded", 429, 1, "< 1"
+    )
+    assert client.attach(engine.body).session == engine.session
+    client.leave(engine.session, engine.member)
+    attach(client).close()
+
+
+def test_one_namespace_too_many_is_refused_until_one_is_empty(
+    server: ServerProcess, client: Client, engine: Engine
+) -> None:
+    assert limit(server, namespaces=1)["used"]["namespaces"] == 1
+    attach(client).close()  # the same manifest
+    with pytest.raises(ApiError, match="as many namespaces as it may have") as error:
+        attach(client, model="another")
+    assert error.value.code == "quota_exceeded" and used(server)["namespaces"] == 1
+    eventually(lambda: len(client.sessions().sessions) == 1)
+    client.leave(engine.session, engine.member)
+    attach(client, model="another").close()
+
+
+def test_one_grant_too_many_is_refused_and_a_repeat_of_one_that_is_held_is_not(
+    server: ServerProcess, client: Client, engine: Engine
+) -> None:
+    """The limit is for all sessions of the tenant together."""
+    chain, other = keys(2), attach(client)
+    engine.store(chain)
+    limit(server, grants=2)
+    lease = engine.lookup(chain, request="a").lease
+    reserved = other.reserve(keys(1, "new"), store="b").reservation
+    body = {"session": engine.session, "member": engine.member}
+    for path, more in (("/v1/lookups", {"request": "c", "keys": chain}),
+                       ("/v1/reservations", {"store": "c", "keys": keys(1, "c")})):
+        problem = refused(server.http, "POST", path, {**body, **more})
+        assert (problem["code"], problem["status"], problem["found"]) == ("quota_exceeded", 429, 2)
+    assert engine.lookup(chain, request="a").lease == lease
+    assert other.reserve(keys(1, "new"), store="b").reservation == reserved
+    assert engine.release(lease, 0) == [] and used(server)["grants"] == 1
+    assert engine.lookup(chain, request="c").lease
+    other.close()
+
+
+def test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more() -> None:
+    with ServerProcess(on_exit="keep") as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(3))
+        server.stop(signal.SIGKILL)
+        with next_at(server) as second:
+            shown = limit(second, sessions=1, namespaces=1)
+            assert (shown["used"]["sessions"], shown["used"]["chunks"]) == (1, 3)
+            assert client.attach(engine.body).session == engine.session
+            with pytest.raises(ApiError, match="quota_exceeded"):
+                attach(client)
+            engine.close()
+
+
+# ------------------------------------------------------------------ bytes and chunks
+
+
+def test_a_store_beyond_the_quota_is_cut_short_and_counted(server: ServerProcess, engine: Engine) -> None:
+    limit(server, chunks=3)
+    granted = engine.reserve(keys(5))
+    assert (len(granted.chunks), granted.limited_by) == (3, "quota")
+    assert engine.client.status().counters["quota_reservations"] == 1
+
+
+def test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased(
+    server: ServerProcess, engine: Engine
+) -> None:
+    for index in range(40):
+        engine.store(keys(5, f"fill {index}"))
+    leased = keys(5, "fill 0")
+    lease = engine.lookup(leased).lease
+    ok(server.http, "POST", "/v1/pins", {
+        "namespace": engine.attached.namespace, "keys": keys(5, "fill 1"), "duration_s": 600,
+    })
+    shown = limit(server, bytes=10 * CHUNK_BYTES)
+    assert shown["quota"] == dict.fromkeys(("chunks", "namespaces", "sessions", "grants")) | {
+        "bytes": 10 * CHUNK_BYTES
+    }
+    eventually(lambda: used(server)["bytes"] == 10 * CHUNK_BYTES)
+    assert engine.lookup(keys(5, "fill 1"), request="pinned").hit_tokens == 5 * 16, "what is not pinned went first"
+    limit(server, bytes=CHUNK_BYTES)
+    time.sleep(0.1)  # rounds of the keeper
+    assert used(server)["bytes"] == 10 * CHUNK_BYTES, "all of it is leased"
+    assert engine.release(lease, 0) == []
+    eventually(lambda: used(server)["bytes"] == 5 * CHUNK_BYTES)
+    assert engine.reserve(keys(1, "more")).limited_by == "quota"
+
+
+@pytest.mark.parametrize(("body", "code"), [
+    ({"pool_bytes": 2 * MIB, "tenants": {"a": {"bytes": 1}}}, "bad_argument"),
+    ({"tenants": {"a": {"bytes": 1}, "b": {"bytes": -1}}}, "invalid_body"),
+    ({"tenants": {"a": {"bytes": 1}, "b": {"byte": 1}}}, "invalid_body"),
+    ({"tenants": {"a": {"bytes": 1}, "x" * 65: {}}}, "invalid_body"),
+    ({"tenants": {"a": {"bytes": 1}, "A b": {}}}, "invalid_body"),
+    ({"tenants": {"a": {"bytes": 1 << 60}}}, "invalid_body"),
+    ({"tenants": {"a": {"sessions": (1 << 20) + 1}}}, "invalid_body"),
+    ({"tenants": {f"t{number}": {} for number in range(MAX_QUOTAS + 1)}}, "invalid_body"),
+])
+def test_quotas_that_cannot_be_change_nothing(server: ServerProcess, body: dict[str, Any], code: str) -> None:
+    before = ok(server.http, "GET", "/v1/config")
+    assert refused(server.http, "PATCH", "/v1/config", body)["code"] == code
+    assert ok(server.http, "GET", "/v1/config") == before
+
+
+def test_only_so_many_tenants_have_a_quota_of_their_own(server: ServerProcess) -> None:
+    ok(server.http, "PATCH", "/v1/config", {"tenants": {f"t{number}": {"chunks": 1} for number in range(100)}})
+    more = {f"more-{number}": {"chunks": 1} for number in range(MAX_QUOTAS - 99)}
+    problem = refused(server.http, "PATCH", "/v1/config", {"tenants": more})
+    assert (problem["code"], problem["found"], problem["wanted"]) == ("bad_argument", MAX_QUOTAS + 1, MAX_QUOTAS)
+    shown = ok(server.http, "GET", "/v1/config")["tenants"]
+    assert len(shown) == 100 and shown["t7"]["quota"]["chunks"] == 1
+    gone = {f"t{number}": None for number in range(100)}
+    assert "t7" not in ok(server.http, "PATCH", "/v1/config", {"tenants": gone})["tenants"]
+    ok(server.http, "PATCH", "/v1/config", {"tenants": more})
+
+
+# ------------------------------------------------------------------ two tenants
+
+
+class Shared:
+    """A pool and what the server keeps of sessions, without its sockets."""
+
+    def __init__(self, pool: Pool, settings: Settings) -> None:
+        self.pool, self.table = pool, pool.table
+        self.registry = Registry(pool.table.first_incarnation, self.pool.secret)
+        self.quotas = Quotas(pool.table, default_quota(settings))
+        self.locks: list[MemberLiveness] = []
+
+    def attach(self, tenant: str, **more: Any) -> SessionRecord:
+        self.locks.append(MemberLiveness(self.pool.lock_path, source=random.Random(len(self.locks))))
+        body = s.AttachSession(
+            instance=unique("engine"), manifest=manifest(model=f"model of {tenant}", **more),
+            member=s.Member(id=unique("m"), ranks=[0], scheduler=True, lock_offset=self.locks[-1].offset),
+        )
+        return attach_to(
+            body, tenant, pool=self.pool, registry=self.registry, quotas=self.quotas, now_ms=0
+        )
+
+    def store(self, session: SessionRecord, name: str) -> str:
+        """One chunk; what limited the call."""
+        member = next(iter(session.members.values()))
+        granted = self.table.reserve(
+            session.table_id, member.table_id, digest16(unique("store")), b"", bytes.fromhex(keys(1, name)[0]),
+            groups=0, temporary=False, deadline_ms=1000, now_ms=0,
+        )
+        if granted.grant:
+            self.table.commit(session.table_id, granted.grant, 0, [(0, 0, 1)], 0)
+        return granted.limited
+
+
+@contextmanager
+def shared(**overrides: object) -> Iterator[Shared]:
+    settings = Settings.load(small_pool(**overrides))
+    pool = open_pool(settings, random.Random(time.time_ns()).getrandbits)
+    try:
+        asyncio.run(pool.grow_first())
+        one = Shared(pool, settings)
+        yield one
+        for lock in one.locks:
+            lock.close()
+    finally:
+        pool.close()
+
+
+def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
+    with shared(tenant_bytes="128KiB", tenant_sessions=2, tenant_namespaces=1) as pool:
+        pool.quotas.put("team-b", Quota(chunks=20))
+        a, b, own = (pool.attach(tenant) for tenant in ("team-a", "team-b", ""))
+        for number in range(16):
+            assert pool.store(b, f"b{number}") == pool.store(own, f"own{number}") == ""
+        for number in range(64):
+            assert pool.store(a, f"a{number}") == ""
+        views = pool.quotas.views()
+        assert {name: view.used.chunks for name, view in views.items()} == {"team-a": 8, "team-b": 16, "": 16}
+        assert [views[name].quota.bytes for name in ("team-a", "team-b", "")] == [128 << 10, None, None]
+        assert a.tenant == "team-a"
+        with pytest.raises(ApiError, match="as many namespaces"):
+            pool.attach("team-a", layers=3)
+        pool.attach("team-a")
+        with pytest.raises(ApiError, match="as many sessions"):
+            pool.attach("team-a")
+        pool.attach("team-b")
+        pool.attach("team-b")
+        pool.table.check_integrity()
+
+
+def test_a_tenants_grants_are_counted_over_its_sessions_alone() -> None:
+    with shared(tenant_grants=1) as pool:
+        a, second, b = pool.attach("team-a"), pool.attach("team-a"), pool.attach("team-b")
+        member = next(iter(a.members.values()))
+        pool.table.reserve(
+            a.table_id, member.table_id, bytes(16), b"", bytes.fromhex(keys(1)[0]), groups=0, temporary=False,
+            deadline_ms=1000, now_ms=0,
+        )
+        refusals = [pool.quotas.grants_refusal(session) for session in (a, second, b)]
+        assert [refusal and refusal.code for refusal in refusals] == ["quota_exceeded", "quota_exceeded", None]
+
+
+def test_a_tenant_that_has_not_come_back_is_shown_by_its_id() -> None:
+    with shared() as pool:
+        session = pool.attach("team-a")
+        pool.store(session, "kept")
+        fresh = Quotas(pool.table, Quota(chunks=9))
+        shown = fresh.views()
+        assert (shown[tenant_id("team-a").hex()].used.chunks, shown[tenant_id("team-a").hex()].quota.chunks) == (1, 9)
+        fresh.put("team-a", Quota(chunks=5))
+        assert fresh.views()["team-a"].quota.chunks == 5

@@ -1,0 +1,346 @@
+"""Tenants: what belongs to one does not exist for another, though both ask one server."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from admin_helpers import call, ok
+from api_helpers import (
+    NOBODYS,
+    OPERATOR,
+    Engine,
+    ServerProcess,
+    access_file,
+    attach,
+    eventually,
+    keys,
+    manifest,
+    raw,
+    unique,
+)
+
+from kvdock.api.access.issue import entry
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+from kvdock.protocol.errors import ApiError
+
+pytestmark = pytest.mark.security
+
+A, B = "token-of-a-" + "a" * 32, "token-of-b-" + "b" * 32
+SMALL, LONG = (s.Group(part_bytes=4096),), 1024
+"""Many small chunks: to find them takes longer than to find none."""
+SALT, SEED = "s4lt-of-tenant-a", "s33d-of-tenant-a"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("tenants")
+    tokens = [entry("team-a", A, ["engine"], "a"), entry("team-b", B, ["engine"], "b")]
+    with ServerProcess(access_file=str(access_file(folder, *tokens))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def of_a(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix, access_token=A) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def of_b(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix, access_token=B) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(of_a: Client) -> Iterator[Engine]:
+    found = attach(of_a, label="engine of a", cache_salt=SALT, hash_seed=SEED)
+    yield found
+    found.close()
+
+
+def asked_by(token: str, server: ServerProcess, path: str) -> tuple[int, dict[str, Any]]:
+    status, _, content = raw(server.http, "GET", path, None, {"Authorization": f"Bearer {token}"})
+    return status, json.loads(content)
+
+
+def test_equal_manifests_of_two_tenants_never_meet(of_a: Client, of_b: Client, server: ServerProcess) -> None:
+    with Client(server.unix) as own_client:
+        engines = [attach(client, model="shared") for client in (of_a, of_b, own_client)]
+        assert len({engine.attached.namespace for engine in engines}) == 3
+        chain = keys(4, unique("meet"))
+        engines[0].store(chain)
+        assert [engine.lookup(chain, request=unique("r")).hit_tokens for engine in engines] == [64, 0, 0]
+        again = attach(of_a, model="shared")
+        assert again.attached.namespace == engines[0].attached.namespace
+        for engine in (*engines, again):
+            engine.close()
+
+
+def test_a_session_of_another_tenant_does_not_exist(engine: Engine, of_b: Client, server: ServerProcess) -> None:
+    """Not even for a caller who knows its id: every call is answered as for an id that never was."""
+    chain = keys(2, unique("other"))
+    engine.store(chain)
+    lease = engine.lookup(chain, request="held").lease
+    granted = engine.reserve(keys(1, unique("new")))
+    assert lease and granted.reservation
+    known, member = engine.session, engine.member
+    asks: list[Callable[[], object]] = [
+        lambda: of_b.heartbeat(known, s.Heartbeat(member=member)),
+        lambda: of_b.lookup(s.Lookup(session=known, member=member, request="r", keys=chain)),
+        lambda: of_b.reserve(s.Reserve(session=known, member=member, store="s", keys=chain)),
+        lambda: of_b.release(lease, s.ReleaseLease(session=known, ranks=[0])),
+        lambda: of_b.commit(str(granted.reservation), s.Commit(session=known, rank=0, parts=[])),
+        lambda: of_b.leave(known, member),
+        lambda: of_b.session(known),
+        lambda: of_b.session(engine.listed),
+    ]
+    for ask in asks:
+        with pytest.raises(ApiError) as error:
+            ask()
+        assert error.value.code == "unknown_session"
+    for path in (f"/v1/leases/{lease}", f"/v1/leases/{granted.reservation}"):
+        assert asked_by(B, server, path)[1]["code"] == "unknown_grant" and asked_by(A, server, path)[0] == 200
+    assert engine.release(lease, 0) == [] and engine.commit(granted).ready == 1
+
+
+def test_a_grant_of_another_tenant_does_not_exist(engine: Engine, of_b: Client) -> None:
+    """Named with the caller's own session, it is answered as one that was never given."""
+    theirs = attach(of_b)
+    chain = keys(2, unique("grants"))
+    engine.store(chain)
+    lease, granted = engine.lookup(chain, request="held").lease, engine.reserve(keys(1, unique("new")))
+    assert lease and granted.reservation
+    session, reservation = theirs.session, granted.reservation
+    asks: list[Callable[[], object]] = [
+        lambda: theirs.release(lease, 0),
+        lambda: of_b.cancel(lease, session, theirs.member),
+        lambda: of_b.mismatch(s.ReportMismatch(session=session, lease=lease, chunks=[0])),
+        lambda: theirs.commit(granted),
+        lambda: of_b.abort(reservation, s.Abort(session=session, ranks=[0])),
+    ]
+    for ask in asks:
+        with pytest.raises(ApiError) as error:
+            ask()
+        assert error.value.code == "unknown_grant"
+    theirs.heartbeat(done=[s.GrantRanks(grant=lease, ranks=[0])], keep=[lease])
+    assert engine.release(lease, 0) == [] and engine.commit(granted).ready == 1
+    theirs.close()
+
+
+def test_the_next_session_gets_nothing_of_one_that_has_ended(of_a: Client, of_b: Client) -> None:
+    """The table uses the place of an ended session again, for any tenant: its grants do not go with it."""
+    first = attach(of_a, model="shared")
+    granted = first.store(keys(1, unique("ended")))
+    of_a.leave(first.session, first.member)
+    first.close()
+    following = attach(of_b, model="shared")
+    for checksum in (7, 8):
+        with pytest.raises(ApiError) as error:
+            following.commit(granted, checksum=checksum)
+        assert error.value.code == "unknown_grant"
+    following.close()
+
+
+def test_an_instance_and_a_lock_of_another_tenant_open_nothing(engine: Engine, of_b: Client) -> None:
+    """The same instance of another tenant is another session; the same byte of the lock file is refused."""
+    with pytest.raises(ApiError) as error:
+        of_b.attach(engine.body)
+    assert error.value.code == "lock_not_visible"
+    theirs = attach(of_b, instance=engine.body.instance)
+    assert theirs.listed != engine.listed
+    theirs.close()
+
+
+def test_a_line_break_in_an_instance_makes_it_no_other_tenants(engine: Engine, server: ServerProcess) -> None:
+    with Client(server.unix) as client:
+        attach(client, instance=f"a\n{engine.body.instance}").close()
+
+
+def test_lists_show_a_tenant_its_own_only_and_an_operator_all(
+    engine: Engine, of_b: Client, server: ServerProcess
+) -> None:
+    other = attach(of_b, label="engine of b", model=unique("model of b"))
+    chain = keys(2, unique("listed"))
+    engine.store(chain)
+    engine.lookup(chain, request=unique("request of a"))
+    other.reserve(keys(1, unique("b")), store=unique("store of b"))
+    for path in ("/v1/sessions", "/v1/leases", "/v1/namespaces", "/v1/requests"):
+        seen = {name: json.dumps(asked_by(token, server, path)[1]) for name, token in (("a", A), ("b", B))}
+        every = json.dumps(asked_by(OPERATOR, server, f"{path}?limit=1000")[1])
+        for mine, theirs in ((engine, other), (other, engine)):
+            text = seen["a" if mine is engine else "b"]
+            identity = mine.attached.namespace if path == "/v1/namespaces" else mine.listed
+            foreign = theirs.attached.namespace if path == "/v1/namespaces" else theirs.listed
+            assert identity in text and foreign not in text, path
+            assert identity in every and foreign in every, path
+    other.close()
+
+
+def test_metrics_name_no_other_tenant(engine: Engine, of_b: Client, server: ServerProcess) -> None:
+    other = attach(of_b)
+
+    def tenants(headers: dict[str, str]) -> set[str]:
+        text = raw(server.http, "GET", "/metrics", None, headers)[2].decode()
+        return set(re.findall(r'kvdock_tenant_used{tenant="(.*?)",what="sessions"} [1-9]', text))
+
+    assert tenants({"Authorization": f"Bearer {A}"}) == {"a"} and tenants({"Authorization": f"Bearer {B}"}) == {"b"}
+    assert tenants({}) >= {"a", "b"} and tenants(NOBODYS) == set()
+    other.close()
+
+
+def test_pages_of_a_tenants_lists_hold_each_of_its_items_once(
+    of_a: Client, of_b: Client, server: ServerProcess
+) -> None:
+    engines = [attach(client) for client in (of_a, of_b) * 3]
+    for engine in engines:
+        for number in range(2):
+            engine.reserve(keys(1, unique("page")), store=f"s{number}")
+    for path, field, id_ in (("/v1/sessions", "sessions", "session"), ("/v1/leases", "leases", "grant"),
+                             ("/v1/requests", "requests", "took_us")):
+        whole = [item[id_] for item in asked_by(A, server, f"{path}?limit=1000")[1][field]]
+        page = asked_by(A, server, f"{path}?limit=1")[1]
+        paged = [item[id_] for item in page[field]]
+        while page["next"] is not None:
+            page = asked_by(A, server, f"{path}?limit=1&cursor={page['next']}")[1]
+            paged += [item[id_] for item in page[field]]
+        assert paged == whole and len(whole) >= 3
+    for engine in engines:
+        engine.close()
+
+
+def test_no_answer_shows_a_salt_or_a_seed(engine: Engine, of_a: Client, server: ServerProcess) -> None:
+    changed = s.AttachSession(
+        instance=engine.body.instance, manifest=manifest(cache_salt="another salt"), member=engine.body.member,
+    )
+    with pytest.raises(ApiError) as error:
+        of_a.attach(changed)
+    assert error.value.code == "layout_mismatch" and SALT not in f"{error.value!s}{error.value.wanted}"
+    texts = [
+        raw(server.http, "GET", path)[2].decode()
+        for path in ("/v1/namespaces", "/v1/sessions", f"/v1/sessions/{engine.listed}", "/v1/requests", "/v1/leases",
+                     "/v1/status", "/v1/config", "/metrics")
+    ]
+    assert not [text for text in (*texts, server.log_text()) if SALT in text or SEED in text]
+    assert '"cache_salt":"hidden"' in texts[0]
+
+
+def test_a_peek_finds_nothing_in_another_tenants_namespace(engine: Engine, of_b: Client, server: ServerProcess) -> None:
+    chain = keys(3, unique("peek"))
+    engine.store(chain)
+    peek = s.Lookup(namespace=engine.attached.namespace, keys=chain)
+    with pytest.raises(ApiError) as error:
+        of_b.lookup(peek)
+    assert error.value.code == "unknown_namespace"
+    assert engine.client.lookup(peek).hit_tokens == 48
+    with Client(server.unix) as own_client:
+        assert own_client.lookup(peek).hit_tokens == 48, "the server's own user is an operator, who sees all"
+
+
+def test_neither_answer_nor_time_tells_what_another_tenant_has_stored(
+    engine: Engine, of_b: Client, server: ServerProcess
+) -> None:
+    """B looks up what A has stored and what nobody has, in random order: the answers are equal, and so are the times.
+
+    A rank test: of pairs, B's lookup of what A has is the slower one about as often as not. Four standard deviations.
+    """
+    spy, owner = attach(of_b, groups=SMALL), attach(engine.client, groups=SMALL)
+    stored, absent = keys(LONG, unique("stored")), keys(LONG, unique("absent"))
+    owner.store(stored)
+    order = random.Random(20261122)
+    slower, pairs, times = 0, 300, []
+    for number in range(pairs):
+        took = {}
+        for name, chain in order.sample([("stored", stored), ("absent", absent)], 2):
+            started = time.perf_counter()
+            answer = spy.lookup(chain, request=f"{name}-{number}")
+            took[name] = time.perf_counter() - started
+            assert (answer.hit_tokens, answer.lease, answer.chunks) == (0, None, [])
+        slower += took["stored"] > took["absent"]
+        times.append(took["stored"] - took["absent"])
+    spread = (pairs / 4) ** 0.5
+    assert abs(slower - pairs / 2) < 4 * spread, (slower, statistics.median(times))
+    spy.close()
+    owner.close()
+
+
+def test_the_same_test_sees_what_a_tenant_has_stored_itself(engine: Engine) -> None:
+    """Else the test above could not fail."""
+    owner = attach(engine.client, groups=SMALL)
+    stored, absent = keys(LONG, unique("stored")), keys(LONG, unique("absent"))
+    owner.store(stored)
+    slower, pairs = 0, 100
+    for number in range(pairs):
+        took = {}
+        for name, chain in (("stored", stored), ("absent", absent)):
+            started = time.perf_counter()
+            found = owner.lookup(chain, request=f"{name}-{number}")
+            took[name] = time.perf_counter() - started
+            if found.lease:
+                owner.release(found.lease, 0)
+        slower += took["stored"] > took["absent"]
+    assert slower > pairs / 2 + 4 * (pairs / 4) ** 0.5
+    owner.close()
+
+
+def test_tenants_survive_the_server(tmp_path: Path) -> None:
+    """The next server gives the same ids to those who come back, and to nobody else."""
+    path = access_file(tmp_path, entry("team-a", A, ["engine"], "a"), entry("team-b", B, ["engine"], "b"))
+    settings = {"access_file": str(path), "socket_path": str(tmp_path / "kvdock.sock")}
+    with ServerProcess(**settings) as first, Client(first.unix, access_token=A) as client:
+        engine = attach(client)
+        chain = keys(2)
+        engine.store(chain)
+        first.stop(9)
+        with ServerProcess(**settings, adopt="require") as second, Client(second.unix, access_token=B) as of_b:
+            with pytest.raises(ApiError, match="unknown_session"):
+                client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
+            assert client.attach(engine.body).session == engine.session
+            assert engine.lookup(chain).hit_tokens == 32
+            with pytest.raises(ApiError, match="unknown_session"):
+                of_b.heartbeat(engine.session, s.Heartbeat(member=engine.member))
+            engine.close()
+
+
+def test_what_an_operator_may_do_reaches_every_tenant(engine: Engine, server: ServerProcess) -> None:
+    chain = keys(2, unique("cleared"))
+    engine.store(chain)
+    assert call(server.http, "POST", "/v1/cache/clear", {"namespace": engine.attached.namespace})[1]["chunks"] >= 2
+    assert engine.lookup(chain, request=unique("r")).hit_tokens == 0
+    assert ok(server.http, "GET", "/v1/status")["status"] == "ok"
+
+
+def test_the_access_files_caps_are_quotas_and_change_with_it(tmp_path: Path) -> None:
+    """A lowered cap counts at once, and a tenant that the file names no more has the default again."""
+    path = access_file(tmp_path, entry("team-a", A, ["engine"], "a") + "caps = {sessions = 1, chunks = 8}\n")
+
+    def quota(server: ServerProcess) -> dict[str, int | None] | None:
+        shown: dict[str, Any] = ok(server.http, "GET", "/v1/config")["tenants"]
+        return shown["a"]["quota"] if "a" in shown else None
+
+    settings = {"access_file": str(path), "tenant_sessions": 7}
+    with ServerProcess(**settings) as server, Client(server.unix, access_token=A) as client:
+        engine, chain = attach(client), keys(8)
+        with pytest.raises(ApiError) as error:
+            attach(client)
+        assert (error.value.code, error.value.status, error.value.found) == ("quota_exceeded", 429, 1)
+        engine.store(chain)
+        access_file(tmp_path, entry("team-a", A, ["engine"], "a") + "caps = {sessions = 2, chunks = 4}\n")
+        peek = s.Lookup(namespace=engine.attached.namespace, keys=chain)
+        eventually(lambda: client.lookup(peek).hit_tokens == 64)
+        own = quota(server)
+        ok(server.http, "PATCH", "/v1/config", {"tenants": {"a": {"sessions": 9}}})
+        ok(server.http, "PATCH", "/v1/config", {"tenants": {"a": None}})
+        assert quota(server) == own, "null gives back what the file says"
+        attach(client).close()
+        access_file(tmp_path, entry("team-a", A, ["engine"], "a"))
+        eventually(lambda: (quota(server) or {}).get("sessions") == 7)
+        engine.close()

@@ -32,7 +32,6 @@ from kvdock.protocol.wire_types import KEY_BYTES
 
 CLEAR_SLICE_RECORDS = 1024
 KEYS_SLICE = 256
-SLICE_QUOTAS = 32
 ALL_NAMESPACES = -1
 
 
@@ -81,9 +80,7 @@ class Admin:
         quotas: dict[str, Quota | None] = changes.pop("tenants", {})
         self._quotas.require_room(quotas)
         await self._pool.change_limits(changes)
-        for number, (tenant, quota) in enumerate(quotas.items(), 1):
-            if number % SLICE_QUOTAS == 0:
-                await asyncio.sleep(0)
+        for tenant, quota in quotas.items():
             if quota is None:
                 self._quotas.put_back(tenant)
             else:

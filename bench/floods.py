@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,7 +188,8 @@ FLOODS: dict[str, Callable[[Target], None]] = {
 # --------------------------------------------------------------------------- what the honest engine sees
 
 
-class Latencies(NamedTuple):
+@dataclass(frozen=True)
+class Latencies:
     took_s: list[float]
     """In rising order."""
     errors: int
@@ -200,7 +202,7 @@ class Latencies(NamedTuple):
     def max_ms(self) -> float:
         return 1000 * self.took_s[-1]
 
-    def __add__(self, other: Latencies) -> Latencies:  # type: ignore[override]  # of two, all calls
+    def __add__(self, other: Latencies) -> Latencies:
         return Latencies(sorted(self.took_s + other.took_s), self.errors + other.errors)
 
 
@@ -276,7 +278,7 @@ def measure(seconds: float) -> dict[str, float]:
             for _ in range(ROUNDS):
                 quiet += beside(QUIET, engine, keys, server, token, seconds / ROUNDS)
                 seen += beside(name, engine, keys, server, token, seconds / ROUNDS)
-                time.sleep(0.2)
+                time.sleep(0.2)  # the server closes what the flood left, which the next quiet round must not feel
             figures |= {f"{name}_p99_ms": seen.p99_ms, f"{name}_max_ms": seen.max_ms, f"{name}_errors": seen.errors,
                         f"{name}_ratio": seen.p99_ms / quiet.p99_ms}
         figures |= {"memory_mib": most_memory_mib(server.pid), "descriptors": descriptors(server.pid)}

@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
             return
         self.app_state = {**self.app_state, "peer": peer}
         if peer.is_unix:
-            self.app_state["connection"] = weakref.ref(self)  # no circle: it would stay after its end
+            self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
         super().connection_made(transport)
         door = self.unix if peer.is_unix else self.tcp
         if door.open >= door.limit:
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn leaves it when the connection broke, and so the object alive
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True  # uvicorn says so to the newest of several only
+            self._running.disconnected = True  # uvicorn tells only the newest of several calls
             self._running.message_event.set()
         super().connection_lost(exc)
 

@@ -33,8 +33,7 @@ class ConnectionLimits:
     """Names and values of one request's headers."""
     headers: int = 64
     body_pieces: int = 512
-    """In which one body arrives, beyond one for each KiB of it. One of single bytes would cost far more than its
-    length."""
+    """How many pieces a body may arrive in, and one more for each KiB of it: each piece costs the server a turn."""
     pipelined: int = 16
     """Requests that wait for the answer of an earlier one."""
     header_s: float = 10.0

@@ -191,7 +191,8 @@ class Registry:
         if self._by_id.get(record.id) is not record:
             return  # it went before, and its instance may have attached again
         del self._by_id[record.id], self._by_capability[record.capability], self._by_table_id[record.table_id]
-        del self._by_instance[record.tenant, record.instance]
+        if self._by_instance.get((record.tenant, record.instance)) is record:
+            del self._by_instance[record.tenant, record.instance]
         for member in record.members.values():
             self._forget_lock(member)
 

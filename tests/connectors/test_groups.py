@@ -122,6 +122,28 @@ def test_a_window_that_is_absent_where_a_prefix_ends_shortens_the_hit(
     assert_loaded(rig, target, table_of(range(16)), 0)
 
 
+def test_a_refused_reservation_ends_the_store_there() -> None:
+    """Nobody could find what lies behind it."""
+    with (
+        ServerProcess(session_grants=1) as server, Client(server.unix) as client,
+        Rig(server.unix, kv=KVCache(SETTINGS), salt=unique("groups")) as rig,
+    ):
+        rig.fill(1)
+        tokens, table = tokens_of(12, 4), table_of(range(16))
+        store(rig, tokens, table)
+        assert rig.lookup("holder", tokens) == 256, "its lease is the one grant that a session may have"
+        made = client.status().counters["reservations"]
+        offer = rig.connector.scheduler.begin_store("late", tokens_of(13, 4), without(table, 2, 1), 256)
+        assert offer is not None and len(offer.batches) > 1
+        assert rig.connector.scheduler.reserve(offer, offer.batches[0]) is None
+        rig.connector.finished("holder")
+        eventually(lambda: not client.leases().leases)
+        assert rig.connector.scheduler.reserve(offer, offer.batches[1]) is None
+        assert client.status().counters["reservations"] == made
+        offer.attachment.release()
+        rig.connector.finished("late")
+
+
 def test_a_store_with_more_groups_replaces_one_that_had_fewer(rig: Rig, client: Client) -> None:
     tokens = tokens_of(4, 2)
     store(rig, tokens, without(table_of(range(8)), 2, 1))

@@ -62,7 +62,8 @@ MUTANTS = (
         (_TENANTS, "-k", "does_not_exist"), "test_a_session_of_another_tenant_does_not_exist",
     ),
     Mutant(
-        "S11", "a grant of another tenant is told from none", "csrc/table/grants.cpp",
+        "S11", "the answer about another tenant's grant differs from that about a grant that never was",
+        "csrc/table/grants.cpp",
         "  if (!open || !members_.of_one_tenant(g.session, cell))\n", "  if (!open)\n",
         (_TENANTS, "-k", "grant_of_another"), "test_a_grant_of_another_tenant_does_not_exist",
     ),

@@ -29,7 +29,8 @@ from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.interface import Hit
-from kvdock.connectors.scheduler import Fetch, SchedulerConnector
+from kvdock.connectors.requests import Fetch
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, Identity, SessionObserver
 from kvdock.datapath.layout import PagedLayout, Plane
 from kvdock.protocol import schemas as s

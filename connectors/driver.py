@@ -1,12 +1,14 @@
 """The one orchestration of a connector's scheduler process, under every engine.
 
     engine thread      lookup ──────────────────► begin_load      store ──────────────► finished
-    "kvdock-ask"       fetch, verify                              abort                 cancel
+    "kvdock-ask"       fetch
+    "kvdock-settle"    verify                                     abort                 cancel
     "kvdock-store"                                                reserve, carry out
 
-Questions and stores have a background thread each, so that the engine's thread never waits for the server and no
-question waits for a copy. How plans get to the workers, and how an engine learns what became of its blocks, is left to
-the engine's own connector: connectors/engine_connector.py, connectors/vllm/scheduler.py.
+Lookups have a background thread of their own, so that none of them waits for a copy, a hash or another call. The
+engine's thread waits for an answer as long as its patience allows (connectors/patience.py), or not at all. How plans
+get to the workers, and how an engine learns what became of its blocks, is left to the engine's own connector:
+connectors/engine_connector.py, connectors/vllm/scheduler.py.
 
 Invariants: each batch of an offer is carried out exactly once, with a plan or without one, whatever fails; a lookup
 that found too little to load keeps no lease.
@@ -22,39 +24,55 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.limits import LoadLimits
+from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.scheduler import Fetch, SchedulerConnector, StoreOffer
+from kvdock.connectors.requests import Fetch, StoreOffer
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 
 NO_LIMITS = LoadLimits()
+FRESH_S = 0.05
+"""An older answer that was not all is asked for once more: other requests, and other engines, store meanwhile."""
 
 
 class Driver:
     """`answered`: called in the background with the seconds that each lookup took. `verifies_all`: each answer is
-    verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None."""
+    verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
+    `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
-        verifies_all: bool = False, statistics: ChunkStatistics | None = None,
+        verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler, self.statistics, self._verifies_all = scheduler, statistics, verifies_all
+        self.scheduler, self.statistics, self.patience = scheduler, statistics, patience
+        self._verifies_all = verifies_all
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
-        self._asking, self._storing = Background("kvdock-ask"), Background("kvdock-store")
-        self._question: Future[None] | None = None
+        self._asking, self._settling = Background("kvdock-ask"), Background("kvdock-settle")
+        self._storing = Background("kvdock-store")
+        self._questions: dict[str, Question] = {}
+        """By request, the last one that was sent."""
+        self._checks: dict[str, Future[None]] = {}
+        """By request, its verification under way."""
+        self._awaited: Future[None] | None = None
+        self.late = 0
+        """How many lookups were a miss because the server was late."""
 
     # ------------------------------------------------------------------ lookups and loads
+
+    def expect(self, request_id: str, tokens: Sequence[int]) -> None:
+        """A lookup of the request is to come, with whatever local tokens it has then: asks now."""
+        found = self.scheduler.lookup(request_id, self._limits.shortened(tokens, 0), 0)
+        if isinstance(found, Fetch):
+            self._send(found)
 
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
         """As interface.py has it, within the limits. What was declined for being too short stays declined until
         `finished`."""
         if request_id in self._declined:
             return Miss()
-        found = self.scheduler.lookup(request_id, self._limits.shortened(tokens, local_tokens), local_tokens)
-        if isinstance(found, Fetch):
-            self._question = self._asking.run(self._fetch, found, self._clock())
-            return Pending()
+        found = self._found(request_id, self._limits.shortened(tokens, local_tokens), local_tokens)
         if isinstance(found, Hit) and found.tokens - local_tokens < self._limits.min_load_tokens:
             self._declined.add(request_id)
             found = Miss()
@@ -65,28 +83,83 @@ class Driver:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
 
+    def step(self, is_idle: bool) -> None:
+        """The engine has planned a step; `is_idle`: one that computes nothing."""
+        if self.patience is not None:
+            self.patience.step(is_idle)
+
+    def drop_lookup(self, request_id: str) -> None:
+        """As SchedulerConnector has it."""
+        self._forget_question(request_id)
+        self._cancel(self.scheduler.drop_lookup(request_id))
+
+    def _forget_question(self, request_id: str) -> None:
+        self._questions.pop(request_id, None)
+        self._checks.pop(request_id, None)
+
+    def _found(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
+        found = self._ask(request_id, tokens, local_tokens)
+        question, patience = self._questions.get(request_id), self.patience
+        if patience is None or question is None:
+            return found
+        if isinstance(found, Hit | Miss) and not patience.is_open and self._clock() - question.asked_s > FRESH_S:
+            again = self.scheduler.asks_again(request_id)
+            question = self._send(again) if again is not None else question
+        if not patience.wait(question):
+            # A server that is late must not hold up what may have nothing to load; one that only has much to answer
+            # will be asked in the next step.
+            if not (isinstance(found, Pending) and patience.is_open):
+                return found
+            self.late += 1
+            return Miss()
+        found = self._ask(request_id, tokens, local_tokens)
+        check = self._checks.get(request_id)
+        if isinstance(found, Hit) and check is not None and patience.spend(check):
+            found = self._ask(request_id, tokens, local_tokens)
+        return found
+
+    def _ask(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
+        found = self.scheduler.lookup(request_id, tokens, local_tokens)
+        if not isinstance(found, Fetch):
+            return found
+        self._send(found)
+        return Pending()
+
+    def _send(self, fetch: Fetch) -> Question:
+        asked_s = self._clock()
+        self._awaited = self._asking.run(self._fetch, fetch, asked_s)
+        question = self._questions[fetch.request_id] = Question(self._awaited, asked_s)
+        return question
+
     def is_verified(self, request_id: str) -> bool:
         """Whether a Hit may be promised that a worker must not fail to load. False: it is being verified in the
-        background; look up again, for what turns out to be damaged is a Miss."""
+        background, or was found to be damaged; look up again, for then it is a Miss."""
         if self.scheduler.is_verified(request_id):
             return True
-        if self.scheduler.starts_verifying(request_id):
-            self._question = self._asking.run(self.scheduler.verify, request_id)
+        self._verify(request_id)
         return False
+
+    def _verify(self, request_id: str) -> None:
+        if self.scheduler.starts_verifying(request_id):
+            self._awaited = self._checks[request_id] = self._settling.run(self.scheduler.verify, request_id)
 
     def is_verifying(self, request_id: str) -> bool:
         """Whether what the request's lookup found is being verified now: nobody may load it meanwhile."""
         return self.scheduler.is_verifying(request_id)
 
     def wait_for_answer(self, timeout_s: float) -> None:
-        """Waits for the last question, if there was one."""
-        if self._question is not None:
-            wait([self._question], timeout_s)
+        """Waits for the last question or verification, if there was one."""
+        end_s, awaited = self._clock() + timeout_s, None
+        while awaited is not self._awaited:  # an answer may have begun to be verified
+            awaited = self._awaited
+            if awaited is not None:
+                wait([awaited], max(0.0, end_s - self._clock()))
 
     def begin_load(
         self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
     ) -> tuple[Attachment, LoadPlan] | None:
         """As SchedulerConnector has it. The caller releases the attachment."""
+        self._forget_question(request_id)
         begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if self.statistics is not None and begun is not None:
             self.statistics.load_begun(request_id, local_tokens, hit_tokens)
@@ -123,36 +196,41 @@ class Driver:
 
     def abort(self, attachment: Attachment, plan: StorePlan) -> None:
         """Gives a plan back, in the background, that no worker was given."""
-        self._asking.run(self.scheduler.session.abort, attachment, plan.reservation)
+        self._settling.run(self.scheduler.session.abort, attachment, plan.reservation)
 
     # ------------------------------------------------------------------ ends
 
     def finished(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""
         self._declined.discard(request_id)
+        self._forget_question(request_id)
         if self.statistics is not None:
             self.statistics.finished(request_id)
         self._cancel(self.scheduler.finished(request_id))
 
-    def ask(self, question: Callable[..., None], *args: object) -> None:
-        """Runs another question to the server behind those that were asked."""
-        self._asking.run(question, *args)
+    def run(self, call: Callable[..., None], *args: object) -> None:
+        """Runs another call to the server in the background."""
+        self._settling.run(call, *args)
 
     def close(self) -> None:
         """Waits for what runs in the background."""
-        for background in (self._asking, self._storing):
+        for background in (self._asking, self._settling, self._storing):  # answers are settled
             background.close()
         if self.statistics is not None:
             self.statistics.log_summary()
 
     def _fetch(self, fetch: Fetch, asked_s: float) -> None:
+        began_s = self._clock()
         try:
             self.scheduler.fetch(fetch)
-            if self._verifies_all and self.scheduler.starts_verifying(fetch.request_id):
-                self.scheduler.verify(fetch.request_id)
+            if self._verifies_all:
+                self._verify(fetch.request_id)
         finally:
-            self._answered(self._clock() - asked_s)
+            ended_s = self._clock()
+            if self.patience is not None:
+                self.patience.answered(ended_s - began_s)
+            self._answered(ended_s - asked_s)
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
         if unused is not None:
-            self._asking.run(self.scheduler.cancel, *unused)
+            self._settling.run(self.scheduler.cancel, *unused)

@@ -22,7 +22,8 @@ from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Looku
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.scheduler import SchedulerConnector, StoreOffer
+from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning

@@ -20,32 +20,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
-from kvdock.connectors.interface import BlocksRead, GroupBlocks, Hit, LookupResult, Miss, Pending
+from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
+from kvdock.connectors.requests import MISS, ChainOf, Fetch, RequestState, StoreOffer, chain_of_tokens
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.schemas import Lookup, LookupAnswer, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
-
-
-class Chain(Protocol):
-    """The keys of a request's chunks, from its first."""
-
-    @property
-    def keys(self) -> list[bytes]: ...
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """`tokens`: all that are known so far."""
-
-
-ChainOf = Callable[[str, bytes, int], Chain]
-"""Makes the chain of a request from its id, the namespace and the tokens of a chunk."""
 
 
 class ChunkObserver:
@@ -59,56 +43,6 @@ class ChunkObserver:
         return lambda keys: None
 
 
-def chain_of_tokens(request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
-    return KeyChain(namespace, chunk_tokens)
-
-
-MISS = LookupAnswer(hit_tokens=0, lease=None, first_chunk=0, chunks=[])
-
-
-@dataclass
-class _Request:
-    """What is known of one request, from its first lookup until it is finished or preempted."""
-
-    chain: Chain
-    attachment: Attachment
-    asked: tuple[int, int] | None = None
-    """(keys, local tokens) of the lookup under way or answered."""
-    answer: LookupAnswer | None = None
-    verifying: LookupAnswer | None = None
-    """The answer whose verification has begun."""
-    verified: LookupAnswer | None = None
-    epoch: int = 0
-    handed_out: str | None = None
-    """The lease of the last plan, until the server has asked about it."""
-    offered: int = 0
-    """Chunks [0, offered) are stored, being stored, or were refused."""
-    ceiling: int = MAX_KEYS
-    """Chunks from here on are not asked for: one of them failed to load."""
-    cut_short: bool = False
-    """A store found no room: what comes behind it could not be reached, so nothing more is offered."""
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """A lookup to be sent by a background thread."""
-
-    request_id: str
-    attachment: Attachment
-    keys: tuple[bytes, ...]
-    body: Lookup
-
-
-@dataclass(frozen=True)
-class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest."""
-
-    request_id: str
-    attachment: Attachment
-    batches: tuple[StoreBatch, ...]
-    reads: BlocksRead
-
-
 class SchedulerConnector:
     """`readers`: how many ranks read each lease."""
 
@@ -120,7 +54,7 @@ class SchedulerConnector:
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._chain_of = chain_of
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._lock = threading.Lock()
         self._epoch = 0
         self._stores = 0
@@ -148,6 +82,8 @@ class SchedulerConnector:
                 if request.answer is None:
                     return Pending()
                 request.asked = request.answer = None  # grown since, or less is at hand: ask again
+            if request.newer is not None and request.answer is not None:
+                request.answer, request.newer = request.newer, None
             if request.answer is not None:
                 hit_tokens = request.answer.hit_tokens
                 return Hit(hit_tokens) if hit_tokens > local_tokens else Miss()
@@ -157,17 +93,38 @@ class SchedulerConnector:
             if request.epoch == 0:
                 self._epoch += 1
                 request.epoch = self._epoch
-            body = Lookup(
-                session=request.attachment.session,
-                member=request.attachment.member,
-                request=request_id,
-                epoch=request.epoch,
-                keys=b"".join(keys),
-                readers=self.readers,
-                skip_prefix_tokens=local_tokens,
-            )
+            fetch = self._fetch(request_id, request, keys, local_tokens)
         self._observer.known(request_id, keys)
-        return Fetch(request_id, request.attachment, tuple(keys), body)
+        return fetch
+
+    def asks_again(self, request_id: str) -> Fetch | None:
+        """The same question once more, for more may have been stored since its answer: to be sent, and the lookup after
+        its answer has that one. None when nothing was answered, all was found, or what was found is verified already.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.answer is None or request.asked is None or request.epoch == 0:
+                return None
+            count, local_tokens = request.asked
+            if request.answer.hit_tokens == count * self.chunk_tokens or request.verifying is request.answer:
+                return None
+            return self._fetch(request_id, request, request.chain.keys[:count], local_tokens, request.answer.lease)
+
+    def _fetch(
+        self, request_id: str, request: RequestState, keys: Sequence[bytes], local_tokens: int,
+        renews: str | None = None,
+    ) -> Fetch:
+        """Under `_lock`."""
+        body = Lookup(
+            session=request.attachment.session,
+            member=request.attachment.member,
+            request=request_id,
+            epoch=request.epoch,
+            keys=b"".join(keys),
+            readers=self.readers,
+            skip_prefix_tokens=local_tokens,
+        )
+        return Fetch(request_id, request.attachment, tuple(keys), body, renews)
 
     def fetch(self, fetch: Fetch) -> None:
         """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss."""
@@ -185,16 +142,19 @@ class SchedulerConnector:
         with self._lock:
             request = self._requests.get(fetch.request_id)
             if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
-                request.answer = answer
+                if request.answer is None:
+                    request.answer = answer
+                elif answer.lease is not None:  # else it failed, and what is leased stays
+                    request.newer = answer
                 return
-        if answer.lease is not None:  # forgotten while we asked
+        if answer.lease not in (None, fetch.renews):  # forgotten while we asked
             self.cancel(fetch.attachment, answer.lease)
 
     def is_verified(self, request_id: str) -> bool:
-        """Whether all that the request's lookup found may be promised."""
+        """Whether the request's lookup found something, all of which may be promised."""
         with self._lock:
             request = self._leased(request_id)
-            return request is None or request.verified is request.answer
+            return request is not None and request.verified is request.answer
 
     def is_verifying(self, request_id: str) -> bool:
         with self._lock:
@@ -206,8 +166,8 @@ class SchedulerConnector:
     def starts_verifying(self, request_id: str) -> bool:
         """Whether verify() is to be called for the answer to the request's lookup: True once for each answer."""
         with self._lock:
-            request = self._requests.get(request_id)
-            if request is None or request.answer is None or request.verifying is request.answer:
+            request = self._leased(request_id)
+            if request is None or request.verifying is request.answer:
                 return False
             request.verifying = request.answer
             return True
@@ -228,7 +188,7 @@ class SchedulerConnector:
                 if is_known and verified:
                     request.verified = answer
                 elif is_known:
-                    request.answer, request.epoch = MISS, 0  # a cancelled lease ends its epoch
+                    request.answer, request.newer, request.epoch = MISS, None, 0  # a cancelled lease ends its epoch
             if is_known and not verified:
                 self.cancel(request.attachment, answer.lease)
 
@@ -249,7 +209,7 @@ class SchedulerConnector:
                 return None  # another length than was answered: its windows want chunks that are not leased
             if not request.attachment.acquire():
                 return None
-            request.asked, request.answer, request.epoch = None, None, 0
+            request.forget_lookup()
             request.handed_out = answer.lease
             request.offered = max(request.offered, hit_tokens // self.chunk_tokens)
             plan = LoadPlan(request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens, pieces)
@@ -390,17 +350,28 @@ class SchedulerConnector:
             if request.answer.hit_tokens - local_tokens >= min_load_tokens:
                 return None
             assert request.asked is not None, "an answer without a question"
-            request.asked, request.answer = (request.asked[0], local_tokens), MISS
+            request.asked, request.answer, request.newer = (request.asked[0], local_tokens), MISS, None
             request.epoch = 0  # a cancelled lease ends its epoch
             return request.attachment, lease
+
+    def drop_lookup(self, request_id: str) -> tuple[Attachment, str] | None:
+        """The engine computes all of the request: what its lookup found, or finds when it is answered, is of no use.
+        Returns the lease, to be cancelled in the background."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.asked is None:
+                return None
+            lease = request.lease
+            request.forget_lookup()
+            return (request.attachment, lease) if lease is not None else None
 
     def finished(self, request_id: str) -> tuple[Attachment, str] | None:
         """Forgets the request. Returns a lease that was never handed out, to be cancelled in the background."""
         with self._lock:
             request = self._requests.pop(request_id, None)
-            if request is None or request.answer is None or request.answer.lease is None:
+            if request is None or (lease := request.lease) is None:
                 return None
-            return request.attachment, request.answer.lease
+            return request.attachment, lease
 
     def cancel(self, attachment: Attachment, lease: str) -> None:
         """Background."""
@@ -416,26 +387,26 @@ class SchedulerConnector:
         was sent, so that the ranks have time to start."""
         with self._lock:
             for request in self._requests.values():
-                if request.answer is not None and request.answer.lease == lease:
+                if request.lease == lease:
                     return True
                 if request.handed_out == lease:
                     request.handed_out = None
                     return True
         return False
 
-    def _leased(self, request_id: str) -> _Request | None:
+    def _leased(self, request_id: str) -> RequestState | None:
         """Under `_lock`: the request, if its lookup was answered with a lease."""
         request = self._requests.get(request_id)
         return request if request is not None and request.answer is not None and request.answer.lease else None
 
-    def _request(self, request_id: str, tokens: Sequence[int]) -> _Request | None:
+    def _request(self, request_id: str, tokens: Sequence[int]) -> RequestState | None:
         """Under `_lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
         attachment = self.session.attachment
         if attachment is None:
             return None  # it may come back: what we know, a lease above all, may still hold
         request = self._requests.get(request_id)
         if request is None or request.attachment is not attachment:  # nothing holds that we knew of another epoch
-            request = _Request(self._chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
+            request = RequestState(self._chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
             self._requests[request_id] = request
         request.chain.follow(tokens)
         return request

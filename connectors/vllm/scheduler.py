@@ -1,9 +1,11 @@
 """In the scheduler's process: answers lookups, plans loads and stores, and keeps blocks from being overwritten.
 
-A lookup is pure: it asks the server in the background and answers None until it knows. An admission begins a load.
-Each step offers the chunks that its end completes; their slots are reserved in the background, and the plan goes
-to the workers with a later step. vLLM frees blocks when it likes, so a store whose blocks are given out anew is dropped
-when it has not gone to the workers yet, and fenced when it has: the workers end it before that step writes.
+A request is asked about when it arrives, if few wait before it (connectors/early.py), and by its lookup at the latest.
+"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (connectors/patience.py). An
+admission begins a load. Each step offers the chunks that its end completes; their slots are reserved in the background,
+and the plan goes to the workers with a later step. vLLM frees blocks when it likes, so a store whose blocks are given
+out anew is dropped when it has not gone to the workers yet, and fenced when it has: the workers end it before that step
+writes.
 
 Invariants: `_stores` has every store that may still read its blocks; a plan leaves with the step that is being
 built or never; loads that vLLM cannot preempt leave room for the largest other request (block_budget.py).
@@ -22,9 +24,12 @@ from typing import Any
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
+from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
+from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.scheduler import Chain, ChunkObserver, SchedulerConnector, chain_of_tokens
+from kvdock.connectors.requests import Chain, chain_of_tokens
+from kvdock.connectors.scheduler import ChunkObserver, SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
@@ -98,9 +103,10 @@ class VllmScheduler:
         )
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
-            verifies_all=self._verifies_all, clock=clock,
+            verifies_all=self._verifies_all, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
         )
+        self._early = EarlyQuestions(self._expect)
         self._clearing = Clearing(session)
         self._loads: list[LoadOrder] = []
         self._stores: dict[str, _Store] = {}
@@ -121,16 +127,17 @@ class VllmScheduler:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
-        if depends_on_more_than_tokens(request) or getattr(request, "skip_reading_prefix_cache", False):
+        if not _may_load(request):
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
         if not self._clearing.is_over:
             self._clear_again()
             return 0, False
-        usable = request.num_tokens - 1  # the last token is always computed: vLLM wants its logits
+        usable = self._usable(request)
         if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
             return 0, False
+        self._early.asked(request.request_id)
         found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if isinstance(found, Pending):
             return None, False
@@ -153,8 +160,20 @@ class VllmScheduler:
             and set(self._epochs.values()) == {attachment.epoch}
         )
 
+    def _usable(self, request: Any) -> int:
+        """The last token is always computed: vLLM wants its logits."""
+        return int(request.num_tokens) - 1
+
     def arrived(self, request: Any) -> None:
         self._budget.add(request)
+        if _may_load(request) and self._usable(request) >= self._chunk_tokens:
+            self._tracked.setdefault(request.request_id, _Tracked(request))
+            self._early.arrived(request.request_id)
+
+    def _expect(self, request_id: str) -> None:
+        if self._clearing.is_over:
+            request = self._tracked[request_id].request
+            self._driver.expect(request_id, request.all_token_ids[: self._usable(request)])
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """The request has its blocks: a load begins when it was promised external tokens."""
@@ -163,7 +182,9 @@ class VllmScheduler:
         for column, group in zip(table, self._groups, strict=True):
             first = tracked.local_tokens // group.block_tokens
             self._fresh.update(block for block in column[first:] if block is not None)
+        self._early.left(request.request_id)
         if external_tokens == 0:
+            self._driver.drop_lookup(request.request_id)
             return
         hit = tracked.local_tokens + external_tokens
         if tracked.is_async:
@@ -193,6 +214,8 @@ class VllmScheduler:
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
         self.figures.state("attached", int(self._session.attachment is not None))
+        late, self._driver.late = self._driver.late, 0
+        self.figures.add("lookups_late", late)
         for request_id in output.preempted_req_ids or ():
             self._forget(request_id)
         self._note_tables(output)
@@ -205,6 +228,7 @@ class VllmScheduler:
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
+        self._driver.step(is_idle)
         if is_idle:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
@@ -310,6 +334,7 @@ class VllmScheduler:
         self._clear_again()
 
     def finished(self, request_id: str) -> None:
+        self._early.left(request_id)
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._budget.remove(request_id)
@@ -324,12 +349,12 @@ class VllmScheduler:
         for store in self._stores.values():
             store.dropped = True
         cleared = self._clearing.ask(store_id for store_id, store in self._stores.items() if store.sent)
-        self._driver.ask(self._clearing.tell_of_others)
+        self._driver.run(self._clearing.tell_of_others)
         return cleared
 
     def _clear_again(self) -> None:
         if self._clearing.starts_again():
-            self._driver.ask(self._clearing.again)
+            self._driver.run(self._clearing.again)
 
     @property
     def busy(self) -> bool:
@@ -346,6 +371,10 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table, tracked.local_tokens = None, 0
+
+
+def _may_load(request: Any) -> bool:
+    return not depends_on_more_than_tokens(request) and not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

@@ -17,6 +17,8 @@ from kvdock.connectors.errors import NotSupportedError, SettingError
 from kvdock.connectors.limits import LoadLimits
 from kvdock.connectors.vllm.groups import KVGroup
 
+MOST_WAIT_S = 1.0
+"""A longer wait in the scheduling loop costs more than what it waits for."""
 BY_LAYER = ("eager", "piecewise", "never")
 
 
@@ -28,6 +30,8 @@ class Settings(LoadLimits):
     """Holds this engine's access token; the server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
     """Bounds every call to the server."""
+    lookup_wait_s: float = 0.005
+    """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True
@@ -72,6 +76,10 @@ class Settings(LoadLimits):
             raise NotSupportedError(
                 f"kv_connector_extra_config: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
                 "is wanted."
+            )
+        if not 0.0 <= made.lookup_wait_s <= MOST_WAIT_S:
+            raise NotSupportedError(
+                f"kv_connector_extra_config: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
             )
         if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupportedError(

@@ -17,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
-from connector_helpers import CHUNK, Rig, mapped_objects, mortal, no_trace, successor, tokens_of
+from connector_helpers import CHUNK, Rig, continued, mapped_objects, mortal, no_trace, stopped, successor, tokens_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
@@ -35,14 +35,6 @@ from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ServerUnavailable
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.objects import SHM_DIR
-
-
-def stopped(server: ServerProcess) -> None:
-    server.process.send_signal(signal.SIGSTOP)
-
-
-def continued(server: ServerProcess) -> None:
-    server.process.send_signal(signal.SIGCONT)
 
 
 @contextmanager

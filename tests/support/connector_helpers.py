@@ -225,6 +225,14 @@ def successor(server: ServerProcess) -> Iterator[ServerProcess]:
         yield second
 
 
+def stopped(server: ServerProcess) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+
+
+def continued(server: ServerProcess) -> None:
+    server.process.send_signal(signal.SIGCONT)
+
+
 def sweep(server: ServerProcess) -> None:
     """Removes what a killed server left in shared memory."""
     for name in server.shared_memory():

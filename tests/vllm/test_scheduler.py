@@ -14,7 +14,7 @@ from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version
 pytestmark = pytest.mark.vllm
 
 ONE, TWO, THREE = [None], [None, 48], [None, 48, 32]
-CROWDS = [(2, 0), (6, 0), (33, 3)]
+CROWDS = [(3, 3), (25, 0), (47, 3)]
 """Runs of `crowd` that stood still in one of these versions at least."""
 
 every_groups = pytest.mark.parametrize("windows", [ONE, TWO, THREE], ids=["1group", "2groups", "3groups"])

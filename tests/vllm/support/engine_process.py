@@ -123,7 +123,11 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     """What the engine is made with."""
     transfer: dict[str, Any] = {}
     if said["address"]:
-        extra = {"address": said["address"], "chunk_tokens": 64, "timeout_s": 20.0, **said.get("extra", {})}
+        extra = {
+            "address": said["address"], "chunk_tokens": 64,
+            "timeout_s": 20.0, "lookup_wait_s": 1.0,  # a busy machine is no lost server
+            **said.get("extra", {}),
+        }
         transfer = {"kv_transfer_config": {
             "kv_connector": said.get("connector", ["KvdockConnector"])[0],
             "kv_connector_module_path": said.get("connector", ["", "kvdock.connectors.vllm"])[1],

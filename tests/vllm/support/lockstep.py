@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from typing import Any
 from sched_engine import SchedEngine
 
 from kvdock.connectors.background import Background
+from kvdock.connectors.patience import Patience
 from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
@@ -135,12 +137,15 @@ class LateCopy:
 
 
 def into_lockstep(
-    engine: SchedEngine, source: random.Random, most_steps: int, *, verified: bool = False, hasty: bool = True
+    engine: SchedEngine, source: random.Random, most_steps: int, *, verified: bool = False, hasty: bool = True,
+    late: bool = False,
 ) -> list[Exception]:
     """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `verified`:
-    loads are reported before they have copied anything, as on a GPU before all was copied; `hasty`: in every step."""
+    loads are reported before they have copied anything, as on a GPU before all was copied; `hasty`: in every step.
+    `late`: a lookup whose answer is not there is a miss; else the engine asks again, as after its longest wait."""
     failures: list[Exception] = []
     queues = []
+    engine.scheduler.connector._scheduler._driver.patience = Patience(0.0, time.monotonic) if late else None
 
     def delay() -> int:
         return source.randrange(most_steps + 1)

@@ -95,14 +95,15 @@ class SchedEngine:
     """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
     of the connector. `events`: KV cache events are published, at an endpoint of this process. `algorithm`: of vLLM's
-    hashes of blocks."""
+    hashes of blocks. `step_s`: how long a step takes that computes something. An `address` of "" is no connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
-        events: bool = False, algorithm: str = "sha256", **extra: Any,
+        events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, **extra: Any,
     ) -> None:
         self.windows, self.blocks, self.steps = windows, blocks, 0
+        self._step_s, self._is_connected = step_s, bool(address)
         self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
         self.bad_reads: list[tuple[Any, ...]] = []
         self.seen: Counter[str] = Counter()
@@ -115,7 +116,7 @@ class SchedEngine:
         self._runner, self._overlap = runner, overlap
         self._under_way: deque[tuple[Any, Any]] = deque()
         self._idle = 0
-        self.asks_for_layers = True
+        self.asks_for_layers = self._is_connected
         self.before_step: Callable[[], None] | None = None
         """Set: steps are made by hand, and what runs in the background moves here alone."""
         with tempfile.TemporaryDirectory() as folder:
@@ -138,9 +139,9 @@ class SchedEngine:
                     kv_role="kv_both", kv_load_failure_policy="recompute",
                     kv_connector_extra_config={
                         "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
-                        "timeout_s": 20.0, **extra,  # a machine with much else to do is no lost server
+                        "timeout_s": 20.0, "lookup_wait_s": 1.0, **extra,  # a busy machine is no lost server
                     },
-                ),
+                ) if address else None,
                 device_config=DeviceConfig("cpu"),
                 kv_events_config=KVEventsConfig(
                     enable_kv_cache_events=events, endpoint=f"inproc://{os.urandom(8).hex()}"
@@ -171,9 +172,10 @@ class SchedEngine:
                 structured_output_manager=StructuredOutputManager(self.config), block_size=lcm(*self.sizes),
                 hash_block_size=gcd(*self.sizes),
             )
-        self.connect(kv_config)
         self.scheduler.use_v2_model_runner = self._runner == 2
-        self._count_loads()
+        if self._is_connected:
+            self.connect(kv_config)
+            self._count_loads()
 
     def connect(self, kv_config: KVCacheConfig) -> None:
         """The worker's side, and what it tells the scheduler's."""
@@ -182,6 +184,14 @@ class SchedEngine:
                 config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=kv_config
             )
         self.workers = [self.worker]
+        finished = self.worker.get_finished
+
+        def after_the_step(finished_ids: set[str]) -> Any:
+            # Loads begin before the model runs or when it has been launched, and are asked for when it has run.
+            time.sleep(self._step_s if self._idle == 0 else 0.0)
+            return finished(finished_ids)
+
+        self.worker.get_finished = after_the_step
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
         tensors = {f"layer.{n}": self.memory[:, :size] for n, size in enumerate(self.sizes)}
         if self._runner == 2:
@@ -215,13 +225,16 @@ class SchedEngine:
         self.steps += 1
         out = self.scheduler.schedule()
         is_empty = out.total_num_scheduled_tokens == 0
-        for load in out.kv_connector_metadata.orders.loads:
+        for load in out.kv_connector_metadata.orders.loads if self._is_connected else ():
             self.seen["async_loads" if load.is_async else "sync_loads"] += 1
         self._idle = self._idle + 1 if is_empty else 0
         if is_empty and self.before_step is None:
             time.sleep(0.0005)  # what is awaited ends in other threads
         with set_current_vllm_config(self.config):
-            result = self._as_runner_2(out) if self._runner == 2 else self._as_runner_1(out)
+            if not self._is_connected:
+                result = self._forward(out)
+            else:
+                result = self._as_runner_2(out) if self._runner == 2 else self._as_runner_1(out)
         self._under_way.append((out, result))
         if not self._overlap or is_empty or len(self._under_way) > 1:
             self._learn()
@@ -294,11 +307,14 @@ class SchedEngine:
         return wrong
 
     def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.connector.shutdown()
+        if self._is_connected:
+            self.worker.shutdown()
+            self.scheduler.connector.shutdown()
         self.scheduler.kv_event_publisher.shutdown()
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
+        if not self._is_connected:
+            time.sleep(self._step_s)
         starts = self._note(out)
         ids, sampled = [], []
         for request_id, count in out.num_scheduled_tokens.items():

@@ -145,7 +145,8 @@ def one_seed(
         **{"overlap": source.random() < 0.5, "runner": source.choice((1, 2)), **settings},
         weights_digest=f"seed {seed}",
     )
-    failures = into_lockstep(engine, source, source.choice((0, 1, 3)), verified=verified) if by_hand else []
+    most_steps, late = source.choice((0, 1, 3)), seed % 2 == 1
+    failures = into_lockstep(engine, source, most_steps, verified=verified, late=late) if by_hand else []
     if verified:
         worker = engine.worker._worker
         worker._traits = dataclasses.replace(worker._traits, loads_by_layer=source.random() < 0.5)

@@ -1,0 +1,226 @@
+"""A trace's sessions through vLLM in service: kvdock, beside what else keeps KV in host memory.
+
+    python -m bench.service --json --trace FILE [--kinds off native kvdock] [--modes one two_random two_affinity]
+
+Modes: one engine; two engines, each request sent to either at random; two engines, each session sent to one. Kinds: off
+(no connector), native (vLLM's own offload), kvdock, and lmcache and pegaflow where they are installed. All get the same
+host memory; where two engines cannot share it, each gets half. Each engine has a closed loop of requests.
+
+Prints one JSON object, for each mode and kind (mode_kind_…): took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms (time to
+first token), cached_share (of prompt tokens), decode_gap_p99_ms (between tokens of running requests). Kinds take
+turns, in an order that the seed sets. Without a GPU, `--device cpu --model FOLDER` shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench import trace
+from bench.service import servers
+from bench.vllm.__main__ import obstacle
+from bench.vllm.children import LLAMA_8B
+
+MODES = ("one", "two_random", "two_affinity")
+GIB = 1 << 30
+
+
+class Failed(RuntimeError):
+    """An engine ended before it had served."""
+
+
+class EngineProcess:
+    def __init__(self, said: dict[str, Any], folder: Path, name: str, path: str) -> None:
+        at = folder / f"{name}.json"
+        at.write_text(json.dumps(said))
+        self._log_at = folder / f"{name}.log"
+        self._log = self._log_at.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.service.engine", str(at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True, env=servers.environment(path),
+        )
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            last = self._log_at.read_text(errors="replace").splitlines()[-8:]
+            raise Failed(f"an engine ended; its log ends: {' | '.join(last)}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+
+def shares(mode: str, requests: Sequence[trace.Request], seed: int) -> list[list[int]]:
+    """For each engine the places of its requests."""
+    if mode == "one":
+        return [list(range(len(requests)))]
+    parts: list[list[int]] = [[], []]
+    for at, request in enumerate(requests):
+        routed_by = request.session if mode == "two_affinity" else request.number
+        parts[random.Random(f"{seed}/{routed_by}").randrange(2)].append(at)
+    return parts
+
+
+def figures_of(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What all engines saw together."""
+    ttft_ms = sorted(1e3 * s for one in found for s in one["ttft_s"])
+    gaps_ms = sorted(1e3 * s for one in found for s in one["gaps_s"])
+    tokens = sum(sum(one["tokens"]) for one in found)
+    return {
+        "took_s": max(one["took_s"] for one in found),
+        "ttft_mean_ms": statistics.mean(ttft_ms),
+        "ttft_p50_ms": statistics.median(ttft_ms),
+        "ttft_p99_ms": ttft_ms[len(ttft_ms) * 99 // 100],
+        "cached_share": sum(sum(one["cached"]) for one in found) / tokens,
+        "decode_gap_p99_ms": gaps_ms[len(gaps_ms) * 99 // 100] if gaps_ms else 0.0,
+        "prompt_tokens": tokens,
+    }
+
+
+def engine_options(chosen: argparse.Namespace, engines: int) -> dict[str, Any]:
+    longest = chosen.longest * chosen.block_tokens // trace.BLOCK_TOKENS
+    common = {
+        "max_model_len": longest + 512, "max_num_seqs": 16, "enable_prefix_caching": True,
+        "enforce_eager": not chosen.graphs,
+    }
+    if chosen.device == "cpu":
+        return common | {
+            "dtype": "float32", "block_size": 32, "max_num_batched_tokens": 256,
+            "num_gpu_blocks_override": 2 * ((longest + 512) // 32 + 2) // engines,
+        }
+    return common | {
+        "dtype": "bfloat16", "attention_backend": "FLASH_ATTN", "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(chosen.gpu_gib * GIB) // engines,
+    }
+
+
+def serve(
+    chosen: argparse.Namespace, kind: str, mode: str, requests: Sequence[trace.Request], prompts: list[list[int]],
+    folder: Path,
+) -> dict[str, float]:
+    """One kind in one mode."""
+    parts, path = shares(mode, requests, chosen.seed), chosen.paths.get(kind, "")
+    with ExitStack() as stack:
+        connector = stack.enter_context(servers.connector(
+            kind, host_bytes=int(chosen.host_gib * GIB), engines=len(parts), path=path, kvdock=chosen.connector,
+            server=chosen.server, address=chosen.address, namespace=f"bench-{mode}-{time.time_ns()}",
+        ))
+        engines = []
+        for at, part in enumerate(parts):
+            said = {
+                "connector": connector, "engine": engine_options(chosen, len(parts)),
+                "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"} if chosen.device == "cuda" else {},
+                "model": str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": chosen.layers},
+                "requests": [(prompts[n], max(4, min(requests[n].new_tokens, chosen.new))) for n in part],
+                "concurrency": max(1, chosen.concurrency // len(parts)),
+            }
+            engines.append(EngineProcess(said, folder, f"{mode}-{kind}-{at}", path))
+            stack.callback(engines[-1].close)
+        for engine in engines:
+            engine.answer()
+        time.sleep(chosen.settle_s)  # servers page-lock their memory meanwhile
+        for engine in engines:
+            engine.go()
+        return figures_of([engine.answer() for engine in engines])
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.service", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
+    parser.add_argument("--kinds", nargs="+", choices=servers.KINDS, default=list(servers.KINDS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--seed", type=int, default=1, help="of sessions, tokens, routing and turns")
+    parser.add_argument("--sessions", type=int, default=30)
+    parser.add_argument("--most", type=int, default=164, help="requests")
+    parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest prompt of the trace")
+    parser.add_argument("--new", type=int, default=32, help="the most tokens that a request generates")
+    parser.add_argument("--concurrency", type=int, default=6, help="requests at a time, of all engines together")
+    parser.add_argument("--gpu-gib", type=float, default=12.0, help="KV memory on the GPU, of all engines together")
+    parser.add_argument("--host-gib", type=float, default=28.0, help="KV memory of the host, of all engines together")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
+    parser.add_argument("--settle-s", type=float, default=4.0, help="from the start of engines to the first request")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
+    parser.add_argument("--block-tokens", type=int, default=trace.BLOCK_TOKENS,
+                        help="tokens made of each 512 of the trace: fewer for a smoke test")
+    parser.add_argument("--path", action="append", default=[], metavar="KIND=FOLDER",
+                        help="where the packages of a kind are, if not where this Python's are")
+    parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
+    parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's connector, as JSON")
+    parser.add_argument("--server", type=json.loads, default={}, help="more settings of kvdock's server, as JSON")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; without it they are not kept")
+    chosen = parser.parse_args(arguments)
+    chosen.paths = dict(one.split("=", 1) for one in chosen.path)
+    if unknown := set(chosen.paths) - set(servers.KINDS):
+        parser.error(f"--path: found {', '.join(sorted(unknown))}, wanted some of {', '.join(servers.KINDS)}")
+    return chosen
+
+
+def main(arguments: list[str]) -> int:
+    chosen = parsed(arguments)
+    if why := obstacle(chosen.device, chosen.model):
+        print(f"bench.service: {why}", file=sys.stderr)
+        return 2
+    requests = trace.sampled_sessions(
+        trace.read(chosen.trace), count=chosen.sessions, seed=chosen.seed, most=chosen.most,
+        longest_tokens=chosen.longest,
+    )
+    config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B
+    prompts = trace.prompts(
+        requests, seed=chosen.seed, vocabulary=config["vocab_size"], block_tokens=chosen.block_tokens
+    )
+    figures: dict[str, Any] = {"seed": chosen.seed, "requests": len(requests)}
+    kinds = [kind for kind in chosen.kinds if servers.installed(kind, chosen.paths.get(kind, ""))]
+    if chosen.device == "cpu":
+        kinds = [kind for kind in kinds if kind in ("off", "kvdock")]  # the others copy from GPUs alone
+    turns = random.Random(chosen.seed)
+    failed = False
+    with ExitStack() as stack:
+        folder = chosen.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-bench-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        for mode in chosen.modes:
+            for kind in turns.sample(kinds, len(kinds)):
+                try:
+                    found = serve(chosen, kind, mode, requests, prompts, folder)
+                except (Failed, RuntimeError) as error:  # the others may do better
+                    print(f"bench.service: {mode} {kind}: {error}", file=sys.stderr, flush=True)
+                    failed = True
+                    continue
+                figures |= {f"{mode}_{kind}_{name}": float(f"{value:.5g}") for name, value in found.items()}
+                print(f"bench.service: {mode} {kind}: {found}", file=sys.stderr, flush=True)
+    print(json.dumps(figures))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

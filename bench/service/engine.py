@@ -1,0 +1,111 @@
+"""One vLLM instance that serves its share of a trace in a closed loop, for bench.service.
+
+    python -m bench.service.engine FILE
+
+FILE is JSON: connector, engine, environment, model, requests, concurrency. It says {"ready": true} once it is, waits
+for a line, serves, and answers with what it saw. Times are those of the frontend, and the engine's core runs in a
+process of its own, with vLLM's own loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from bench.vllm.engine import ENVIRONMENT, randomise, transfer
+
+WARM_TOKENS, WARM_NEW = 200, 8
+
+
+def build(said: dict[str, Any]) -> Any:
+    """vLLM, with a model of random weights where a configuration is given in place of a folder."""
+    from vllm import LLM
+
+    options = {
+        "skip_tokenizer_init": True, "seed": 0, "enforce_eager": True, "disable_log_stats": True, **said["engine"],
+        **transfer(said),
+    }
+    if isinstance(said["model"], str):
+        return LLM(model=said["model"], **options)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(said["model"]))
+        llm = LLM(model=folder, load_format="dummy", **options)
+    llm.apply_model(randomise)
+    return llm
+
+
+class Loop:
+    """`concurrency` requests at a time, each of (prompt, how many tokens it generates)."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.began_s: dict[str, float] = {}
+        self.token_s: dict[str, list[float]] = {}
+        """When its tokens came, by request."""
+        self.cached: dict[str, int] = {}
+        self.finished: set[str] = set()
+
+    def submit(self, name: str, ids: list[int], new_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        self.began_s[name], self.token_s[name] = time.perf_counter(), []
+        self.engine.add_request(
+            name, {"prompt_token_ids": ids},
+            SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False),
+        )
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            name, now_s = output.request_id.split("-")[0], time.perf_counter()
+            seen, tokens = self.token_s[name], len(output.outputs[0].token_ids)
+            if tokens and not seen:
+                self.cached[name] = output.num_cached_tokens or 0
+            seen += [now_s] * (tokens - len(seen))
+            if output.finished:
+                self.finished.add(name)
+
+    def serve(self, requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
+        begun_s, queue = time.perf_counter(), deque(enumerate(requests))
+        before = len(self.finished)
+        while queue or self.engine.has_unfinished_requests():
+            while queue and len(self.began_s) - len(self.finished) < concurrency:
+                number, (ids, new_tokens) = queue.popleft()
+                self.submit(f"r{number}", ids, new_tokens)
+            self.step()
+        names = [f"r{number}" for number in range(len(requests))]
+        assert len(self.finished) - before == len(requests), "every request ends"
+        return {
+            "took_s": time.perf_counter() - begun_s,
+            "tokens": [len(ids) for ids, _ in requests],
+            "cached": [self.cached[name] for name in names],
+            "ttft_s": [self.token_s[name][0] - self.began_s[name] for name in names],
+            "gaps_s": [b - a for name in names for a, b in itertools.pairwise(self.token_s[name])],
+        }
+
+
+def main() -> None:
+    said = json.loads(Path(sys.argv[1]).read_text())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print to stdout, which is for answers
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | said["environment"])
+    llm = build(said)
+    loop = Loop(llm.llm_engine)
+    loop.submit("warm", [5] * WARM_TOKENS, WARM_NEW)
+    while loop.engine.has_unfinished_requests():
+        loop.step()
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    sys.stdin.readline()
+    found = loop.serve(said["requests"], said["concurrency"])
+    print(json.dumps(found), file=answers, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Requests of a public trace of conversations: JSON lines with `timestamp` (ms), `input_length` and `output_length`
+(tokens) and `hash_ids`, one for each 512 tokens of the prompt, equal where the prefixes are equal.
+
+It is the format that Qin et al. published with "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK_TOKENS = 512
+OWN_TOKENS = 8
+"""The last tokens of each prompt, which no other has."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`number`: its line in the trace; `session`: what is common to a conversation; `blocks`: one id for each 512
+    tokens, the last of which may be begun only."""
+
+    number: int
+    session: int
+    at_ms: int
+    blocks: tuple[int, ...]
+    tokens: int
+    new_tokens: int
+
+
+def read(path: Path) -> list[Request]:
+    """Raises OSError, and ValueError naming a line that is no request."""
+    found = []
+    with (gzip.open(path, "rt") if path.suffix == ".gz" else path.open()) as lines:
+        for number, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+                blocks, tokens = tuple(row["hash_ids"]), int(row["input_length"])
+                session = blocks[2] if len(blocks) > 2 else blocks[0]
+                found.append(Request(number, session, row["timestamp"], blocks, tokens, int(row["output_length"])))
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise ValueError(f"{path}, line {number + 1}: found {line[:60]!r}, wanted a request: {error}") from None
+    return found
+
+
+def sampled_sessions(
+    trace: Sequence[Request], *, count: int, seed: int, most: int, longest_tokens: int
+) -> list[Request]:
+    """The first `most` requests, in the order of the trace, of `count` sessions of 3 to 30 requests, none of which has
+    more than `longest_tokens`."""
+    sessions: dict[int, list[Request]] = defaultdict(list)
+    for request in trace:
+        if len(request.blocks) > 2 and request.tokens <= longest_tokens:
+            sessions[request.session].append(request)
+    wanted = [one for one in sessions.values() if 3 <= len(one) <= 30]
+    if len(wanted) < count:
+        raise ValueError(f"found {len(wanted)} sessions of 3 to 30 requests, wanted {count}")
+    chosen = random.Random(seed).sample(wanted, count)
+    return sorted((one for session in chosen for one in session), key=lambda one: one.number)[:most]
+
+
+def prompts(
+    requests: Iterable[Request], *, seed: int, vocabulary: int, block_tokens: int = BLOCK_TOKENS
+) -> list[list[int]]:
+    """Token ids, `block_tokens` for each block: where the trace's prefixes are equal, so are these."""
+    made: dict[int, list[int]] = {}
+    usable = range(3, vocabulary)
+
+    def block(number: int) -> list[int]:
+        if number not in made:
+            made[number] = random.Random(f"{seed}:{number}").choices(usable, k=block_tokens)
+        return made[number]
+
+    found = []
+    for request in requests:
+        ids = [token for number in request.blocks for token in block(number)]
+        ids = ids[: max(2 * OWN_TOKENS, request.tokens * block_tokens // BLOCK_TOKENS)]
+        found.append(ids[:-OWN_TOKENS] + random.Random(f"tail:{request.number}").choices(usable, k=OWN_TOKENS))
+    return found

@@ -1,0 +1,360 @@
+"""How long a lookup waits: by a clock that moves when somebody waits, and by real questions to a real server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait as futures_wait
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess, eventually
+from connector_helpers import Rig, continued, mortal, stopped, tokens_of
+
+from kvdock.client.client import Client
+from kvdock.connectors import patience as patience_module
+from kvdock.connectors.driver import FRESH_S, Driver
+from kvdock.connectors.early import MOST_EARLY, EarlyQuestions
+from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
+from kvdock.connectors.patience import IDLE_WAITS, STEP_SHARE, Patience, Question
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.protocol.schemas import Lookup, LookupAnswer, listed_id
+
+WAIT_S = 0.005
+LONG_S = 30.0
+
+
+class Clock:
+    """Seconds, which pass while somebody waits. `due`: what ends at a time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait(self, futures: list[Future[None]], timeout_s: float) -> None:
+        end_s = self.now_s + max(timeout_s, 1e-6)  # it moves, as time does
+        while self.due and not futures[0].done() and self.due[0][0] <= end_s:
+            due_s, ended = self.due.pop(0)
+            self.now_s = max(self.now_s, due_s)
+            ended()
+        if not futures[0].done():
+            self.now_s = end_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(patience_module, "wait", made.wait)
+    return made
+
+
+@pytest.fixture
+def patience(clock: Clock) -> Patience:
+    made = Patience(WAIT_S, clock)
+    made.step(is_idle=False)
+    return made
+
+
+def asked(clock: Clock, patience: Patience, after_s: float | None, took_s: float = 0.001) -> Question:
+    """A question that is answered `after_s` from now; None: never. `took_s`: how long the server takes over it."""
+    question = Question(Future(), clock())
+    if after_s is not None:
+        def answered() -> None:
+            patience.answered(took_s)
+            question.answered.set_result(None)
+
+        clock.due.append((clock() + after_s, answered))
+    return question
+
+
+def test_a_lookup_waits_until_its_answer_is_there(clock: Clock, patience: Patience) -> None:
+    assert patience.wait(asked(clock, patience, 0.001)) and clock() == 100.001
+    assert not patience.is_open
+
+
+def test_an_answer_that_is_late_opens_the_breaker_and_one_in_time_closes_it(clock: Clock, patience: Patience) -> None:
+    late = asked(clock, patience, 0.050, took_s=0.050)
+    assert not patience.wait(late) and clock() == pytest.approx(100.0 + WAIT_S, abs=1e-5)
+    assert patience.is_open
+    patience.step(is_idle=False)
+    before_s = clock()
+    assert not patience.wait(asked(clock, patience, None)) and clock() == before_s, "nobody waits"
+    clock.wait([late.answered], LONG_S)
+    assert patience.is_open, "it came late"
+    in_time = asked(clock, patience, 0.001)
+    clock.wait([in_time.answered], LONG_S)
+    assert not patience.is_open
+
+
+def test_a_question_that_was_late_before_anybody_wanted_its_answer_is_not_waited_for(
+    clock: Clock, patience: Patience
+) -> None:
+    question = asked(clock, patience, None)
+    clock.now_s += 2 * WAIT_S
+    before_s = clock()
+    assert not patience.wait(question) and clock() == before_s and patience.is_open
+
+
+def test_many_questions_that_are_answered_one_by_one_are_not_late(clock: Clock, patience: Patience) -> None:
+    for _ in range(20):  # a step takes 0.2 s, so a tenth of it may be waited
+        patience.step(is_idle=False)
+        clock.now_s += 0.2
+    patience.step(is_idle=False)
+    questions = [asked(clock, patience, 0.001 * (1 + number)) for number in range(15)]
+    assert all(patience.wait(question) for question in questions) and not patience.is_open
+    assert clock() == pytest.approx(100.0 + 20 * 0.2 + 0.015)
+
+
+def test_the_waiting_of_a_step_is_bounded_and_a_server_in_time_stays_trusted(clock: Clock, patience: Patience) -> None:
+    """Then, and only then, the engine is told to ask again."""
+    for _ in range(20):
+        patience.step(is_idle=False)
+        clock.now_s += 0.2
+    patience.step(is_idle=False)
+    began_s = clock()
+    found = [patience.wait(asked(clock, patience, 0.003)) for _ in range(20)]
+    assert not all(found) and not patience.is_open
+    assert clock() - began_s == pytest.approx(STEP_SHARE * 0.2, rel=0.1)
+    patience.step(is_idle=False)
+    assert patience.wait(asked(clock, patience, 0.003)), "the next step waits again"
+
+
+def test_idle_steps_say_nothing_of_what_a_step_costs(clock: Clock, patience: Patience) -> None:
+    for _ in range(20):
+        patience.step(is_idle=True)
+        clock.now_s += 0.2
+    patience.step(is_idle=True)
+    began_s = clock()
+    for _ in range(20):
+        patience.wait(asked(clock, patience, 0.003))
+    assert clock() - began_s == pytest.approx(WAIT_S, rel=0.01)
+
+
+def test_an_engine_with_nothing_else_to_do_makes_many_short_steps_before_an_answer_is_late(
+    clock: Clock, patience: Patience
+) -> None:
+    question = asked(clock, patience, None)
+    for _ in range(IDLE_WAITS):
+        patience.step(is_idle=True)
+        began_s = clock()
+        assert not patience.is_open and not patience.wait(question)
+        assert clock() - began_s <= WAIT_S + 1e-5
+    patience.step(is_idle=True)
+    assert not patience.wait(question) and patience.is_open
+    assert clock() == pytest.approx(100.0 + IDLE_WAITS * WAIT_S, rel=1e-3)
+
+
+def test_other_work_is_waited_for_within_the_same_bound_and_opens_nothing(clock: Clock, patience: Patience) -> None:
+    work: Future[None] = Future()
+    assert not patience.spend(work) and clock() == pytest.approx(100.0 + WAIT_S, abs=1e-5)
+    assert not patience.spend(work) and clock() == pytest.approx(100.0 + WAIT_S, abs=1e-5) and not patience.is_open
+    work.set_result(None)
+    assert patience.spend(work)
+
+
+def test_the_first_that_wait_are_asked_about_and_the_next_when_one_of_them_leaves() -> None:
+    sent: list[str] = []
+    early = EarlyQuestions(sent.append)
+    for number in range(MOST_EARLY + 3):
+        early.arrived(f"r{number}")
+    assert sent == [f"r{number}" for number in range(MOST_EARLY)]
+    early.left("r1")
+    assert sent[-1] == f"r{MOST_EARLY}"
+    early.left(f"r{MOST_EARLY + 1}")  # aborted while it waited
+    early.asked(f"r{MOST_EARLY + 2}")  # the engine takes it first
+    early.left("r0")
+    early.left("r2")
+    assert len(sent) == MOST_EARLY + 1 and not early._waiting
+    for name in ("r3", f"r{MOST_EARLY}", f"r{MOST_EARLY + 2}", "never arrived"):
+        early.left(name)
+    assert not early._open
+
+
+# --------------------------------------------------------------------------- with a server
+
+
+class Slow:
+    """A client's lookups, `delay_s` late."""
+
+    def __init__(self, client: Client) -> None:
+        self.delay_s, self._lookup = 0.0, client.lookup
+        self.bodies: list[Lookup] = []
+        client.lookup = self.lookup  # type: ignore[method-assign]  # the real one, later
+
+    def lookup(self, body: Lookup, **named: Any) -> LookupAnswer:
+        self.bodies.append(body)
+        time.sleep(self.delay_s)
+        return self._lookup(body, **named)
+
+
+@pytest.fixture
+def rig(server: ServerProcess) -> Iterator[Rig]:
+    with Rig(server.unix) as made:
+        yield made
+
+
+@pytest.fixture
+def slow(rig: Rig) -> Slow:
+    return Slow(rig.connector.session.client)
+
+
+@pytest.fixture
+def driver(rig: Rig) -> Iterator[Driver]:
+    made = Driver(
+        SchedulerConnector(rig.connector.session), answered=lambda seconds: None,
+        patience=Patience(LONG_S, time.perf_counter),
+    )
+    yield made
+    made.close()
+
+
+def leases(client: Client, rig: Rig) -> int:
+    return sum(lease.session == listed_id(rig.attachment.session) for lease in client.leases().leases)
+
+
+def hasty(driver: Driver) -> None:
+    """From now on answers are late at once."""
+    driver.patience = Patience(0.0, time.perf_counter)
+    driver.patience.step(is_idle=False)
+
+
+def test_what_is_expected_is_asked_once_and_answers_for_any_local_tokens(rig: Rig, driver: Driver, slow: Slow) -> None:
+    tokens = tokens_of(1, 3)
+    rig.store("s", tokens, range(12))
+    for request, local in (("a", 0), ("b", 64), ("c", 112)):
+        driver.expect(request, tokens)
+        assert driver.lookup(request, tokens, local) == Hit(192)
+        assert len(slow.bodies) == 1
+        slow.bodies.clear()
+        begun = driver.begin_load(request, [range(20, 32)], local, 192)
+        assert begun is not None
+        attachment, plan = begun
+        assert rig.connector.worker.load(attachment, plan) == 192
+        attachment.release()
+        first = local // 16
+        assert rig.blocks(range(20 + first, 32)).equal(rig.blocks(range(first, 12)))
+        driver.finished(request)
+
+
+def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back(
+    rig: Rig, client: Client, driver: Driver, slow: Slow
+) -> None:
+    tokens = tokens_of(2, 3)
+    rig.store("s", tokens, range(12))
+    hasty(driver)
+    slow.delay_s = 0.2
+    began_s = time.monotonic()
+    assert driver.lookup("r", tokens, 0) == Miss()
+    assert driver.lookup("r", tokens, 0) == Miss() and len(slow.bodies) <= 1, "asked once"
+    driver.drop_lookup("r")  # it was admitted, with nothing to load
+    assert time.monotonic() - began_s < 0.2
+    driver.wait_for_answer(LONG_S)
+    eventually(lambda: leases(client, rig) == 0)
+    slow.delay_s = 0.0
+    driver.patience = Patience(LONG_S, time.perf_counter)
+    assert driver.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
+    driver.finished("r")
+    eventually(lambda: leases(client, rig) == 0)
+
+
+def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, driver: Driver, slow: Slow) -> None:
+    tokens = tokens_of(3, 3)
+    rig.store("s", tokens, range(12))
+    hasty(driver)
+    slow.delay_s = 0.05
+    assert driver.lookup("r", tokens, 0) == Miss()
+    driver.wait_for_answer(LONG_S)
+    assert driver.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == 1
+    driver.finished("r")
+
+
+def test_an_old_answer_that_was_not_all_is_asked_for_once_more(
+    rig: Rig, client: Client, driver: Driver, slow: Slow
+) -> None:
+    tokens = tokens_of(4, 3)
+    rig.store("s", tokens, range(12), computed=64)
+    driver.expect("r", tokens)
+    driver.expect("never", tokens_of(5, 3))
+    driver.wait_for_answer(LONG_S)
+    rig.store("t", tokens, range(12))
+    assert driver.lookup("r", tokens, 0) in (Hit(64), Hit(192))
+    time.sleep(FRESH_S)
+    assert driver.lookup("r", tokens, 0) == Hit(192)
+    assert driver.lookup("never", tokens_of(5, 3), 0) == Miss()
+    assert leases(client, rig) == 1, "the same lease, longer"
+    time.sleep(FRESH_S)
+    asked_before = len(slow.bodies)
+    assert driver.lookup("r", tokens, 0) == Hit(192) and len(slow.bodies) == asked_before, "there is no more to find"
+    driver.finished("r")
+    driver.finished("never")
+    eventually(lambda: leases(client, rig) == 0)
+
+
+def test_an_old_answer_holds_while_it_is_asked_for_once_more(
+    rig: Rig, client: Client, driver: Driver, slow: Slow
+) -> None:
+    """The lease of the answer that was used is not given back when the other one comes."""
+    tokens = tokens_of(6, 3)
+    rig.store("s", tokens, range(12), computed=64)
+    assert driver.lookup("r", tokens, 0) == Hit(64)
+    rig.store("t", tokens, range(12))
+    time.sleep(FRESH_S)
+    driver.patience = Patience(0.001, time.perf_counter)
+    slow.delay_s = 0.2
+    assert driver.lookup("r", tokens, 0) == Hit(64)
+    begun = driver.begin_load("r", [range(20, 24)], 0, 64)
+    assert begun is not None
+    driver.wait_for_answer(LONG_S)
+    attachment, plan = begun
+    assert leases(client, rig) == 1
+    assert rig.connector.worker.load(attachment, plan) == 64
+    attachment.release()
+    assert rig.blocks(range(20, 24)).equal(rig.blocks(range(4)))
+    driver.finished("r")
+
+
+def test_a_stopped_server_costs_one_moment_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mortal() as server, Rig(server.unix) as rig:
+        patience = Patience(0.05, time.perf_counter)
+        patience.step(is_idle=False)
+        driver = Driver(
+            SchedulerConnector(rig.connector.session), answered=lambda seconds: None, patience=patience
+        )
+        waited = [0.0]
+
+        def counted(futures: list[Future[None]], timeout_s: float) -> object:
+            waited.append(timeout_s)
+            return futures_wait(futures, timeout_s)
+
+        monkeypatch.setattr(patience_module, "wait", counted)
+        stopped(server)
+        found: list[LookupResult] = []
+        for number in range(10):
+            patience.step(is_idle=False)
+            found.append(driver.lookup(f"r{number}", tokens_of(7 + number, 2), 0))
+        continued(server)
+        assert found == [Miss()] * 10
+        assert sum(waited) <= 0.05 + 0.01
+        driver.close()
+
+
+def test_no_lookup_waits_behind_another_call(rig: Rig, driver: Driver) -> None:
+    """Cancels, verifications and the like have a thread of their own."""
+    tokens, go = tokens_of(8, 1), threading.Event()
+    rig.store("s", tokens, range(4))
+
+    def hold() -> None:
+        go.wait(LONG_S)
+
+    driver.run(hold)
+    try:
+        assert driver.lookup("r", tokens, 0) == Hit(64)
+    finally:
+        go.set()
+    driver.finished("r")
+    assert not isinstance(driver.lookup("other", tokens_of(9, 1), 0), Pending)
+    driver.finished("other")

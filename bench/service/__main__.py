@@ -29,7 +29,7 @@ from typing import Any
 from bench import trace
 from bench.service import servers
 from bench.vllm.__main__ import obstacle
-from bench.vllm.children import LLAMA_8B
+from bench.vllm.children import LLAMA_8B, wait_until_pinned
 
 MODES = ("one", "two_random", "two_affinity")
 GIB = 1 << 30
@@ -98,6 +98,7 @@ def figures_of(found: Sequence[dict[str, Any]]) -> dict[str, float]:
         "ttft_p50_ms": statistics.median(ttft_ms),
         "ttft_p99_ms": ttft_ms[len(ttft_ms) * 99 // 100],
         "cached_share": sum(sum(one["cached"]) for one in found) / tokens,
+        "decode_gap_p50_ms": statistics.median(gaps_ms) if gaps_ms else 0.0,
         "decode_gap_p99_ms": gaps_ms[len(gaps_ms) * 99 // 100] if gaps_ms else 0.0,
         "prompt_tokens": tokens,
     }
@@ -144,7 +145,10 @@ def serve(
             stack.callback(engines[-1].close)
         for engine in engines:
             engine.answer()
-        time.sleep(chosen.settle_s)  # servers page-lock their memory meanwhile
+        if kind == "kvdock" and chosen.device == "cuda":
+            assert connector is not None
+            wait_until_pinned(connector["kv_connector_extra_config"]["address"])
+        time.sleep(chosen.settle_s)  # others page-lock their memory meanwhile
         for engine in engines:
             engine.go()
         return figures_of([engine.answer() for engine in engines])

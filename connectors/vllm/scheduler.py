@@ -42,6 +42,9 @@ from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.protocol.keys import HashedChain
 
+FIRST_STEPS = 3
+"""When so many steps were built, every worker has had the time to say whether it is attached."""
+
 Table = list[list[int | None]]
 
 
@@ -108,6 +111,7 @@ class VllmScheduler:
         )
         self._early = EarlyQuestions(self._expect)
         self._clearing = Clearing(session)
+        self._built = 0
         self._loads: list[LoadOrder] = []
         self._stores: dict[str, _Store] = {}
         self._fresh: set[int] = set()  # blocks given out since the last build
@@ -145,7 +149,8 @@ class VllmScheduler:
             return 0, False
         tracked.is_async = self._load_async and self._budget.fits(request)
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
-            return 0, False  # vLLM has no way back from such a load: it had better not fail
+            # vLLM has no way back from such a load: it had better not fail. Workers say so with their first steps.
+            return (None if self._built < FIRST_STEPS else 0), False
         if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
             return None, False
         if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
@@ -213,6 +218,7 @@ class VllmScheduler:
 
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
+        self._built += 1
         self.figures.state("attached", int(self._session.attachment is not None))
         late, self._driver.late = self._driver.late, 0
         self.figures.add("lookups_late", late)

@@ -31,6 +31,10 @@ class Request:
     tokens: int
     new_tokens: int
 
+    @property
+    def whole_blocks(self) -> tuple[int, ...]:
+        return self.blocks[: self.tokens // BLOCK_TOKENS]
+
 
 def read(path: Path) -> list[Request]:
     """Raises OSError, and ValueError naming a line that is no request."""

@@ -153,7 +153,7 @@ class _Engine:
         ends with the session."""
         found = self._scheduler.lookup(REQUEST, self.tokens, 0)
         if isinstance(found, Fetch):
-            self._scheduler.fetch(found)
+            self._scheduler.fetch(found)  # nobody forgets a request meanwhile
             found = self._scheduler.lookup(REQUEST, self.tokens, 0)
         if not isinstance(found, Hit) or found.tokens < len(self.tokens):
             raise CommandError(_NO_ROOM, FAILED)

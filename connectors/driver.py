@@ -2,7 +2,8 @@
 
     engine thread      lookup ──────────────────► begin_load      store ──────────────► finished
     "kvdock-ask"       fetch
-    "kvdock-settle"    verify                                     abort                 cancel
+    "kvdock-verify"    verify
+    "kvdock-settle"                                               abort                 cancel
     "kvdock-store"                                                reserve, carry out
 
 Lookups have a background thread of their own, so that none of them waits for a copy, a hash or another call. The
@@ -49,8 +50,8 @@ class Driver:
         self._verifies_all = verifies_all
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
-        self._asking, self._settling = Background("kvdock-ask"), Background("kvdock-settle")
-        self._storing = Background("kvdock-store")
+        self._asking, self._verifying = Background("kvdock-ask"), Background("kvdock-verify")
+        self._storing, self._settling = Background("kvdock-store"), Background("kvdock-settle")
         self._questions: dict[str, Question] = {}
         """By request, the last one that was sent."""
         self._checks: dict[str, Future[None]] = {}
@@ -73,13 +74,17 @@ class Driver:
         if request_id in self._declined:
             return Miss()
         found = self._found(request_id, self._limits.shortened(tokens, local_tokens), local_tokens)
+        if isinstance(found, Pending):
+            return Miss() if self._is_late(request_id) else found
         if isinstance(found, Hit) and found.tokens - local_tokens < self._limits.min_load_tokens:
-            self._declined.add(request_id)
+            question = self._questions.get(request_id)
+            if question is None or question.answered.done():  # else more may be found
+                self._declined.add(request_id)
             found = Miss()
         if isinstance(found, Miss):  # perhaps because another request computed it meanwhile
             least = max(1, self._limits.min_load_tokens)
             self._cancel(self.scheduler.give_up_lease(request_id, local_tokens, min_load_tokens=least))
-        if self.statistics is not None and not isinstance(found, Pending):
+        if self.statistics is not None:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
 
@@ -98,25 +103,41 @@ class Driver:
         self._checks.pop(request_id, None)
 
     def _found(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
-        found = self._ask(request_id, tokens, local_tokens)
-        question, patience = self._questions.get(request_id), self.patience
-        if patience is None or question is None:
+        found, patience = self._ask(request_id, tokens, local_tokens), self.patience
+        if patience is None:
             return found
-        if isinstance(found, Hit | Miss) and not patience.is_open and self._clock() - question.asked_s > FRESH_S:
-            again = self.scheduler.asks_again(request_id)
-            question = self._send(again) if again is not None else question
-        if not patience.wait(question):
-            # A server that is late must not hold up what may have nothing to load; one that only has much to answer
-            # will be asked in the next step.
-            if not (isinstance(found, Pending) and patience.is_open):
-                return found
-            self.late += 1
-            return Miss()
-        found = self._ask(request_id, tokens, local_tokens)
+        self._ask_again(request_id, local_tokens, patience)
+        for _ in range(2):  # an early question may have been another one: then this one is asked after its answer
+            question = self._questions.get(request_id)
+            if question is None or not patience.wait(question):
+                break
+            found = self._ask(request_id, tokens, local_tokens)
+            if not isinstance(found, Pending):
+                break
         check = self._checks.get(request_id)
         if isinstance(found, Hit) and check is not None and patience.spend(check):
             found = self._ask(request_id, tokens, local_tokens)
         return found
+
+    def _ask_again(self, request_id: str, local_tokens: int, patience: Patience) -> None:
+        """If the answer is old and was not all."""
+        question = self._questions.get(request_id)
+        if question is None or not question.answered.done() or patience.is_open:
+            return
+        if self._clock() - question.asked_s > FRESH_S:
+            again = self.scheduler.asks_again(request_id, local_tokens)
+            if again is not None:
+                self._send(again)
+
+    def _is_late(self, request_id: str) -> bool:
+        """Whether nobody waits for the request's answer. A server that is late must not hold up what may have nothing
+        to load; one that only has much to answer will be asked in the next step."""
+        question = self._questions.get(request_id)
+        if self.patience is None or not self.patience.is_open or question is None:
+            return False
+        self.late += not question.was_late
+        question.was_late = True
+        return True
 
     def _ask(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
         found = self.scheduler.lookup(request_id, tokens, local_tokens)
@@ -125,11 +146,10 @@ class Driver:
         self._send(found)
         return Pending()
 
-    def _send(self, fetch: Fetch) -> Question:
+    def _send(self, fetch: Fetch) -> None:
         asked_s = self._clock()
-        self._awaited = self._asking.run(self._fetch, fetch, asked_s)
-        question = self._questions[fetch.request_id] = Question(self._awaited, asked_s)
-        return question
+        answered = self._asking.run(self._fetch, fetch, asked_s)
+        self._awaited, self._questions[fetch.request_id] = answered, Question(answered, asked_s)
 
     def is_verified(self, request_id: str) -> bool:
         """Whether a Hit may be promised that a worker must not fail to load. False: it is being verified in the
@@ -141,7 +161,7 @@ class Driver:
 
     def _verify(self, request_id: str) -> None:
         if self.scheduler.starts_verifying(request_id):
-            self._awaited = self._checks[request_id] = self._settling.run(self.scheduler.verify, request_id)
+            self._awaited = self._checks[request_id] = self._verifying.run(self.scheduler.verify, request_id)
 
     def is_verifying(self, request_id: str) -> bool:
         """Whether what the request's lookup found is being verified now: nobody may load it meanwhile."""
@@ -214,7 +234,7 @@ class Driver:
 
     def close(self) -> None:
         """Waits for what runs in the background."""
-        for background in (self._asking, self._settling, self._storing):  # answers are settled
+        for background in (self._asking, self._verifying, self._storing, self._settling):  # each feeds later ones
             background.close()
         if self.statistics is not None:
             self.statistics.log_summary()
@@ -222,14 +242,15 @@ class Driver:
     def _fetch(self, fetch: Fetch, asked_s: float) -> None:
         began_s = self._clock()
         try:
-            self.scheduler.fetch(fetch)
-            if self._verifies_all:
-                self._verify(fetch.request_id)
+            unwanted = self.scheduler.fetch(fetch)
         finally:
             ended_s = self._clock()
-            if self.patience is not None:
+            if self.patience is not None and self.scheduler.session.attachment is fetch.attachment:
                 self.patience.answered(ended_s - began_s)
             self._answered(ended_s - asked_s)
+        self._cancel(unwanted)
+        if self._verifies_all:
+            self._verify(fetch.request_id)
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:
         if unused is not None:

@@ -65,8 +65,11 @@ class RequestState:
         last = self.newer if self.newer is not None else self.answer
         return last.lease if last is not None else None
 
-    def forget_lookup(self) -> None:
+    def forget_answer(self) -> None:
         self.asked = self.answer = self.newer = None
+
+    def forget_lookup(self) -> None:
+        self.forget_answer()
         self.epoch = 0
 
 
@@ -80,6 +83,13 @@ class Fetch:
     body: Lookup
     renews: str | None = None
     """The lease that the request has already, if it is asked about once more."""
+    replaces: str | None = None
+    """A lease to be cancelled first: of an earlier question, with more keys."""
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """As RequestState has it."""
+        return len(self.keys), self.body.skip_prefix_tokens
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,14 @@ class SchedulerConnector:
             keys = request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
             if len(keys) * self.chunk_tokens <= local_tokens:
                 return Miss()
+            replaces = None
             if request.asked is not None and (len(keys) != request.asked[0] or local_tokens < request.asked[1]):
                 if request.answer is None:
                     return Pending()
-                request.asked = request.answer = None  # grown since, or less is at hand: ask again
-            if request.newer is not None and request.answer is not None:
+                if len(keys) < request.asked[0]:  # a lease of more keys cannot be renewed
+                    replaces, request.epoch = request.lease, 0
+                request.forget_answer()  # grown since, or less is at hand: ask again
+            if request.newer is not None and request.verifying is not request.answer:
                 request.answer, request.newer = request.newer, None
             if request.answer is not None:
                 hit_tokens = request.answer.hit_tokens
@@ -93,26 +96,27 @@ class SchedulerConnector:
             if request.epoch == 0:
                 self._epoch += 1
                 request.epoch = self._epoch
-            fetch = self._fetch(request_id, request, keys, local_tokens)
+            fetch = self._fetch(request_id, request, keys, local_tokens, replaces=replaces)
         self._observer.known(request_id, keys)
         return fetch
 
-    def asks_again(self, request_id: str) -> Fetch | None:
-        """The same question once more, for more may have been stored since its answer: to be sent, and the lookup after
-        its answer has that one. None when nothing was answered, all was found, or what was found is verified already.
-        """
+    def asks_again(self, request_id: str, local_tokens: int) -> Fetch | None:
+        """The question once more, for more may have been stored since its answer: to be sent, and the lookup after its
+        answer has that one. None when nothing was answered, all was found, or what was found is verified already."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or request.answer is None or request.asked is None or request.epoch == 0:
                 return None
-            count, local_tokens = request.asked
+            count = request.asked[0]
             if request.answer.hit_tokens == count * self.chunk_tokens or request.verifying is request.answer:
                 return None
-            return self._fetch(request_id, request, request.chain.keys[:count], local_tokens, request.answer.lease)
+            request.asked = count, local_tokens
+            keys = request.chain.keys[:count]
+            return self._fetch(request_id, request, keys, local_tokens, renews=request.lease)
 
     def _fetch(
-        self, request_id: str, request: RequestState, keys: Sequence[bytes], local_tokens: int,
-        renews: str | None = None,
+        self, request_id: str, request: RequestState, keys: Sequence[bytes], local_tokens: int, *,
+        renews: str | None = None, replaces: str | None = None,
     ) -> Fetch:
         """Under `_lock`."""
         body = Lookup(
@@ -124,10 +128,13 @@ class SchedulerConnector:
             readers=self.readers,
             skip_prefix_tokens=local_tokens,
         )
-        return Fetch(request_id, request.attachment, tuple(keys), body, renews)
+        return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)
 
-    def fetch(self, fetch: Fetch) -> None:
-        """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss."""
+    def fetch(self, fetch: Fetch) -> tuple[Attachment, str] | None:
+        """Background: sends a lookup and files an answer, whatever fails. A refusal or a lost server is a miss. Returns
+        a lease that nobody wants any more, to be cancelled in the background."""
+        if fetch.replaces is not None:
+            self.cancel(fetch.attachment, fetch.replaces)
         answer, found = MISS, self._observer.asking(fetch.attachment)
         try:
             if self.session.attachment is fetch.attachment:  # else nobody is there: no timeout for each question
@@ -136,19 +143,24 @@ class SchedulerConnector:
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(fetch.attachment, error)
         finally:
-            self._file(fetch, answer)
+            unwanted = self._file(fetch, answer)
+        return unwanted
 
-    def _file(self, fetch: Fetch, answer: LookupAnswer) -> None:
+    def _file(self, fetch: Fetch, answer: LookupAnswer) -> tuple[Attachment, str] | None:
         with self._lock:
             request = self._requests.get(fetch.request_id)
             if request is not None and request.epoch == fetch.body.epoch and request.attachment is fetch.attachment:
-                if request.answer is None:
+                if request.asked != fetch.asked:
+                    return None  # asked otherwise since, in the same epoch: the lease is that of the other question
+                if request.answer is None or request.answer.lease is None:
                     request.answer = answer
                 elif answer.lease is not None:  # else it failed, and what is leased stays
                     request.newer = answer
-                return
-        if answer.lease not in (None, fetch.renews):  # forgotten while we asked
-            self.cancel(fetch.attachment, answer.lease)
+                return None
+        if answer.lease in (None, fetch.renews):
+            return None
+        assert answer.lease is not None
+        return fetch.attachment, answer.lease  # forgotten while we asked
 
     def is_verified(self, request_id: str) -> bool:
         """Whether the request's lookup found something, all of which may be promised."""
@@ -177,7 +189,7 @@ class SchedulerConnector:
         with self._lock:
             request = self._requests.get(request_id)
             answer = request.answer if request is not None else None
-        if request is None or answer is None or answer.lease is None:
+        if request is None or answer is None or answer.lease is None or request.verified is answer:
             return
         verified = False
         try:
@@ -204,6 +216,8 @@ class SchedulerConnector:
             assert answer.lease is not None
             if local_tokens % self.session.manifest.block_tokens or hit_tokens % self.chunk_tokens:
                 return None
+            if answer.first_chunk * self.chunk_tokens > local_tokens:
+                return None  # asked when more was at hand: what lies between is not leased
             pieces = tuple(self._load_pieces(answer, block_ids, local_tokens, hit_tokens))
             if not all(piece.parts for piece in pieces):
                 return None  # another length than was answered: its windows want chunks that are not leased

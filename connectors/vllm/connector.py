@@ -292,6 +292,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
+        else:
+            self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
         return False, None
 
     def has_pending_push_work(self) -> bool:

@@ -50,7 +50,7 @@ Table = list[list[int | None]]
 
 @dataclass
 class _Tracked:
-    """A request from its first lookup to its end. `table`: per group its blocks, None where it has none."""
+    """A request from its arrival to its end. `table`: per group its blocks, None where it has none."""
 
     request: Any
     local_tokens: int = 0

@@ -17,7 +17,8 @@ from kvdock.connectors import patience as patience_module
 from kvdock.connectors.driver import FRESH_S, Driver
 from kvdock.connectors.early import MOST_EARLY, EarlyQuestions
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
-from kvdock.connectors.patience import IDLE_WAITS, STEP_SHARE, Patience, Question
+from kvdock.connectors.limits import LoadLimits
+from kvdock.connectors.patience import IDLE_WAITS, STEP_SHARE, TURN_S, Patience, Question
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.protocol.schemas import Lookup, LookupAnswer, listed_id
 
@@ -90,13 +91,37 @@ def test_an_answer_that_is_late_opens_the_breaker_and_one_in_time_closes_it(cloc
     assert not patience.is_open
 
 
-def test_a_question_that_was_late_before_anybody_wanted_its_answer_is_not_waited_for(
-    clock: Clock, patience: Patience
-) -> None:
+def test_an_answer_that_is_late_already_gets_one_turn_of_the_interpreter(clock: Clock, patience: Patience) -> None:
+    """Its thread may have had none since it was asked."""
+    question = asked(clock, patience, 2 * WAIT_S + TURN_S / 2)
+    clock.now_s += 2 * WAIT_S
+    assert patience.wait(question) and not patience.is_open
     question = asked(clock, patience, None)
     clock.now_s += 2 * WAIT_S
     before_s = clock()
-    assert not patience.wait(question) and clock() == before_s and patience.is_open
+    assert not patience.wait(question) and patience.is_open
+    assert clock() == pytest.approx(before_s + TURN_S)
+
+
+def test_a_question_behind_one_that_took_long_has_its_own_time(clock: Clock, patience: Patience) -> None:
+    asked(clock, patience, 0.008, took_s=0.008)
+    clock.now_s += 0.008
+    behind = asked(clock, patience, 0.001)
+    assert patience.wait(behind) and not patience.is_open
+
+
+def test_an_idle_engine_trusts_again_whom_it_would_wait_for(clock: Clock, patience: Patience) -> None:
+    assert not patience.wait(asked(clock, patience, 0.02, took_s=0.02)) and patience.is_open
+    patience.step(is_idle=True)
+    again = asked(clock, patience, 0.02, took_s=0.02)
+    clock.wait([again.answered], LONG_S)
+    assert not patience.is_open
+
+
+def test_without_a_wait_what_is_not_there_is_late(clock: Clock) -> None:
+    patience = Patience(0.0, clock)
+    patience.step(is_idle=False)
+    assert not patience.wait(asked(clock, patience, 0.001)) and patience.is_open and clock() == 100.0
 
 
 def test_many_questions_that_are_answered_one_by_one_are_not_late(clock: Clock, patience: Patience) -> None:
@@ -249,10 +274,11 @@ def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back
     slow.delay_s = 0.2
     began_s = time.monotonic()
     assert driver.lookup("r", tokens, 0) == Miss()
-    assert driver.lookup("r", tokens, 0) == Miss() and len(slow.bodies) <= 1, "asked once"
+    assert driver.lookup("r", tokens, 0) == Miss() and driver.late == 1
     driver.drop_lookup("r")  # it was admitted, with nothing to load
     assert time.monotonic() - began_s < 0.2
     driver.wait_for_answer(LONG_S)
+    assert len(slow.bodies) == 1
     eventually(lambda: leases(client, rig) == 0)
     slow.delay_s = 0.0
     driver.patience = Patience(LONG_S, time.perf_counter)
@@ -315,6 +341,56 @@ def test_an_old_answer_holds_while_it_is_asked_for_once_more(
     attachment.release()
     assert rig.blocks(range(20, 24)).equal(rig.blocks(range(4)))
     driver.finished("r")
+
+
+def test_an_answer_to_an_earlier_question_is_not_taken_for_the_present_one(
+    rig: Rig, client: Client, driver: Driver, slow: Slow
+) -> None:
+    """Asked with 128 local tokens, once more, and then with none: what was leased for the first two leaves a gap."""
+    tokens = tokens_of(10, 6)
+    rig.store("s", tokens, range(24), computed=256)
+    assert driver.lookup("r", tokens, 128) == Hit(256)
+    time.sleep(FRESH_S)
+    driver.patience = Patience(0.001, time.perf_counter)
+    slow.delay_s = 0.1
+    assert driver.lookup("r", tokens, 128) == Hit(256), "the older answer"
+    driver.patience = Patience(LONG_S, time.perf_counter)
+    assert driver.lookup("r", tokens, 0) == Hit(256)
+    begun = driver.begin_load("r", [range(40, 56)], 0, 256)
+    assert begun is not None
+    attachment, plan = begun
+    assert sorted(piece.chunk for piece in plan.pieces) == [0, 1, 2, 3]
+    assert rig.connector.worker.load(attachment, plan) == 256
+    attachment.release()
+    assert rig.blocks(range(40, 56)).equal(rig.blocks(range(16)))
+    driver.finished("r")
+    eventually(lambda: leases(client, rig) == 0)
+
+
+def test_nothing_is_loaded_from_a_lease_that_begins_behind_what_is_at_hand(rig: Rig, driver: Driver) -> None:
+    tokens = tokens_of(11, 4)
+    rig.store("s", tokens, range(16))
+    assert driver.lookup("r", tokens, 128) == Hit(256)
+    assert driver.begin_load("r", [range(20, 36)], 0, 256) is None
+    driver.finished("r")
+
+
+def test_a_question_with_fewer_keys_gets_a_lease_of_its_own(rig: Rig, client: Client, slow: Slow) -> None:
+    """A share of the prompt may be loaded: the more is local, the more keys are asked for."""
+    tokens = tokens_of(12, 8)
+    rig.store("s", tokens, range(32))
+    driver = Driver(
+        SchedulerConnector(rig.connector.session), answered=lambda seconds: None,
+        patience=Patience(LONG_S, time.perf_counter), limits=LoadLimits(max_load_share=0.5),
+    )
+    assert driver.lookup("r", tokens, 192) == Hit(448)
+    assert driver.lookup("r", tokens, 0) == Hit(256)
+    driver.expect("early", tokens)
+    assert driver.lookup("early", tokens, 192) == Hit(448), "asked behind the early question, and waited for"
+    driver.finished("r")
+    driver.finished("early")
+    eventually(lambda: leases(client, rig) == 0)
+    driver.close()
 
 
 def test_a_stopped_server_costs_one_moment_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

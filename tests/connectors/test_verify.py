@@ -85,7 +85,7 @@ def test_what_is_being_verified_is_known_until_the_verification_ends(rig: Rig, d
     def hold() -> None:
         go.wait(PATIENCE_S)
 
-    driver.run(hold)
+    driver._verifying.run(hold)
     assert not driver.is_verified("r") and driver.is_verifying("r"), "it waits behind another question"
     go.set()
     assert verified(driver, "r") == HIT and not driver.is_verifying("r")

@@ -43,7 +43,7 @@ def test_under_pressure_blocks_of_no_size_are_read_wrongly(
     schedulers: Schedulers,
 ) -> None:
     found = schedulers.run(
-        version, "pressure", server.unix, windows, 0, SEEDS // 4, sizes, likely=0.0, load_async=load_async
+        version, "pressure", server.unix, windows, 0, SEEDS // 2, sizes, likely=0.0, load_async=load_async
     )
     assert found["wrong"] == {}
     assert found["loaded"] > 0 and found["preempted"] > 0

@@ -32,7 +32,7 @@ def test_a_prefix_is_loaded_and_every_position_is_right(
         version, "warm", server.unix, windows, load_async=load_async, overlap=overlap, runner=runner
     )
     assert found == {
-        "bad_reads": 0, "wrong_tokens": 0, "unfinished": 0, "held": 0, "loaded": 128, "preempted": 0,
+        "bad_reads": 0, "wrong_tokens": 0, "unfinished": 0, "held": 0, "remembered": 0, "loaded": 128, "preempted": 0,
         "async_loads" if load_async else "sync_loads": 1,
     }
 

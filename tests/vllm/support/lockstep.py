@@ -18,8 +18,10 @@ from typing import Any
 
 from sched_engine import SchedEngine
 
+from kvdock.connectors import driver as driver_module
 from kvdock.connectors.background import Background
-from kvdock.connectors.patience import Patience
+from kvdock.connectors.driver import FRESH_S
+from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.vllm import worker as worker_module
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
@@ -136,16 +138,37 @@ class LateCopy:
         return copied._real.result() if copied._real is not None else []
 
 
+class AsksAgain(Patience):
+    """Waits for nothing and never loses trust; old answers are asked for once more with each lookup."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, time.perf_counter)
+        driver_module.FRESH_S = -1.0
+
+    def wait(self, question: Question) -> bool:
+        return question.answered.done()
+
+
+def misses() -> Patience:
+    driver_module.FRESH_S = FRESH_S
+    return Patience(0.0, time.perf_counter)
+
+
+WAITS: dict[str, Callable[[], Patience | None]] = {"never": lambda: None, "misses": misses, "asks again": AsksAgain}
+"""What becomes of a lookup whose answer is not there: the engine asks again; it is a miss; or the engine asks again,
+and asks once more after each answer that was not all."""
+
+
 def into_lockstep(
     engine: SchedEngine, source: random.Random, most_steps: int, *, verified: bool = False, hasty: bool = True,
-    late: bool = False,
+    waits: str = "never",
 ) -> list[Exception]:
     """From now on the engine is stepped by hand. Returns the list that failures of background work go to. `verified`:
     loads are reported before they have copied anything, as on a GPU before all was copied; `hasty`: in every step.
-    `late`: a lookup whose answer is not there is a miss; else the engine asks again, as after its longest wait."""
+    `waits`: see WAITS."""
     failures: list[Exception] = []
     queues = []
-    engine.scheduler.connector._scheduler._driver.patience = Patience(0.0, time.monotonic) if late else None
+    engine.scheduler.connector._scheduler._driver.patience = WAITS[waits]()
 
     def delay() -> int:
         return source.randrange(most_steps + 1)

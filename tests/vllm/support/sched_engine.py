@@ -106,6 +106,7 @@ class SchedEngine:
         self._step_s, self._is_connected = step_s, bool(address)
         self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
         self.bad_reads: list[tuple[Any, ...]] = []
+        self.remembered = 0
         self.seen: Counter[str] = Counter()
         self.memory = torch.zeros((blocks, max(self.sizes)), dtype=torch.int64)
         self._cells, self._mark = self.memory.numpy(), 0
@@ -308,9 +309,16 @@ class SchedEngine:
 
     def close(self) -> None:
         if self._is_connected:
+            self.remembered = self._remembered()
             self.worker.shutdown()
             self.scheduler.connector.shutdown()
         self.scheduler.kv_event_publisher.shutdown()
+
+    def _remembered(self) -> int:
+        """How much is still known of lookups: nothing when all requests have ended."""
+        half = self.scheduler.connector._scheduler
+        lookups = (half._driver._questions, half._driver._checks, half._early._open, half._early._waiting)
+        return sum(map(len, lookups))
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
         if not self._is_connected:

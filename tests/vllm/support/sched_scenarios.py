@@ -41,6 +41,7 @@ def figures(engine: SchedEngine, **more: Any) -> dict[str, Any]:
         "wrong_tokens": engine.wrong_tokens,
         "unfinished": sum(not request.is_finished() for request in engine.requests.values()),
         "held": engine.held_blocks,
+        "remembered": engine.remembered,
         "loaded": engine.loaded_tokens,
         "preempted": sum(request.num_preemptions for request in engine.requests.values()),
         **engine.seen,
@@ -127,7 +128,7 @@ def pressure(
             found = one_seed(address, windows, seed, sizes, by_hand, likely, verified, settings)
         except Exception as error:  # whatever it was: the test says which seed
             found = {"raised": f"{type(error).__name__}: {error}"}
-        if any(found.get(name) for name in ("raised", "bad_reads", "wrong_tokens", "unfinished", "held")):
+        if any(found.get(name) for name in ("raised", "bad_reads", "wrong_tokens", "unfinished", "held", "remembered")):
             wrong[seed] = found
         total.update({name: count for name, count in found.items() if isinstance(count, int)})
     return {**total, "wrong": wrong}
@@ -145,8 +146,8 @@ def one_seed(
         **{"overlap": source.random() < 0.5, "runner": source.choice((1, 2)), **settings},
         weights_digest=f"seed {seed}",
     )
-    most_steps, late = source.choice((0, 1, 3)), seed % 2 == 1
-    failures = into_lockstep(engine, source, most_steps, verified=verified, late=late) if by_hand else []
+    most_steps, waits = source.choice((0, 1, 3)), ("never", "misses", "asks again")[seed % 3]
+    failures = into_lockstep(engine, source, most_steps, verified=verified, waits=waits) if by_hand else []
     if verified:
         worker = engine.worker._worker
         worker._traits = dataclasses.replace(worker._traits, loads_by_layer=source.random() < 0.5)

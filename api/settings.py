@@ -21,6 +21,7 @@ import msgspec
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
+from kvdock.protocol.admin_schemas import Eviction
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -93,6 +94,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
     high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.10
     growth: Growth = "demand"
+    eviction: Eviction = "adaptive"
     table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17
     table_grants: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 1 << 13
     session_cap: Share = 0.25

@@ -143,8 +143,12 @@ class Table:
         """The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
         evict(), the bytes that slots of that size could take now."""
     def evict(self, target_room_bytes: int, max_chunks: int) -> int:
-        """Evicts unpinned chunks, least recently used leaf first, until room_bytes is so much, or until about
-        `max_chunks` went; returns their number."""
+        """Evicts unpinned chunks, the leaf first that is worth least to the eviction policy, until room_bytes is so
+        much, or until about `max_chunks` went; returns their number."""
+    def set_eviction(self, policy: str) -> None:
+        """'adaptive' (the default), 'arc' or 'lru'; bad_argument for another. What an earlier policy learnt is lost; it
+        looks at every chunk."""
+    def eviction(self) -> str: ...
 
     # -- identity
     def add_namespace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -16,6 +16,7 @@ _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _Mark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 _Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Eviction = Literal["adaptive", "arc", "lru"]
 MAX_QUOTAS = 128
 """Tenants that may have a quota by calls, beside those of the access file."""
 
@@ -32,6 +33,8 @@ class Limits(Answer, kw_only=True):
     high_water: float
     session_grants: int
     """Leases and reservations that one session may have open."""
+    eviction: Eviction
+    """The policy that chooses what goes when room is needed."""
 
 
 class ClearCache(Body, kw_only=True):
@@ -110,6 +113,8 @@ class PatchConfig(Body, kw_only=True):
     low_water: _Mark | None = None
     high_water: _Mark | None = None
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    eviction: Eviction | None = None
+    """Another policy begins with what is there, and with nothing learnt."""
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
     """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
     is the server's own user. Other tenants keep theirs."""

@@ -82,6 +82,7 @@ _VALUES: dict[str, Any] = {
     "at": 1700000000.0, "heartbeat_s": 2.0, "deadline_s": 30.0, "scheduler": True, "state": "live", "status": "ok",
     "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Tokens found", "chart": "Hit ratio",
     "session_cap": 0.5, "total_cap": 0.75, "low_water": 0.05, "high_water": 0.1, "session_grants": 4096,
+    "eviction": "adaptive",
     "version": "0.1.0", "settings": {"pool_bytes": 4 << 30, "port": 7410},
     "counters": {"lookups": 1, "hit_tokens": 16},
 }

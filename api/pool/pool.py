@@ -52,6 +52,7 @@ class Pool:
         """Where the server clock continues."""
         self.limits = Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__})
         """In effect now, complete and checked; `change_limits` replaces them."""
+        table.set_eviction(self.limits.eviction)
         self.largest_part_bytes = settings.segment_bytes - SEGMENT_HEADER_BYTES - SLOT_ALIGN
         self.lock_path = str(lock.path)
         self.growth_error = ""
@@ -294,6 +295,7 @@ class Pool:
             limit_bytes=max(self.limit_bytes, self.allocated_bytes),
             session_cap=self.limits.session_cap, total_cap=self.limits.total_cap,
         )
+        self.table.set_eviction(self.limits.eviction)
 
 
 def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> Limits:

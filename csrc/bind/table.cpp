@@ -208,6 +208,8 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("room_bytes", call(&Chunks::room_bytes))
       .def("evict", call(&Chunks::evict), "target_room_bytes"_a, "max_chunks"_a)
       .def("can_evict", call(&Chunks::can_evict))
+      .def("set_eviction", call(&Chunks::set_eviction), "policy"_a)
+      .def("eviction", call(&Chunks::eviction))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
       .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "base/pause.h"
 #include "table/body_crc.h"
@@ -54,7 +55,9 @@ void Chunks::set_state(uint32_t id, RecordState state) {
 
 void Chunks::add_child(uint32_t space, const Key& parent) {
   KeyIndex::Parent p = index_.add_child(space, parent);
-  if (p.ready != kNone) info_[p.ready].children = p.children;
+  if (p.ready == kNone) return;
+  unlist(p.ready);
+  info_[p.ready].children = p.children;
 }
 
 void Chunks::drop_child(uint32_t space, const Key& parent) {
@@ -70,16 +73,50 @@ bool Chunks::unused_leaf(uint32_t id) const {
 }
 
 void Chunks::offer(uint32_t id) {
-  if (!unused_leaf(id)) return;
+  if (info_[id].listed || !unused_leaf(id)) return;
   const Record& r = record(id);
-  EvictionList& list = info_[id].kept ? kept_ : evictions_;
-  list.offer(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), {id, r.generation(), r.last_used});
+  list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  info_[id].listed = true;
+}
+
+// Before anything changes by which it is listed.
+void Chunks::unlist(uint32_t id) {
+  if (!info_[id].listed) return;
+  if (next_ && next_->leaf.record == id) next_.reset();
+  const Record& r = record(id);
+  list_of(id).remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  info_[id].listed = false;
+}
+
+Chunk Chunks::described(uint32_t id) const {
+  const Record& r = record(id);
+  uint64_t name;
+  std::memcpy(&name, r.key.bytes, sizeof name);
+  return {id, fold(name, r.space), info_[id].kind, r.last_used};
 }
 
 void Chunks::stamp(uint32_t id, uint64_t tick) {
+  unlist(id);
+  if (info_[id].kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = record(id);
   r.last_used = tick;
   for (uint32_t p = 0; p < r.part_count; ++p) slots_.touch(r.parts[p].slab, tick);
+  offer(id);
+}
+
+void Chunks::use(uint32_t id, uint64_t tick) {
+  unlist(id);
+  info_[id].kind = policy_->used(described(id), tick);
+  stamp(id, tick);
+}
+
+// REQUIRES: it is READY, and not listed.
+void Chunks::set_kind(uint32_t id) {
+  const Record& r = record(id);
+  const KeyEntry* above = r.parent.is_root() ? nullptr : index_.find(r.space, r.parent);
+  std::optional<uint8_t> line;
+  if (above && above->ready != kNone && above->children == 1) line = info_[above->ready].kind;
+  info_[id].kind = policy_->stored(described(id), line);
 }
 
 // A chunk is never older than what is stored under it.
@@ -118,9 +155,9 @@ Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
 std::optional<uint32_t> Chunks::new_id(uint32_t space, uint32_t parts) {
   std::optional<uint32_t> id;
   for (int tries = 0; !(id = pages_.take(parts)) && tries < 64; ++tries) {
-    auto victim = oldest(spaces_.shape_of(space));
-    if (!victim || record(victim->record).part_count != parts) break;  // it would not make room for this record
-    evict_one(victim->record);
+    auto victim = least(spaces_.shape_of(space));
+    if (!victim || record(victim->leaf.record).part_count != parts) break;  // it would not make room for this record
+    evict_one(victim->leaf.record);
   }
   if (id && *id >= info_.size()) info_.resize(pages_.end());
   return id;
@@ -184,6 +221,7 @@ void Chunks::publish_chunk(uint32_t id) {
   e.reserved = kNone;
   e.ready = id;
   info_[id].children = e.children;
+  set_kind(id);
   ++counters_.stored_chunks;
   counters_.stored_bytes += bytes_of(id);
   changes_.note(r.space, r.key, true);
@@ -198,6 +236,7 @@ void Chunks::publish_chunk(uint32_t id) {
 // ---- pins
 
 void Chunks::add_pin(uint32_t id, uint32_t session) {
+  unlist(id);
   Info& in = info_[id];
   const Record& r = record(id);
   if (in.pins++ == 0) {
@@ -265,6 +304,9 @@ void Chunks::retire(uint32_t id) {
   const Record& r = record(id);
   uint32_t space = r.space;
   Key parent = r.parent;
+  unlist(id);
+  if (info_[id].kind != kNoKind) policy_->removed(described(id));
+  info_[id].kind = kNoKind;
   set_state(id, RecordState::kQuarantined);
   KVDOCK_PAUSE("evict.quarantined");
   if (info_[id].pins == 0) free_record(id);

@@ -16,8 +16,8 @@
 
 #include "base/huge_alloc.h"
 #include "table/change_log.h"
-#include "table/eviction.h"
 #include "table/key_index.h"
+#include "table/leaf_lists.h"
 #include "table/namespaces.h"
 #include "table/pages.h"
 #include "table/slots.h"
@@ -78,7 +78,8 @@ class Chunks {
   };
   Reserved reserve(const NewChunk& chunk);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
-  void stamp(uint32_t id, uint64_t tick);
+  void use(uint32_t id, uint64_t tick);    // a lookup found it
+  void stamp(uint32_t id, uint64_t tick);  // a store names it
   void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
 
   // -- pins: bytes that a session holds are counted once, however many of its grants name them
@@ -101,7 +102,10 @@ class Chunks {
   uint64_t room_bytes() const;
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
-  bool can_evict();
+  bool can_evict() const;
+  void set_eviction(const std::string& policy);  // as make_policy(); looks at every chunk
+  const char* eviction() const { return policy_->name(); }
+  void asked(uint64_t tick) { policy_->asked(tick, sums_.records[static_cast<size_t>(RecordState::kReady)]); }
   // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many went.
   uint32_t evict_over_quota(uint32_t max_chunks);
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
@@ -127,6 +131,8 @@ class Chunks {
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
     uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
     bool kept = false;      // not to be evicted until kept_until_ms
+    bool listed = false;    // in kept_ if it is kept, else in evictions_
+    uint8_t kind = kNoKind; // what the policy takes it for
   };
   static constexpr uint32_t kMany = kNone - 1;
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
@@ -136,8 +142,12 @@ class Chunks {
   void add_child(uint32_t space, const Key& parent);
   void drop_child(uint32_t space, const Key& parent);
   void offer(uint32_t id);
+  void unlist(uint32_t id);
   bool unused_leaf(uint32_t id) const;
-  bool evictable(uint32_t id) const { return unused_leaf(id) && !info_[id].kept; }
+  LeafLists& list_of(uint32_t id) { return info_[id].kept ? kept_ : evictions_; }
+  Leaf leaf_of(uint32_t id) const { return {record(id).last_used, id}; }
+  Chunk described(uint32_t id) const;
+  void set_kind(uint32_t id);
   void set_kept(uint32_t id, uint64_t until_ms);
   std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
   bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
@@ -149,9 +159,8 @@ class Chunks {
   void unpinned(uint32_t id);
 
   void evict_one(uint32_t id);
-  std::optional<uint64_t> last_use(const Candidate& c, bool kept) const;
-  std::optional<Candidate> oldest(uint32_t shape);
-  std::optional<Candidate> oldest_with(std::optional<uint64_t> slot_bytes);
+  std::optional<Choice> least(uint32_t shape) const;
+  std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes) const;
   bool evict_for(uint64_t bytes);
   bool make_room(uint64_t bytes, const NewChunk& chunk);
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
@@ -174,8 +183,13 @@ class Chunks {
   RecordPages pages_;
   SlotAllocator slots_;
   KeyIndex index_;
-  EvictionList evictions_;
-  EvictionList kept_;  // of kept chunks, for quotas
+  std::unique_ptr<Policy> policy_ = make_policy("adaptive");
+  LeafLists evictions_;
+  LeafLists kept_;  // kept chunks, for quotas
+  // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.
+  std::optional<Choice> next_;
+  uint32_t next_shape_ = 0;
+  uint64_t next_tick_ = 0;
   std::vector<Info, HugeAllocator<Info>> info_;        // by record
   Sums sums_;
   std::unordered_map<uint64_t, uint32_t> shared_pins_;  // session << 32 | record, for records several sessions pin

@@ -139,6 +139,7 @@ void Chunks::Adopter::rebuild() {
     if (r.state() != RecordState::kReady) continue;
     c.add_child(r.space, r.parent);
     c.info_[id].children = c.index_.find(r.space, r.key)->children;
+    c.info_[id].kind = c.policy_->stored(c.described(id), std::nullopt);
     bool kept = r.kept_until_ms > found.clock_ms && r.kept_until_ms < found.clock_ms + kSaneKeepMs;
     c.set_kept(id, kept ? r.kept_until_ms : 0);
     ++found.chunks;

@@ -16,6 +16,7 @@ void Chunks::check(const ImpliedPins& implied) {
 void Chunks::check_records() const {
   Sums sums;
   std::vector<bool> taken(info_.size(), false);
+  size_t listed = 0;
   for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
     const Record& r = record(id);
     taken[id] = r.state() != RecordState::kFree;
@@ -33,12 +34,18 @@ void Chunks::check_records() const {
       require(r.state() != RecordState::kReady || (r.parts[p].committed & kCommitted), "I4: READY with a part missing",
               id);
     require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
-    const EvictionList& list = info_[id].kept ? kept_ : evictions_;
-    require(!unused_leaf(id) || list.lists(id, r.generation()), "an evictable chunk is not listed", id);
+    const Info& in = info_[id];
+    require(in.listed == unused_leaf(id), "what is listed is not what may go", id);
+    require((in.kind == kNoKind) == (r.state() != RecordState::kReady), "a kind is not that of a READY record", id);
+    const LeafLists& list = in.kept ? kept_ : evictions_;
+    uint32_t shape = spaces_.shape_of(r.space), tenant = spaces_.tenant_of(r.space);
+    require(!in.listed || list.lists(shape, tenant, in.kind, leaf_of(id)), "an evictable chunk is not listed", id);
+    listed += in.listed;
     sums.bytes[static_cast<size_t>(r.state())] += named;
     ++sums.records[static_cast<size_t>(r.state())];
   }
   pages_.check(taken);
+  require(listed == evictions_.size() + kept_.size(), "something is listed that is not there");
   require(sums == sums_, "I7: sums by state do not add up");
   require(sums.bytes[1] + sums.bytes[2] + sums.bytes[3] == slots_.used_bytes(),
           "I7: bytes by state are not the bytes in use");

@@ -7,41 +7,49 @@
 namespace kvdock {
 
 void Chunks::evict_one(uint32_t id) {
+  const Record& r = record(id);
+  Chunk went = described(id);
+  uint32_t space = r.space;
+  Key parent = r.parent;
+  policy_->evicted(went, header_.use_tick);
+  unlist(id);
+  info_[id].kind = kNoKind;
   take_out(id);
   ++counters_.evicted_chunks;
+  next_.reset();
+  const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
+  if (!above || above->ready == kNone) return;
+  const Info& in = info_[above->ready];
+  if (!in.listed || in.kept || in.kind != went.kind || record(above->ready).last_used != went.used) return;
+  next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind};
+  next_shape_ = spaces_.shape_of(space);
+  next_tick_ = header_.use_tick;
 }
 
-// nullopt: it may not be evicted any more, or was kept, or is kept no longer, since it was listed.
-std::optional<uint64_t> Chunks::last_use(const Candidate& c, bool kept) const {
-  // Of a record that is FREE not even the generation is read: its page may hold larger records by now.
-  if (info_[c.record].pages == 0 || record(c.record).generation() != c.generation) return std::nullopt;
-  if (!unused_leaf(c.record) || info_[c.record].kept != kept) return std::nullopt;
-  return record(c.record).last_used;
-}
-
-std::optional<Candidate> Chunks::oldest(uint32_t shape) {
-  return evictions_.of_shape(shape, [this](const Candidate& c) { return last_use(c, false); });
+std::optional<Choice> Chunks::least(uint32_t shape) const {
+  if (next_ && next_shape_ == shape && next_tick_ == header_.use_tick) return next_;
+  return evictions_.of_shape(shape, *policy_, header_.use_tick);
 }
 
 // Of all chunks, or of those of namespaces that have slots of that size.
-std::optional<Candidate> Chunks::oldest_with(std::optional<uint64_t> slot_bytes) {
-  std::optional<Candidate> best;
+std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) const {
+  std::optional<Choice> best;
   evictions_.for_each_shape([&](uint32_t shape) {
     if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
-    if (auto c = oldest(shape); c && (!best || older(*c, *best))) best = c;
+    if (auto c = least(shape); c && (!best || c->goes_before(*best))) best = c;
   });
   return best;
 }
 
 // Frees something on the way to a slot of `bytes`; false when no leaf and no window may go.
 bool Chunks::evict_for(uint64_t bytes) {
-  std::optional<Candidate> own = oldest_with(round_slot(bytes));
+  std::optional<Choice> own = least_with(round_slot(bytes));
   std::optional<uint64_t> own_use;
-  if (own) own_use = own->last_used;
+  if (own) own_use = own->leaf.used;
   std::optional<SlotAllocator::Window> window;
   if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes, own_use);
-  if (own && (!window || own->last_used <= window->newest)) {
-    evict_one(own->record);
+  if (own && (!window || own->leaf.used <= window->newest)) {
+    evict_one(own->leaf.record);
     return true;
   }
   if (!window || window->records.empty()) return false;
@@ -93,11 +101,11 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 
 // ---- quotas
 
-// The tenant's coldest leaf; one that an administrator keeps only if there is no other.
+// The tenant's leaf that is worth least; one that an administrator keeps only if there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
-  auto c = evictions_.of_tenant(tenant, [this](const Candidate& one) { return last_use(one, false); });
-  if (!c) c = kept_.of_tenant(tenant, [this](const Candidate& one) { return last_use(one, true); });
-  if (c) evict_one(c->record);
+  auto c = evictions_.of_tenant(tenant, *policy_, header_.use_tick);
+  if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
+  if (c) evict_one(c->leaf.record);
   return c.has_value();
 }
 
@@ -140,14 +148,28 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
     }
     wanted_.clear();
     if (slots_.free_bytes() >= target_room_bytes) break;
-    std::optional<Candidate> best = oldest_with(std::nullopt);
+    std::optional<Choice> best = least_with(std::nullopt);
     if (!best) break;
-    evict_one(best->record);
+    evict_one(best->leaf.record);
   }
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
-bool Chunks::can_evict() { return oldest_with(std::nullopt).has_value(); }
+bool Chunks::can_evict() const { return evictions_.size() != 0; }
+
+void Chunks::set_eviction(const std::string& policy) {
+  std::unique_ptr<Policy> made = make_policy(policy);
+  if (policy == policy_->name()) return;
+  policy_ = std::move(made);
+  next_.reset();
+  asked(header_.use_tick);
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    if (record(id).state() != RecordState::kReady) continue;
+    unlist(id);
+    info_[id].kind = policy_->stored(described(id), std::nullopt);
+    offer(id);
+  }
+}
 
 // ---- administration
 
@@ -167,6 +189,7 @@ Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
 }
 
 void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
+  unlist(id);
   Record& r = record(id);
   if (info_[id].kept) kept_until_.erase({r.kept_until_ms, id});
   r.kept_until_ms = until_ms;

@@ -129,9 +129,15 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   hit = limit_hit(s, asker.session, call.skip_tokens, hit, &out);
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;
   counters_.hit_tokens += out.hit_tokens;
-  uint64_t tick = ++region_.header.use_tick;
-  for (uint32_t i = 0; i < hit; ++i)
-    if (s.found[i] != kNone) chunks_.stamp(s.found[i], tick);
+  // Once for each request, and for all that it wants, also where a limit cuts it short.
+  uint64_t tick = region_.header.use_tick += g ? 1 : std::max<uint64_t>(1, call.keys.size());
+  stored_since_lookup_ = false;
+  if (!g) chunks_.asked(tick);
+  for (uint32_t id : s.found) {
+    if (id == kNone) continue;
+    if (g) chunks_.stamp(id, tick);
+    else chunks_.use(id, tick);
+  }
   if (out.hit_tokens <= call.skip_tokens) {
     if (g) out.lease = g->id;
     return out;

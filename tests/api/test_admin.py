@@ -19,6 +19,7 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, sm
 from kvdock.api.pool import pool as pools
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import PatchConfig
 from kvdock.protocol.errors import ApiError
 
 CHUNK_BYTES = 16384
@@ -409,3 +410,12 @@ def test_a_session_shows_its_members_what_each_still_holds_and_the_bytes(
     for member in (worker, scheduler):
         client.leave(member.session, member.member)
         member.close()
+
+
+def test_the_eviction_policy_changes_while_the_server_runs() -> None:
+    with ServerProcess(eviction="lru") as server, Client(server.unix) as client:
+        assert client.config().limits.eviction == "lru"
+        assert client.configure(PatchConfig(eviction="arc")).limits.eviction == "arc"
+        assert client.config().settings["eviction"] == "lru", "as it was started"
+        assert refused(server.http, "PATCH", "/v1/config", {"eviction": "fifo"})["found"] == "$.eviction"
+        assert client.config().limits.eviction == "arc"

@@ -92,11 +92,8 @@ MUTANTS = (
         GRANTS, "test_a_commit_repeated_after_its_record_was_used_again_looks_at_nothing_of_the_new_one",
     ),
     Mutant(
-        "C19", "a quota evicts the coldest chunk of any tenant", "csrc/table/eviction.h",
-        "      if (heaps.size() <= tenant) continue;\n"
-        "      if (auto c = choose(heaps[tenant], last_use); c && (!best || older(*c, *best))) best = c;\n",
-        "      for (Heap& heap : heaps)\n"
-        "        if (auto c = choose(heap, last_use); c && (!best || older(*c, *best))) best = c;\n",
+        "C19", "a quota evicts the coldest chunk of any tenant", "csrc/table/leaf_lists.h",
+        "    auto at = by_tenant_.find(tenant);\n", "    auto at = by_tenant_.begin();\n",
         QUOTAS, "test_a_tenant_at_its_quota_evicts_its_own_coldest_chunks_and_nobody_elses",
     ),
     Mutant(

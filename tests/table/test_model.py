@@ -51,6 +51,7 @@ def new_table() -> tuple[Table, Mapping]:
         region, pool_id=1, incarnation=3, limit_bytes=SLOTS * SLOT, max_records=256, max_grants=64,
         settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
     )
+    table.set_eviction("lru")  # whose order the model knows
     table.add_segment(0, SLOT, SLOTS * SLOT)
     return table, region
 
@@ -345,6 +346,7 @@ class TableAgainstModel(RuleBasedStateMachine):
             self.region, pool_id=1, lock_inode=0, segments=[(0, SLOT, SLOTS * SLOT)], limit_bytes=SLOTS * SLOT,
             settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
         )
+        self.table.set_eviction("lru")
         self.followed.clear()
         for tenant, quota in self.model.quotas.items():  # quotas end with a server; the next one sets its own
             self.table.set_quota(

@@ -1,0 +1,165 @@
+"""A trace's requests through the real chunk table: which share of their tokens each eviction policy finds.
+
+    python -m bench.replay --json --trace FILE
+
+Figures are shares of all prompt tokens. `POLICY_2`, `_5`, `_10`: the whole trace, with room for so many percent of its
+different chunks of 512 tokens. `sessions60_POLICY`, `sessions100_POLICY`: what one engine sees, the sessions that
+bench.service samples with seeds 1 and 2, with room for 448 chunks. Each request is looked up, what it lacks is stored,
+and its lease is released before the next one comes.
+
+`belady` is no policy but the bound: it knows the future, and lets go of the chunk whose next use is farthest (Belady,
+"A study of replacement algorithms for a virtual-storage computer", 1966). A use of a chunk is one of those before it,
+so its choice is always the last of a chain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bench.trace import BLOCK_TOKENS, Request, read, sampled_sessions
+from kvdock._core import Mapping, Table
+from kvdock.protocol.wire_types import MAX_STORE_KEYS
+
+SLOT_BYTES = 4096
+PERCENT = (2, 5, 10)
+SESSIONS = ((60, 1), (100, 2))
+SESSION_ROOM, SESSION_REQUESTS, SESSION_TOKENS = 448, 300, 32768
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    requests: Sequence[Request]
+    room: int
+    """Chunks of 512 tokens."""
+
+
+def workloads(trace: Sequence[Request]) -> list[Workload]:
+    different = len({block for request in trace for block in request.whole_blocks})
+    found = [Workload(str(percent), trace, different * percent // 100) for percent in PERCENT]
+    for count, seed in SESSIONS:
+        sampled = sampled_sessions(
+            trace, count=count, seed=seed, most=SESSION_REQUESTS, longest_tokens=SESSION_TOKENS
+        )
+        found.append(Workload(f"sessions{count}", sampled, SESSION_ROOM))
+    return found
+
+
+def hit_share(requests: Sequence[Request], hits: Sequence[int]) -> float:
+    """`hits`: chunks that each found."""
+    return sum(hits) * BLOCK_TOKENS / sum(one.tokens for one in requests)
+
+
+@cache
+def key_of(block: int) -> bytes:
+    return hashlib.blake2b(str(block).encode(), digest_size=32).digest()
+
+
+class Pool:
+    """A table whose segment is a number only: it hands out slots, and nobody touches what lies in them."""
+
+    def __init__(self, room: int, policy: str) -> None:
+        records = 2 * room + 4096
+        size = Table.region_bytes(records, 16)
+        fd = os.memfd_create("bench-replay")
+        os.ftruncate(fd, size)
+        region = Mapping(fd, size)
+        os.close(fd)
+        self._table = Table(
+            region, pool_id=1, incarnation=1, limit_bytes=room * SLOT_BYTES, max_records=records, max_grants=16,
+            session_cap=1.0, total_cap=1.0,
+        )
+        self._table.set_eviction("adaptive" if policy == "default" else policy)
+        self._table.add_segment(0, SLOT_BYTES, room * SLOT_BYTES)
+        space = self._table.add_namespace(
+            bytes(32), chunk_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, writers=1, groups=[("full", 0, SLOT_BYTES)]
+        )
+        self._session = self._table.open_session(bytes(16), space, 1)
+        self._member = self._table.add_member(self._session, bytes(16), [0], True, 1)
+        self._stores = 0
+
+    def serve(self, number: int, blocks: Sequence[int], now_ms: int) -> int:
+        """How many chunks the request finds; afterwards as much of it is there as there is room for."""
+        table, session, member = self._table, self._session, self._member
+        table.tick(now_ms)
+        table.heartbeat(member, now_ms)
+        keys = b"".join(map(key_of, blocks))
+        found = table.lookup(
+            session, member, number.to_bytes(16), 1, keys, readers=1, skip_tokens=0, now_ms=now_ms
+        )
+        hit = found.hit_tokens // BLOCK_TOKENS
+        for first in range(hit, len(blocks), MAX_STORE_KEYS):
+            self._stores += 1
+            granted = table.reserve(
+                session, member, self._stores.to_bytes(16), key_of(blocks[first - 1]) if first else b"",
+                keys[32 * first : 32 * (first + MAX_STORE_KEYS)], groups=0, temporary=False, deadline_ms=1000,
+                now_ms=now_ms,
+            )
+            if granted.grant:
+                table.commit(session, granted.grant, 0, [(at, 0, 0) for at, _ in granted.chunks], now_ms)
+        if found.lease:
+            table.release(session, found.lease, [0])
+        return hit
+
+
+def replayed(work: Workload, policy: str) -> float:
+    pool = Pool(work.room, policy)
+    return hit_share(work.requests, [
+        pool.serve(number, one.whole_blocks, one.at_ms + 2) for number, one in enumerate(work.requests)
+    ])
+
+
+def belady(work: Workload) -> float:
+    uses: dict[int, list[int]] = defaultdict(list)  # by chunk, its uses, the last first
+    for number in range(len(work.requests) - 1, -1, -1):
+        for block in work.requests[number].whole_blocks:
+            uses[block].append(number)
+    resident: dict[int, int] = {}  # its next use, by chunk
+    farthest: list[tuple[int, int, int]] = []
+    hits = []
+    for one in work.requests:
+        hit, blocks = 0, one.whole_blocks
+        while hit < len(blocks) and blocks[hit] in resident:
+            hit += 1
+        hits.append(hit)
+        for depth, block in enumerate(blocks):
+            uses[block].pop()
+            following = uses[block][-1] if uses[block] else NEVER
+            resident[block] = following
+            heapq.heappush(farthest, (-following, -depth, block))
+        while len(resident) > work.room:
+            negative, _, block = heapq.heappop(farthest)
+            if resident.get(block) == -negative:
+                del resident[block]
+    return hit_share(work.requests, hits)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.replay", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
+    parser.add_argument("--policies", nargs="+", default=["lru", "arc", "default", "belady"])
+    chosen = parser.parse_args(arguments)
+    figures: dict[str, float] = {}
+    for work in workloads(read(chosen.trace)):
+        for policy in chosen.policies:
+            share = belady(work) if policy == "belady" else replayed(work, policy)
+            name = f"{work.name}_{policy}" if work.name.startswith("sessions") else f"{policy}_{work.name}"
+            figures[name] = round(share, 4)
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

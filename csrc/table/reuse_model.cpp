@@ -1,0 +1,101 @@
+#include "table/reuse_model.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+namespace kvdock {
+
+namespace {
+
+// How much is believed before anything was seen, in chunks that lived through a bin, or in hits.
+constexpr double kCommonPrior = 16384, kKindPrior = 4096, kFactorPrior = 256, kScalePrior = 50;
+constexpr double kNear = 32;           // ticks: what is younger is not taken for ever more likely to be used
+constexpr double kKept = 511.0 / 512;  // of the counts, each time that it learns
+constexpr double kNobodyLeft = 1e-3;
+
+}  // namespace
+
+ReuseModel::ReuseModel() {
+  for (int k = 0; k <= kBins; ++k) low_[k] = k == 0 ? 0 : std::ldexp(k % 2 ? 1.5 : 1.0, k / 2);
+  learn({});
+}
+
+int ReuseModel::bin_of(uint64_t age) {
+  if (age < 2) return 0;
+  int octave = 63 - std::countl_zero(age);
+  return std::min<int>(kBins - 1, 2 * octave + static_cast<int>(age >> (octave - 1) & 1));
+}
+
+void ReuseModel::ended(uint8_t kind, uint64_t age, bool reused) {
+  int bin = bin_of(age);
+  ends_[kind][bin] += 1;
+  if (reused) hits_[kind][bin] += 1;
+}
+
+void ReuseModel::learn(const Counts& alive) {
+  Counts lived;  // chunk-ticks
+  std::array<double, kBins> all_hits{}, all_lived{}, base, common;
+  for (int kind = 0; kind < kKinds; ++kind) {
+    double older = 0;
+    for (int k = kBins - 1; k >= 0; --k) {
+      double here = ends_[kind][k] + alive[kind][k];
+      lived[kind][k] = width(k) * (older + here / 2);
+      older += here;
+      all_hits[k] += hits_[kind][k];
+      all_lived[k] += lived[kind][k];
+    }
+  }
+  double seen = kScalePrior, expected = kScalePrior;
+  for (int k = 0; k < kBins; ++k) {
+    base[k] = 1 / (middle(k) + kNear);
+    double prior = kCommonPrior * width(k);
+    common[k] = (all_hits[k] + prior * base[k]) / (all_lived[k] + prior);
+    seen += all_hits[k];
+    expected += all_lived[k] * base[k];
+  }
+  double scale = seen / expected;
+  for (int kind = 0; kind < kKinds; ++kind) {
+    double own = kFactorPrior, usual = kFactorPrior;
+    for (int k = 0; k < kBins; ++k) {
+      own += hits_[kind][k];
+      usual += lived[kind][k] * scale * base[k];
+    }
+    std::array<double, kBins> reused;  // the share of those that reach a bin that is used in it
+    for (int k = 0; k < kBins; ++k) {
+      double prior = kKindPrior * width(k);
+      double rate = (hits_[kind][k] + prior * common[k] * own / usual) / (lived[kind][k] + prior);
+      reused[k] = rate * width(k) / (1 + rate * width(k));
+    }
+    for (int k = 0; k < kBins; ++k) {
+      double left = 1, gain = 0, cost = 0, best = 0;
+      for (int j = k; j < kBins && left > kNobodyLeft; ++j) {
+        gain += left * reused[j];
+        cost += left * width(j) * (1 - reused[j] / 2);
+        best = std::max(best, gain / cost);
+        left *= 1 - reused[j];
+      }
+      worth_[kind][k] = best;
+    }
+  }
+  for (Counts* counts : {&ends_, &hits_})
+    for (auto& row : *counts)
+      for (double& count : row) count *= kKept;
+}
+
+double ReuseModel::worth(uint8_t kind, uint64_t age) const {
+  int bin = bin_of(age);
+  double at = bin - 0.5 + (static_cast<double>(age) - low_[bin]) / width(bin);  // in bins, from the middle of the first
+  if (at <= 0) return worth_[kind][0];
+  if (at >= kBins - 1) return worth_[kind][kBins - 1];
+  int before = static_cast<int>(at);
+  return worth_[kind][before] + (at - before) * (worth_[kind][before + 1] - worth_[kind][before]);
+}
+
+uint64_t ReuseModel::stretch_from(uint64_t age) const {
+  int bin = bin_of(age);
+  if (static_cast<double>(age) < middle(bin)) --bin;
+  return bin < 0 ? 0 : static_cast<uint64_t>(std::ceil(middle(bin)));
+}
+
+}  // namespace kvdock

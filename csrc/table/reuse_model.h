@@ -1,0 +1,45 @@
+// How likely chunks are to be used again, by how often they were and how long ago: what a leaf is worth.
+//
+// Chunks are of kinds, by the number of their uses. For each kind and age the model counts how many were used again and
+// how many chunks lived through that age for how long, which gives a rate of reuse: an estimate of the hazard function.
+// What is rare borrows from what all kinds have in common, and that from 1 / age, under which the policy is LRU. The
+// worth of a leaf is the best rate of hits for the room that it takes, over all times that one might keep it: Gittins,
+// "Bandit processes and dynamic allocation indices" (1979). Ranking by hits for room and time is from Beckmann, Chen
+// and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018). bench/LOG.md tells what was tried.
+//
+// Ages are in ticks, and in bins of half an octave.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "table/policy.h"
+
+namespace kvdock {
+
+class ReuseModel {
+ public:
+  static constexpr int kBins = 64;
+  using Counts = std::array<std::array<double, kBins>, kKinds>;
+
+  ReuseModel();
+
+  static int bin_of(uint64_t age);
+  // A chunk was `age` ticks old when it was used again, or when it was given up.
+  void ended(uint8_t kind, uint64_t age, bool reused);
+  // `alive`: how many chunks are of each kind and age now. What was counted before weighs less from now on.
+  void learn(const Counts& alive);
+
+  double worth(uint8_t kind, uint64_t age) const;  // linear between the middles of bins
+  // The least age from which worth() is linear up to `age`; 0 where it is constant down to it.
+  uint64_t stretch_from(uint64_t age) const;
+
+ private:
+  double width(int bin) const { return low_[bin + 1] - low_[bin]; }
+  double middle(int bin) const { return (low_[bin] + low_[bin + 1]) / 2; }
+
+  std::array<double, kBins + 1> low_;  // where bins begin
+  Counts ends_{}, hits_{}, worth_{};
+};
+
+}  // namespace kvdock

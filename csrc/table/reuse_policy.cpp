@@ -1,0 +1,156 @@
+#include "table/reuse_policy.h"
+
+#include <algorithm>
+
+#include "table/layout.h"
+
+namespace kvdock {
+
+namespace {
+
+constexpr uint64_t kLearnTicks = 64;   // at least, between two times that it learns
+constexpr uint64_t kLearnShare = 4;    // … and a pool's chunks by this
+constexpr uint64_t kTouchShare = 128;  // uses between which less than this share of the pool was asked for are one
+
+}  // namespace
+
+void ReusePolicy::asked(uint64_t tick, uint64_t resident) {
+  resident_ = resident;
+  if (tick < next_learn_) return;
+  next_learn_ = tick + std::max(kLearnTicks, resident / kLearnShare);
+  learn(tick);
+}
+
+void ReusePolicy::learn(uint64_t tick) {
+  ReuseModel::Counts alive{};
+  for (const Sample& one : samples_) alive[one.kind][ReuseModel::bin_of(tick - std::min(tick, one.used))] += 1;
+  model_.learn(alive);
+}
+
+uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {
+  uint8_t kind = line ? std::min(*line, kInherited) : 0;
+  if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
+    Ghost was = ghost->second;
+    kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
+    if (was.sample != kNone) drop_sample(was.sample);
+    ghosts_.erase(chunk.name);
+  }
+  if (sample_of(chunk.record) != kNone) drop_sample(sample_of(chunk.record));
+  if (is_sampled(chunk.name)) add_sample(chunk, kind);
+  return kind;
+}
+
+uint8_t ReusePolicy::used(const Chunk& chunk, uint64_t tick) {
+  uint32_t place = sample_of(chunk.record);
+  uint8_t kind = again(chunk.kind, chunk.used, tick, place != kNone);
+  if (place != kNone) {
+    samples_[place].used = tick;
+    samples_[place].kind = kind;
+  }
+  return kind;
+}
+
+void ReusePolicy::touched(const Chunk& chunk, uint64_t tick) {
+  if (uint32_t place = sample_of(chunk.record); place != kNone) samples_[place].used = tick;
+}
+
+uint8_t ReusePolicy::again(uint8_t kind, uint64_t used, uint64_t tick, bool sampled) {
+  uint64_t age = tick - std::min(tick, used);
+  if (age < std::max<uint64_t>(2, resident_ / kTouchShare)) return kind;
+  if (sampled) model_.ended(kind, age, true);
+  return std::min<uint8_t>(kKinds - 1, kind + 1);
+}
+
+void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
+  uint32_t place = sample_of(chunk.record);
+  if (chunk.name % kGhostOneIn != 0) {
+    if (place == kNone) return;
+    model_.ended(chunk.kind, tick - std::min(tick, chunk.used), false);
+    return drop_sample(place);
+  }
+  if (auto known = ghosts_.find(chunk.name); known != ghosts_.end() && known->second.sample != kNone)
+    drop_sample(known->second.sample);
+  place = sample_of(chunk.record);  // another sample may have moved
+  ghosts_[chunk.name] = {chunk.used, chunk.kind, place};
+  sample_of(chunk.record) = kNone;
+  if (place != kNone) samples_[place].record = kNone;
+  ghosts_in_order_.emplace_back(chunk.name, chunk.used);
+  while (ghosts_in_order_.size() > resident_) close_oldest_ghost(tick);
+}
+
+void ReusePolicy::close_oldest_ghost(uint64_t tick) {
+  auto [name, used] = ghosts_in_order_.front();
+  ghosts_in_order_.pop_front();
+  auto ghost = ghosts_.find(name);
+  if (ghost == ghosts_.end() || ghost->second.used != used) return;  // it is back, or went once more
+  Ghost was = ghost->second;
+  if (was.sample != kNone) {
+    model_.ended(was.kind, tick - std::min(tick, was.used), false);
+    drop_sample(was.sample);
+  }
+  ghosts_.erase(name);
+}
+
+void ReusePolicy::removed(const Chunk& chunk) {
+  if (uint32_t place = sample_of(chunk.record); place != kNone) drop_sample(place);
+}
+
+// ---- samples
+
+uint32_t& ReusePolicy::sample_of(uint32_t record) {
+  if (record >= sample_of_.size()) sample_of_.resize(record + 1 + record / 2, kNone);
+  return sample_of_[record];
+}
+
+uint32_t& ReusePolicy::place_of(const Sample& sample) {
+  return sample.record != kNone ? sample_of(sample.record) : ghosts_.at(sample.name).sample;
+}
+
+void ReusePolicy::add_sample(const Chunk& chunk, uint8_t kind) {
+  sample_of(chunk.record) = static_cast<uint32_t>(samples_.size());
+  samples_.push_back({chunk.name, chunk.used, chunk.record, kind});
+  while (samples_.size() > kMostSamples) sample_fewer();
+}
+
+void ReusePolicy::drop_sample(uint32_t place) {
+  place_of(samples_[place]) = kNone;
+  if (place + 1 < samples_.size()) {
+    samples_[place] = samples_.back();
+    place_of(samples_[place]) = place;
+  }
+  samples_.pop_back();
+}
+
+void ReusePolicy::sample_fewer() {
+  one_in_ *= 2;
+  for (uint32_t at = static_cast<uint32_t>(samples_.size()); at-- > 0;)
+    if (!is_sampled(samples_[at].name)) drop_sample(at);
+}
+
+// ---- choosing
+
+double ReusePolicy::worth(uint8_t kind, uint64_t used, uint64_t tick) const {
+  return model_.worth(kind, tick - std::min(tick, used));
+}
+
+// Between two middles of bins worth() is linear, so that the least of a stretch is its oldest or its youngest leaf.
+std::optional<Choice> ReusePolicy::least(const Leaves& leaves, uint64_t tick) const {
+  std::optional<Choice> best;
+  for (uint8_t kind = 0; kind < kKinds; ++kind) {
+    auto see = [&](const Leaf& leaf) {
+      Choice one{worth(kind, leaf.used, tick), leaf, kind};
+      if (!best || one.goes_before(*best)) best = one;
+    };
+    const std::set<Leaf>& list = leaves[kind];
+    for (auto it = list.begin(); it != list.end();) {
+      see(*it);
+      uint64_t from = model_.stretch_from(tick - std::min(tick, it->used));
+      auto end = from == 0 || from > tick ? list.end() : list.lower_bound({tick - from + 1, 0});
+      see(*std::prev(end));
+      it = end;
+    }
+  }
+  return best;
+}
+
+}  // namespace kvdock

@@ -1,0 +1,190 @@
+"""What each eviction policy lets go of, through the table: tails first, and then by what the policy has seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from table_helpers import PAGE, Client, key, new_table
+
+from kvdock._core import TableError
+
+ROOM = 64
+POLICIES = ("adaptive", "arc", "lru")
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def engine_of(policy: str, room: int = ROOM) -> Client:
+    engine = Client(new_table(room * PAGE), PAGE)
+    engine.table.set_eviction(policy)
+    assert engine.table.eviction() == policy
+    return engine
+
+
+def ask(engine: Client, keys: Sequence[bytes], request: str) -> int:
+    """Looks the prefix up, stores what it lacks, and ends: how many chunks it found."""
+    found = engine.lookup(list(keys), request)
+    hit = found.hit_tokens // 16
+    if hit < len(keys):
+        engine.store(list(keys[hit:]), keys[hit - 1] if hit else b"")
+    if found.lease:
+        engine.table.release(engine.session, found.lease, [0])
+    return hit
+
+
+def chain(name: object, count: int) -> list[bytes]:
+    return [key("chain", name, at) for at in range(count)]
+
+
+def there(engine: Client, keys: Sequence[bytes]) -> list[bool]:
+    return [engine.has(one) for one in keys]
+
+
+@every_policy
+def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
+    engine = engine_of(policy)
+    old = chain("old", 40)
+    ask(engine, old, "old")
+    ask(engine, chain("new", 40), "new")
+    left = there(engine, old)
+    assert left == sorted(left, reverse=True) and sum(left) == 24
+
+
+@every_policy
+def test_what_is_leased_never_goes(policy: str) -> None:
+    engine = engine_of(policy)
+    held = chain("held", 20)
+    ask(engine, held, "first")
+    lease = engine.lookup(held, "holder").lease
+    for number in range(20):
+        ask(engine, chain(number, 30), f"r{number}")
+    assert all(there(engine, held))
+    engine.table.release(engine.session, lease, [0])
+    engine.table.check_integrity()
+
+
+def test_lru_lets_go_of_what_was_not_used_for_longest() -> None:
+    engine = engine_of("lru", 8)
+    for name in "abcdefgh":
+        ask(engine, chain(name, 1), name)
+    ask(engine, chain("a", 1), "again")
+    ask(engine, chain("new", 2), "new")
+    assert [engine.has(chain(name, 1)[0]) for name in "abcd"] == [True, False, False, True]
+
+
+def test_arc_keeps_what_was_used_twice_while_others_are_used_once() -> None:
+    left = {}
+    for policy in ("arc", "lru"):
+        engine, twice = engine_of(policy), chain("twice", 8)
+        ask(engine, twice, "first")
+        ask(engine, twice, "second")
+        for number in range(20):
+            ask(engine, chain(number, 8), f"r{number}")
+        left[policy] = sum(there(engine, twice))
+    assert left == {"arc": 8, "lru": 0}
+
+
+def test_arc_gives_room_to_the_kind_of_which_too_much_went() -> None:
+    """What is used once more soon after it went wants more room for chunks used once."""
+    engine = engine_of("arc")
+    for number in range(8):
+        for request in "ab":
+            ask(engine, chain(("twice", number), 8), f"{request}{number}")
+    found = 0
+    for number in range(400):
+        ask(engine, chain(number, 8), f"new{number}")
+        found += ask(engine, chain(number - 2, 8), f"back{number}") if number >= 2 else 0
+    assert found > 0.5 * 398 * 8
+
+
+def test_what_is_asked_for_again_and_again_outlives_what_is_asked_for_once() -> None:
+    """LRU keeps nothing of it: between two uses more is asked for than there is room."""
+    shares = {}
+    for name in ("adaptive", "lru"):
+        engine, found, asked = engine_of(name), 0, 0
+        for number in range(1500):
+            if number % 4 == 0:
+                found += ask(engine, chain(("hot", number // 4 % 4), 4), f"h{number}")
+                asked += 4
+            else:
+                ask(engine, chain(("cold", number), 8), f"c{number}")
+        shares[name] = found / asked
+        engine.table.check_integrity()
+    assert shares["lru"] < 0.05 and shares["adaptive"] > 0.5, shares
+
+
+def test_the_adaptive_policy_is_lru_where_uses_tell_nothing() -> None:
+    """Each prefix is used twice, soon after each other, and never again."""
+    shares = {}
+    for policy in ("adaptive", "lru"):
+        engine, found = engine_of(policy), 0
+        for number in range(800):
+            found += ask(engine, chain(number, 8), f"a{number}")
+            if number >= 3:
+                found += ask(engine, chain(number - 3, 8), f"b{number}")
+        shares[policy] = found / (800 * 8)
+    assert shares["lru"] > 0.99 and shares["adaptive"] > 0.95, shares
+
+
+def test_what_a_limit_cuts_off_is_used_all_the_same() -> None:
+    """The engine wants it, and finds it once others hold less."""
+    engine = Client(new_table(8 * PAGE), PAGE)
+    engine.table.set_eviction("lru")
+    wanted = chain("wanted", 4)
+    ask(engine, wanted, "first")
+    ask(engine, chain("other", 4), "other")
+    engine.table.set_limits(limit_bytes=8 * PAGE, session_cap=0.25, total_cap=1.0)
+    found = engine.lookup(wanted, "cut short")
+    assert (found.hit_tokens, found.limited) == (32, "held_bytes")
+    engine.table.release(engine.session, found.lease, [0])
+    engine.table.set_limits(limit_bytes=8 * PAGE, session_cap=1.0, total_cap=1.0)
+    ask(engine, chain("new", 4), "new")
+    assert all(there(engine, wanted)), "the other was not used for longer"
+
+
+@every_policy
+def test_random_use_keeps_what_is_derived_true(policy: str) -> None:
+    source, engine = random.Random(7), engine_of(policy, 48)
+    leases: list[int] = []
+    for number in range(600):
+        keys = chain(source.randrange(30), 12)[: source.randrange(1, 13)]
+        found = engine.lookup(keys, f"r{number}")
+        hit = found.hit_tokens // 16
+        if hit < len(keys) and source.random() < 0.8:
+            engine.store(keys[hit:], keys[hit - 1] if hit else b"")
+        if found.lease:
+            leases.append(found.lease)
+        while len(leases) > source.randrange(5):
+            engine.table.release(engine.session, leases.pop(source.randrange(len(leases))), [0])
+        if source.random() < 0.05:
+            engine.table.delete(engine.space, b"".join(chain(source.randrange(30), 12)))
+        if source.random() < 0.05:
+            engine.table.pin(engine.space, b"".join(chain(source.randrange(30), 3)), source.choice((0, 10**9)))
+        if source.random() < 0.1:
+            engine.table.evict(source.randrange(12) * PAGE, 8)
+        if source.random() < 0.03:
+            engine.table.set_eviction(source.choice(POLICIES))
+        if number % 20 == 0:
+            engine.table.check_integrity()
+    engine.table.check_integrity()
+
+
+def test_a_policy_that_is_changed_goes_on_with_what_is_there() -> None:
+    engine = engine_of("lru")
+    old, new = chain("old", 32), chain("new", 32)
+    ask(engine, old, "old")
+    ask(engine, new, "new")
+    for policy in ("arc", "adaptive", "adaptive", "lru"):
+        engine.table.set_eviction(policy)
+        engine.table.check_integrity()
+    ask(engine, chain("next", 16), "next")
+    assert there(engine, old) == [True] * 16 + [False] * 16 and all(there(engine, new))
+
+
+def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
+    engine = engine_of("arc")
+    with pytest.raises(TableError) as error:
+        engine.table.set_eviction("fifo")
+    assert (error.value.code, error.value.found) == ("bad_argument", "fifo")
+    assert error.value.wanted == "adaptive, arc or lru" and engine.table.eviction() == "arc"

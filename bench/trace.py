@@ -83,5 +83,5 @@ def prompts(
     for request in requests:
         ids = [token for number in request.blocks for token in block(number)]
         ids = ids[: max(2 * OWN_TOKENS, request.tokens * block_tokens // BLOCK_TOKENS)]
-        found.append(ids[:-OWN_TOKENS] + random.Random(f"tail:{request.number}").choices(usable, k=OWN_TOKENS))
+        found.append(ids[:-OWN_TOKENS] + random.Random(f"tail:{seed}:{request.number}").choices(usable, k=OWN_TOKENS))
     return found

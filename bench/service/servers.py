@@ -24,9 +24,13 @@ START_S = 90.0
 
 def installed(kind: str, path: str) -> bool:
     """Whether `kind` can run here; `path`: a folder of its own for its packages, or ""."""
-    if kind not in PACKAGE:
-        return True
-    return importlib.machinery.PathFinder.find_spec(PACKAGE[kind], [*filter(None, [path]), *sys.path]) is not None
+    return kind not in PACKAGE or folder_of(kind, path) is not None
+
+
+def folder_of(kind: str, path: str) -> Path | None:
+    """Where the package of a kind is."""
+    found = importlib.machinery.PathFinder.find_spec(PACKAGE[kind], [*filter(None, [path]), *sys.path])
+    return Path(found.origin).parent if found is not None and found.origin else None
 
 
 def environment(path: str) -> dict[str, str]:
@@ -69,8 +73,9 @@ def connector(
             yield common | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
     else:
         # Its server's ports are its own, and its connector finds it by them.
-        program = Path(path, "pegaflow", "pegaflow-server-py")
-        command = [str(program), "--pool-size", f"{host_bytes >> 30}gb", "--devices", "0"]
+        folder = folder_of(kind, path)
+        assert folder is not None, "what is not installed is left out"
+        command = [str(folder / "pegaflow-server-py"), "--pool-size", f"{host_bytes >> 30}gb", "--devices", "0"]
         with running(command, "http://127.0.0.1:9091/health", environment(path)):
             yield common | {"kv_connector": "PegaKVConnector", "kv_connector_module_path": "pegaflow.connector"}
 

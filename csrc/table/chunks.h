@@ -105,7 +105,9 @@ class Chunks {
   bool can_evict() const;
   void set_eviction(const std::string& policy);  // as make_policy(); looks at every chunk
   const char* eviction() const { return policy_->name(); }
-  void asked(uint64_t tick) { policy_->asked(tick, sums_.records[static_cast<size_t>(RecordState::kReady)]); }
+  void asked(uint64_t tick, size_t keys) {  // by a lookup
+    policy_->asked(tick, sums_.records[static_cast<size_t>(RecordState::kReady)], keys);
+  }
   // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many went.
   uint32_t evict_over_quota(uint32_t max_chunks);
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all

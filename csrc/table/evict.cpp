@@ -162,7 +162,6 @@ void Chunks::set_eviction(const std::string& policy) {
   if (policy == policy_->name()) return;
   policy_ = std::move(made);
   next_.reset();
-  asked(header_.use_tick);
   for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1)) {
     if (record(id).state() != RecordState::kReady) continue;
     unlist(id);

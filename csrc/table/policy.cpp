@@ -16,7 +16,7 @@ namespace {
 class Lru : public Policy {
  public:
   const char* name() const override { return "lru"; }
-  void asked(uint64_t, uint64_t) override {}
+  void asked(uint64_t, uint64_t, size_t) override {}
   uint8_t stored(const Chunk&, std::optional<uint8_t>) override { return 0; }
   uint8_t used(const Chunk&, uint64_t) override { return 0; }
   void touched(const Chunk&, uint64_t) override {}
@@ -35,7 +35,7 @@ class Lru : public Policy {
 class Arc : public Policy {
  public:
   const char* name() const override { return "arc"; }
-  void asked(uint64_t, uint64_t resident) override { room_ = resident; }
+  void asked(uint64_t, uint64_t resident, size_t) override { room_ = resident; }
 
   uint8_t stored(const Chunk& chunk, std::optional<uint8_t>) override {
     uint8_t kind = kOnce;

@@ -8,8 +8,8 @@ namespace kvdock {
 
 namespace {
 
-// How much is believed before anything was seen, in chunks that lived through a bin, or in hits.
-constexpr double kCommonPrior = 16384, kKindPrior = 4096, kFactorPrior = 256, kScalePrior = 50;
+// How much is believed before anything was seen, in requests whose chunks lived through a bin, or were hit.
+constexpr double kCommonPrior = 683, kKindPrior = 171, kFactorPrior = 10.7, kScalePrior = 2.1;
 constexpr double kNear = 32;           // ticks: what is younger is not taken for ever more likely to be used
 constexpr double kKept = 511.0 / 512;  // of the counts, each time that it learns
 constexpr double kNobodyLeft = 1e-3;
@@ -18,7 +18,7 @@ constexpr double kNobodyLeft = 1e-3;
 
 ReuseModel::ReuseModel() {
   for (int k = 0; k <= kBins; ++k) low_[k] = k == 0 ? 0 : std::ldexp(k % 2 ? 1.5 : 1.0, k / 2);
-  learn({});
+  learn({}, 1);
 }
 
 int ReuseModel::bin_of(uint64_t age) {
@@ -33,7 +33,7 @@ void ReuseModel::ended(uint8_t kind, uint64_t age, bool reused) {
   if (reused) hits_[kind][bin] += 1;
 }
 
-void ReuseModel::learn(const Counts& alive) {
+void ReuseModel::learn(const Counts& alive, double together) {
   Counts lived;  // chunk-ticks
   std::array<double, kBins> all_hits{}, all_lived{}, base, common;
   for (int kind = 0; kind < kKinds; ++kind) {
@@ -46,24 +46,24 @@ void ReuseModel::learn(const Counts& alive) {
       all_lived[k] += lived[kind][k];
     }
   }
-  double seen = kScalePrior, expected = kScalePrior;
+  double seen = kScalePrior * together, expected = seen;
   for (int k = 0; k < kBins; ++k) {
     base[k] = 1 / (middle(k) + kNear);
-    double prior = kCommonPrior * width(k);
+    double prior = kCommonPrior * together * width(k);
     common[k] = (all_hits[k] + prior * base[k]) / (all_lived[k] + prior);
     seen += all_hits[k];
     expected += all_lived[k] * base[k];
   }
   double scale = seen / expected;
   for (int kind = 0; kind < kKinds; ++kind) {
-    double own = kFactorPrior, usual = kFactorPrior;
+    double own = kFactorPrior * together, usual = own;
     for (int k = 0; k < kBins; ++k) {
       own += hits_[kind][k];
       usual += lived[kind][k] * scale * base[k];
     }
     std::array<double, kBins> reused;  // the share of those that reach a bin that is used in it
     for (int k = 0; k < kBins; ++k) {
-      double prior = kKindPrior * width(k);
+      double prior = kKindPrior * together * width(k);
       double rate = (hits_[kind][k] + prior * common[k] * own / usual) / (lived[kind][k] + prior);
       reused[k] = rate * width(k) / (1 + rate * width(k));
     }

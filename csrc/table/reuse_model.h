@@ -27,8 +27,9 @@ class ReuseModel {
   static int bin_of(uint64_t age);
   // A chunk was `age` ticks old when it was used again, or when it was given up.
   void ended(uint8_t kind, uint64_t age, bool reused);
-  // `alive`: how many chunks are of each kind and age now. What was counted before weighs less from now on.
-  void learn(const Counts& alive);
+  // `alive`: how many chunks are of each kind and age now. `together`: how many are used in one request, and so tell as
+  // much as one. What was counted before weighs less from now on.
+  void learn(const Counts& alive, double together);
 
   double worth(uint8_t kind, uint64_t age) const;  // linear between the middles of bins
   // The least age from which worth() is linear up to `age`; 0 where it is constant down to it.

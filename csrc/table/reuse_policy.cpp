@@ -8,14 +8,16 @@ namespace kvdock {
 
 namespace {
 
+constexpr double kNewestLookup = 1.0 / 64;  // its weight in the mean
 constexpr uint64_t kLearnTicks = 64;   // at least, between two times that it learns
 constexpr uint64_t kLearnShare = 4;    // … and a pool's chunks by this
 constexpr uint64_t kTouchShare = 128;  // uses between which less than this share of the pool was asked for are one
 
 }  // namespace
 
-void ReusePolicy::asked(uint64_t tick, uint64_t resident) {
+void ReusePolicy::asked(uint64_t tick, uint64_t resident, size_t keys) {
   resident_ = resident;
+  keys_ += (static_cast<double>(keys) - keys_) * (keys_ == 0 ? 1 : kNewestLookup);
   if (tick < next_learn_) return;
   next_learn_ = tick + std::max(kLearnTicks, resident / kLearnShare);
   learn(tick);
@@ -24,7 +26,7 @@ void ReusePolicy::asked(uint64_t tick, uint64_t resident) {
 void ReusePolicy::learn(uint64_t tick) {
   ReuseModel::Counts alive{};
   for (const Sample& one : samples_) alive[one.kind][ReuseModel::bin_of(tick - std::min(tick, one.used))] += 1;
-  model_.learn(alive);
+  model_.learn(alive, std::max(1.0, keys_));
 }
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {

@@ -108,14 +108,13 @@ class Keeper:
             await asyncio.sleep(0)
 
     async def _keep_free(self) -> None:
-        """Below the low mark: grows in the background, or, when the pool is full, evicts up to the high mark.
-
-        With growth=ahead it grows to the limit without waiting for the low mark.
-        """
+        """Below its mark the pool grows in the background, with growth=ahead without waiting for it. At its maximum
+        size chunks are evicted below the low mark, up to the high mark."""
         pool, table = self._pool, self._table
         low_bytes = int(pool.limits.low_water * pool.limit_bytes)
         high_bytes = int(pool.limits.high_water * pool.limit_bytes)
-        grow_bytes = pool.limit_bytes if self._settings.growth == "ahead" else low_bytes
+        grow_share = 1.0 if self._settings.growth == "ahead" else pool.limits.grow_water
+        grow_bytes = int(grow_share * pool.limit_bytes)
         room_bytes = table.room_bytes()
         if room_bytes < grow_bytes and pool.can_grow():
             if self._growth is None or self._growth.done():

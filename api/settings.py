@@ -91,8 +91,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 4 * GIB
     segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=MAX_SEGMENT_BYTES)] = GIB
     prefault_threads: Threads = msgspec.field(default_factory=default_prefault_threads)
-    low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
-    high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.10
+    grow_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
+    low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.005
+    high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
     growth: Growth = "demand"
     eviction: Eviction = "adaptive"
     table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17

@@ -23,8 +23,9 @@ MEANINGS: dict[str, str] = {
     "pool_bytes": "Maximum size of the pool.",
     "segment_bytes": "The pool grows by segments of this size, at most 1GiB; the first has at most 256MiB.",
     "prefault_threads": "Threads that touch new memory in advance, so that engines have no page faults.",
-    "low_water": "When less than this share of the pool is free, the pool grows; at its maximum size, chunks are "
-    "evicted.",
+    "grow_water": "When less than this share of the pool is free, the pool grows, up to its maximum size.",
+    "low_water": "At its maximum size, chunks are evicted ahead when less than this share of the pool is free. Stores "
+    "evict what they need themselves, so little is enough.",
     "high_water": "Once started, eviction continues until this share of the pool is free.",
     "growth": "When the pool allocates memory: `demand`, as stores need it; `ahead`, the whole pool in the background "
     "right after the start. Use `ahead` with GPUs, whose engines must page-lock memory before they use it.",

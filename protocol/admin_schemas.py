@@ -29,6 +29,7 @@ class Limits(Answer, kw_only=True):
     """Share of the pool that one session may hold."""
     total_cap: float
     """Share of the pool that all sessions together may hold."""
+    grow_water: float
     low_water: float
     high_water: float
     session_grants: int
@@ -110,6 +111,7 @@ class PatchConfig(Body, kw_only=True):
     """Below what is allocated, whole segments are drained and given back as engines release them."""
     session_cap: _Share | None = None
     total_cap: _Share | None = None
+    grow_water: _Mark | None = None
     low_water: _Mark | None = None
     high_water: _Mark | None = None
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from admin_helpers import ok
-from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, unique
 
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
@@ -197,8 +197,6 @@ def test_a_windowed_group_may_be_left_out_of_a_store(client: Client) -> None:
 
 
 def test_a_full_pool_evicts_what_nobody_holds_and_grants_a_prefix_of_what_fits() -> None:
-    from api_helpers import MIB
-
     with ServerProcess(pool_bytes=2 * MIB, segment_bytes=2 * MIB) as small, Client(small.unix) as client:
         engine = attach(client)
         for _ in range(4):
@@ -216,8 +214,6 @@ def test_a_full_pool_evicts_what_nobody_holds_and_grants_a_prefix_of_what_fits()
 
 
 def test_a_pool_grows_segment_by_segment_before_it_evicts() -> None:
-    from api_helpers import MIB
-
     with ServerProcess(pool_bytes=4 * MIB, segment_bytes=MIB) as server, Client(server.unix) as client:
         engine = attach(client)
         assert client.status().pool.segments == 1
@@ -232,8 +228,6 @@ def test_a_pool_grows_segment_by_segment_before_it_evicts() -> None:
 
 @pytest.mark.parametrize(("growth", "grown"), [("ahead", True), ("demand", False)])
 def test_a_pool_has_all_of_its_memory_behind_the_start_when_told_so(growth: str, grown: bool) -> None:
-    from api_helpers import MIB
-
     with (
         ServerProcess(pool_bytes=4 * MIB, segment_bytes=1 * MIB, growth=growth) as server,
         Client(server.unix) as client,
@@ -246,9 +240,22 @@ def test_a_pool_has_all_of_its_memory_behind_the_start_when_told_so(growth: str,
         engine.close()
 
 
-def test_the_watermark_keeps_some_of_a_full_pool_free() -> None:
-    from api_helpers import MIB
+def test_a_pool_grows_below_its_own_mark_and_evicts_nothing_before_it_is_full() -> None:
+    with (
+        ServerProcess(
+            pool_bytes=4 * MIB, segment_bytes=1 * MIB, grow_water=0.5, low_water=0.4, high_water=0.4
+        ) as server,
+        Client(server.unix) as client,
+    ):
+        eventually(lambda: client.status().pool.segments >= 2)
+        engine = attach(client)
+        engine.store(keys(60, unique("some")))
+        eventually(lambda: client.status().pool.segments >= 3)
+        assert client.status().counters["evicted_chunks"] == 0
+        engine.close()
 
+
+def test_the_watermark_keeps_some_of_a_full_pool_free() -> None:
     with (
         ServerProcess(pool_bytes=2 * MIB, segment_bytes=2 * MIB, low_water=0.2, high_water=0.4) as server,
         Client(server.unix) as client,

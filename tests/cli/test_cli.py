@@ -127,7 +127,7 @@ def test_every_setting_has_a_flag_a_meaning_and_its_default() -> None:
     for name in fields:
         assert f"--{name.replace('_', '-')} " in text
         assert f"KVDOCK_{name.upper()}]" in text.replace("\n", " ")
-    assert default_text("pool_bytes") == "4GiB" and default_text("low_water") == "0.05"
+    assert default_text("pool_bytes") == "4GiB" and default_text("low_water") == "0.005"
 
 
 # --------------------------------------------------------------------------- status

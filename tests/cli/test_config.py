@@ -36,7 +36,7 @@ def test_each_source_wins_over_those_below_it_and_is_named(tmp_path: Path) -> No
     assert found["port"] == {"value": 7002, "source": "environment", "where": "KVDOCK_PORT"}
     assert found["pool_bytes"] == {"value": 64 << 20, "source": "file", "where": f"{file}, line 2"}
     assert found["heartbeat_s"] == {"value": 1.5, "source": "file", "where": f"{file}, line 4"}
-    assert found["low_water"] == {"value": 0.05, "source": "default", "where": ""}
+    assert found["low_water"] == {"value": 0.005, "source": "default", "where": ""}
 
 
 def test_the_file_is_named_by_a_variable_and_a_flag_names_another(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def small_pool(**overrides: object) -> dict[str, object]:
         "prefault_threads": 1,
         "table_records": 1 << 14,
         "table_grants": 1 << 12,
+        "grow_water": 0,
         "low_water": 0,
         "high_water": 0,
         "watch_s": 0.02,

@@ -40,7 +40,8 @@ def test_a_load_is_in_prometheus_and_in_the_log(told: Callable[[str], dict[str, 
     assert warm["load_tokens_total"] == warm["store_tokens_total"] == 128
     assert warm["load_bytes_total"] == warm["store_bytes_total"] == 128 * 8
     assert warm["load_seconds_count"] == 1 and 0 < warm["load_seconds_sum"] < 10
-    assert warm["store_seconds_count"] >= 1 and warm["lookup_seconds_count"] == 2
+    assert warm["store_seconds_count"] >= 1
+    assert 2 <= warm["lookup_seconds_count"] <= 4, "two requests, each asked about once more if its answer was old"
     assert "load_failures_total" not in warm
     assert "KV Transfer metrics: " in lines and "Loads=1, Load MB=0.001, Avg load GB/s=" in lines
 

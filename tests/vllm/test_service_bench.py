@@ -1,0 +1,51 @@
+"""`python -m bench.service` with a tiny model on the CPU: one engine, and every figure that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import ENGINE_PYTHON, ROOT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+NAMES = (
+    "took_s", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "cached_share", "decode_gap_p50_ms", "decode_gap_p99_ms",
+    "prompt_tokens",
+)
+
+
+def write_trace(path: Path) -> None:
+    """Three conversations in turns, each of four requests that grow by two blocks."""
+    rows = []
+    for turn in range(4):
+        for session in range(3):
+            blocks = [0, 1 + session, *(100 * (session + 1) + at for at in range(2 * turn + 2))]
+            rows.append({
+                "timestamp": 1000 * len(rows), "input_length": 512 * len(blocks) - 40, "output_length": 4,
+                "hash_ids": blocks,
+            })
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_trace_is_served_and_measured(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.jsonl")
+    done = subprocess.run(
+        [
+            ENGINE_PYTHON, "-m", "bench.service", "--json", "--trace", tmp_path / "trace.jsonl", "--device", "cpu",
+            "--model", models["llama"], "--address", server.unix, "--block-tokens", "64", "--longest", "8192",
+            "--sessions", "3", "--new", "4", "--settle-s", "0", "--kinds", "kvdock", "--modes", "one",
+            "--connector", '{"chunk_tokens": 64, "lookup_wait_s": 1.0}', "--logs", tmp_path,
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["requests"] == 12 and set(found) == {"seed", "requests", *(f"one_kvdock_{n}" for n in NAMES)}
+    assert 0.3 < found["one_kvdock_cached_share"] < 1.0
+    assert found["one_kvdock_ttft_p99_ms"] >= found["one_kvdock_ttft_p50_ms"] > 0

@@ -89,7 +89,7 @@ def repeat(target: Target, first: bytes, then: bytes = b"", *, pause_s: float = 
                 sock.sendall(then)
             if not then:
                 sock.recv(1 << 16)
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # some floods are a client that comes back again and again, not one in a hurry
 
 
 def storm(target: Target, message: bytes, connections: int, address: str) -> None:
@@ -127,7 +127,7 @@ def hold(target: Target, message: bytes, connections: int, drip: bytes = b"") ->
         for sock in socks if drip else ():
             with suppress(OSError):
                 sock.sendall(drip)
-        time.sleep(0.1)
+        time.sleep(0.1)  # each connection sends a little now and then, to stay open for as long as it may
 
 
 def heartbeats(target: Target, field: str, item: str, count: int) -> None:
@@ -225,7 +225,7 @@ def honest(engine: Engine, keys: bytes, seconds: float) -> Latencies:
         except KvdockError:
             errors += 1
         took_s.append(time.perf_counter() - began_s)
-        time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S)  # an engine computes between two of its lookups
     return Latencies(sorted(took_s), errors)
 
 

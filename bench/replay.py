@@ -2,9 +2,10 @@
 
     python -m bench.replay --json --trace FILE
 
-Figures are shares of all prompt tokens. `POLICY_2`, `_5`, `_10`: the whole trace, with room for so many percent of its
-different chunks of 512 tokens. `sessions60_POLICY`, `sessions100_POLICY`: what one engine sees, the sessions that
-bench.service samples with seeds 1 and 2, with room for 448 chunks. Each request is looked up, what it lacks is stored,
+Figures are shares of all prompt tokens. `POLICY_2` is that of the whole trace in a pool that has room for 2 % of the
+trace's distinct chunks of 512 tokens; `POLICY_5` and `POLICY_10` have room for 5 % and 10 %. `sessions60_POLICY` and
+`sessions100_POLICY` show what one engine sees: the sessions that bench.service samples with seeds 1 and 2, in a pool
+that has room for 448 chunks. Each request is looked up, what it lacks is stored,
 and its lease is released before the next one comes.
 
 `belady` is no policy but the bound: it knows the future, and lets go of the chunk whose next use is farthest (Belady,

@@ -18,13 +18,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 IDLE_WAITS = 10
-"""So many times later an answer may be while the engine computes nothing: then a miss costs more than the waiting."""
+"""While the engine computes nothing, an answer may take this many times longer: a miss costs more than the waiting."""
 STEP_SHARE = 0.1
 """What all the waiting of a step may add to it, as a share of what steps take, where the server answers in time."""
 LONGEST_STEP_S = 1.0
 """What lasted longer was no step."""
 TURN_S = 0.001
-"""What a late answer gets all the same: it may be there, and its thread had no turn of the interpreter."""
+"""How long a lookup waits for an answer that is late already: the thread that gets it may have had no turn yet."""
 NEWEST_STEP = 0.2
 """Weight of the newest step in the mean of what steps take."""
 

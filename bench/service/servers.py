@@ -97,7 +97,7 @@ def running(command: list[str], health: str, env: Mapping[str, str]) -> Iterator
         while not answers(health):
             if process.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError(f"{command[0]} did not start, wanted an answer at {health}")
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks at whether it answers
         yield
     finally:
         process.terminate()

@@ -43,7 +43,7 @@ from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders
 from kvdock.protocol.keys import HashedChain
 
 FIRST_STEPS = 3
-"""When so many steps were built, every worker has had the time to say whether it is attached."""
+"""After this many steps every worker has had time to say whether it is attached."""
 
 Table = list[list[int | None]]
 

@@ -48,7 +48,7 @@ class Policy {
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
 
-  // A lookup of so many keys has come; afterwards it uses what it found. `resident`: chunks in the pool.
+  // A lookup with so many `keys` has come. The uses of the chunks that it found follow. `resident`: chunks in the pool.
   virtual void asked(uint64_t tick, uint64_t resident, size_t keys) = 0;
   // Each returns the chunk's kind from now on. `line`: the kind of its parent if it is the parent's only child.
   virtual uint8_t stored(const Chunk& chunk, std::optional<uint8_t> line) = 0;

@@ -186,7 +186,7 @@ def test_sending_a_little_now_and_then_buys_no_time(quick: Quick) -> None:
         began_s = time.monotonic()
         for number in range(100):
             send_all(sock, b"X-%d: a\r\n" % number if number else HEAD)
-            time.sleep(PATIENCE_S / 10)
+            time.sleep(PATIENCE_S / 10)  # ten times within what a whole header may take
             if time.monotonic() - began_s > 2 * PATIENCE_S:
                 break
         assert refusal_in(rest(sock)).problem["code"] == "too_slow"

@@ -38,7 +38,7 @@ A, B = "token-of-a-" + "a" * 32, "token-of-b-" + "b" * 32
 SMALL, LONG = (s.Group(part_bytes=4096),), 128
 PAIRS = 20
 FAR = 4 * (PAIRS / 4) ** 0.5
-"""Four standard deviations of how many of so many coins fall on one side."""
+"""Four standard deviations of the number of heads when PAIRS coins are thrown."""
 """Many small chunks: to find them takes longer than to find none."""
 SALT, SEED = "s4lt-of-tenant-a", "s33d-of-tenant-a"
 

@@ -135,7 +135,7 @@ def test_many_questions_that_are_answered_one_by_one_are_not_late(clock: Clock, 
 
 
 def test_the_waiting_of_a_step_is_bounded_and_a_server_in_time_stays_trusted(clock: Clock, patience: Patience) -> None:
-    """Then, and only then, the engine is told to ask again."""
+    """A question without an answer when the bound is reached makes the engine ask again in its next step."""
     for _ in range(20):
         patience.step(is_idle=False)
         clock.now_s += 0.2

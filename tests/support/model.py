@@ -208,15 +208,27 @@ class Model:
                 room = i
                 break
         n = max(self.hit(space, keys, room), 0)
-        self.tick += 1
-        found = [self.find(space, k, "ready") for k in keys[:n]]
-        for r in found:
-            assert r is not None
-            r.last_used = self.tick
-        locked = [r for r in found[first:] if r is not None]
+        self.use(space, keys)
+        locked = self.found(space, keys)[first:n]
         for r in locked:
             r.readers.add(who)
         return max(n * chunk, skip), locked
+
+    def found(self, space: int, keys: list[bytes]) -> list[Record]:
+        """What is there of a prefix, whether a window or a limit lets it be hit or not."""
+        out = []
+        for key in keys:
+            r = self.find(space, key, "ready")
+            if r is None or not self.spaces[space].full <= r.groups:
+                break
+            out.append(r)
+        return out
+
+    def use(self, space: int, keys: list[bytes]) -> None:
+        """A lookup uses all that it finds."""
+        self.tick += 1
+        for r in self.found(space, keys):
+            r.last_used = self.tick
 
     def reserve(self, session: int, space: int, path: list[bytes], start: int, groups: set[int], temporary: bool
                 ) -> tuple[dict[int, Record], list[int], list[int], str]:

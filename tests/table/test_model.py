@@ -216,10 +216,7 @@ class TableAgainstModel(RuleBasedStateMachine):
                 "lease", session, self.member[i][0], set(range(readers)), dict(enumerate(locked, first)), ranks=readers
             )
             if not got.limited:
-                self.model.tick += 1
-                for found in [self.model.find(space, k, "ready") for k in keys[: hit // CHUNK]]:
-                    assert found is not None
-                    found.last_used = self.model.tick
+                self.model.use(space, keys)
                 again = ask()
                 assert (again.lease, again.chunks) == (got.lease, got.chunks), "a repeated lookup renews its lease"
 

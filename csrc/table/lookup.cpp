@@ -131,7 +131,6 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   counters_.hit_tokens += out.hit_tokens;
   // Once for each request, and for all that it wants, also where a limit cuts it short.
   uint64_t tick = region_.header.use_tick += g ? 1 : std::max<uint64_t>(1, call.keys.size());
-  stored_since_lookup_ = false;
   if (!g) chunks_.asked(tick, call.keys.size());
   for (uint32_t id : s.found) {
     if (id == kNone) continue;

@@ -117,10 +117,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
                               ReserveResult* out) {
   uint32_t space = members_.session(asker.session).space;
   const Namespace& ns = chunks_.namespaces()[space];
-  // The request that asked last is likely to be the one that stores: what it stores is as old as what it found.
-  if (stored_since_lookup_) ++region_.header.use_tick;
-  stored_since_lookup_ = true;
-  uint64_t tick = region_.header.use_tick, bytes = 0;
+  uint64_t tick = ++region_.header.use_tick, bytes = 0;
   chunks_.stamp_path(space, call.parent, tick);
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;

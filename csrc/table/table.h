@@ -136,7 +136,6 @@ class Table {
   Grants grants_;
   double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes: what was given under wider caps stays given
   Counters counters_;
-  bool stored_since_lookup_ = true;
 };
 
 }  // namespace kvdock

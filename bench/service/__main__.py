@@ -152,7 +152,10 @@ def serve(
         time.sleep(chosen.settle_s)  # others page-lock their memory meanwhile
         for engine in engines:
             engine.go()
-        return figures_of([engine.answer() for engine in engines])
+        answers = [engine.answer() for engine in engines]
+    for at, answer in enumerate(answers):
+        (folder / f"{mode}-{kind}-{at}.answer.json").write_text(json.dumps(answer))
+    return figures_of(answers)
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -183,7 +186,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's connector, as JSON")
     parser.add_argument("--server", type=json.loads, default={}, help="more settings of kvdock's server, as JSON")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; without it they are not kept")
+    parser.add_argument("--logs", type=Path, help="folder for what engines logged and answered; without it that is not kept")
     chosen = parser.parse_args(arguments)
     chosen.paths = dict(one.split("=", 1) for one in chosen.path)
     if unknown := set(chosen.paths) - set(servers.KINDS):

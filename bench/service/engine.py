@@ -85,6 +85,7 @@ class Loop:
             "took_s": time.perf_counter() - begun_s,
             "tokens": [len(ids) for ids, _ in requests],
             "cached": [self.cached[name] for name in names],
+            "began_s": [self.began_s[name] - begun_s for name in names],
             "ttft_s": [self.token_s[name][0] - self.began_s[name] for name in names],
             "gaps_s": [b - a for name in names for a, b in itertools.pairwise(self.token_s[name])],
         }

@@ -98,7 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eviction: Eviction = "adaptive"
     table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17
     table_grants: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 1 << 13
-    session_cap: Share = 0.25
+    session_cap: Share = 0.5
     total_cap: Share = 0.75
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
 

@@ -196,12 +196,12 @@ class Driver:
     def store(
         self, offer: StoreOffer, carry_out: Callable[[StoreBatch, StorePlan | None], None],
         is_wanted: Callable[[StoreBatch], bool] = lambda batch: True,
-    ) -> None:
+    ) -> Future[None]:
         """Reserves each batch in the background, then carries it out there: without a plan when the server has it all
-        or has no room, or when it is not wanted any more."""
+        or has no room, or when it is not wanted any more. The future ends with the last."""
         for batch in offer.batches:
             self._storing.run(self._store, offer, batch, carry_out, is_wanted)
-        self._storing.run(offer.attachment.release)
+        return self._storing.run(offer.attachment.release)
 
     def _store(
         self, offer: StoreOffer, batch: StoreBatch, carry_out: Callable[[StoreBatch, StorePlan | None], None],

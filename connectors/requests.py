@@ -54,6 +54,8 @@ class RequestState:
     """The lease of the last plan, until the server has asked about it."""
     offered: int = 0
     """Chunks [0, offered) are stored, being stored, or were refused."""
+    is_told: bool = False
+    """The server knows that the engine has these chunks in its own memory while the request runs."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not asked for: one of them failed to load."""
     cut_short: bool = False
@@ -94,9 +96,11 @@ class Fetch:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest."""
+    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate`: as Reserve has
+    it."""
 
     request_id: str
     attachment: Attachment
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
+    duplicate: bool = False

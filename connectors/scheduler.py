@@ -32,6 +32,10 @@ from kvdock.protocol.schemas import Lookup, LookupAnswer, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
 
+LAST_STORE_KEYS = 32
+"""Where a block of a store is given to another request, all of the store is lost."""
+
+
 class ChunkObserver:
     """Learns which chunks requests have, and which of them the server says are present. This one does not care."""
 
@@ -44,11 +48,12 @@ class ChunkObserver:
 
 
 class SchedulerConnector:
-    """`readers`: how many ranks read each lease."""
+    """`readers`: how many ranks read each lease. `exclusive`: what a running request has in the engine's memory may go
+    from the pool first, and is stored once more when the request ends."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
-        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None,
+        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, exclusive: bool = False,
     ) -> None:
         self.session, self.readers = session, readers
         self._verifier = verifier if verifier is not None else Verifier()
@@ -60,6 +65,8 @@ class SchedulerConnector:
         self._stores = 0
         self._block_sizes = session.manifest.block_sizes
         self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
+        # Of what a window has left behind, the engine has nothing to store once more.
+        self.exclusive = exclusive and len(self._full) == len(session.manifest.groups)
 
     @property
     def chunk_tokens(self) -> int:
@@ -260,32 +267,55 @@ class SchedulerConnector:
     def begin_store(
         self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> StoreOffer | None:
-        """The whole chunks of [0, computed_tokens) not offered before; None when there are none."""
+        """The whole chunks of [0, computed_tokens) not offered before; None when there are none. If exclusive, the first
+        offer has all of them, also those that were loaded."""
         ready = computed_tokens // self.chunk_tokens
         with self._lock:
             known = self._requests.get(request_id)
-            if known is not None and (known.cut_short or ready <= known.offered):
+            tells = self.exclusive and (known is None or not known.is_told)
+            if known is not None and (known.cut_short or (ready <= known.offered and not tells)):
                 return None
             request = self._request(request_id, tokens) if ready else None
-            if request is None or (ready := min(ready, len(request.chain.keys))) <= request.offered:
+            if request is None or (ready := min(ready, len(request.chain.keys))) <= (0 if tells else request.offered):
                 return None
-            first, request.offered = request.offered, min(ready, request.offered + MAX_KEYS)
-            batches = tuple(self._batches(request.chain.keys, block_ids, first, request.offered))
+            first = 0 if tells else request.offered
+            request.offered = max(request.offered, min(ready, first + MAX_KEYS))
+            request.is_told |= tells
+            batches = tuple(self._batches(request.chain.keys, block_ids, first, min(ready, request.offered)))
+        offer = self._offer(request_id, request, batches, duplicate=self.exclusive)
+        if offer is not None:
+            self._observer.known(request_id, request.chain.keys[:ready])
+        return offer
+
+    def begin_last_store(self, request_id: str, block_ids: GroupBlocks) -> StoreOffer | None:
+        """All that was offered as duplicates: the request ends or is preempted, and they may have gone. A chunk of which
+        `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or not request.is_told:
+                return None
+            request.cut_short = False  # there may be room now
+            keys = request.chain.keys
+            batches = tuple(self._batches(keys, block_ids, 0, request.offered, at_most=LAST_STORE_KEYS))
+        return self._offer(request_id, request, batches, duplicate=False)
+
+    def _offer(
+        self, request_id: str, request: RequestState, batches: tuple[StoreBatch, ...], *, duplicate: bool
+    ) -> StoreOffer | None:
         if not batches or not request.attachment.acquire():
             return None
-        self._observer.known(request_id, request.chain.keys[:ready])
-        reads: list[list[int]] = [[] for _ in block_ids]
+        reads: list[list[int]] = [[] for _ in self._block_sizes]
         for batch in batches:
             for of_chunk in batch.block_ids:
                 for group, blocks in zip(batch.groups, of_chunk, strict=True):
                     reads[group] += blocks
-        return StoreOffer(request_id, request.attachment, batches, tuple(tuple(blocks) for blocks in reads))
+        return StoreOffer(request_id, request.attachment, batches, tuple(tuple(blocks) for blocks in reads), duplicate)
 
     def _batches(
-        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int
+        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS
     ) -> Iterator[StoreBatch]:
         """Chunks [first, end), cut where the groups of which the engine still has all blocks change, and behind every
-        MAX_STORE_KEYS of them."""
+        `at_most` of them."""
         per_chunk = [self.chunk_tokens // size for size in self._block_sizes]
         chunks: list[dict[int, tuple[int, ...]]] = []
         for chunk in range(first, end):
@@ -295,7 +325,7 @@ class SchedulerConnector:
                 if len(blocks) == count:
                     whole[group] = blocks
             chunks.append(whole)
-        kinds = groupby(enumerate(chunks, first), key=lambda one: ((one[0] - first) // MAX_STORE_KEYS, tuple(one[1])))
+        kinds = groupby(enumerate(chunks, first), key=lambda one: ((one[0] - first) // at_most, tuple(one[1])))
         for (_, groups), run in kinds:
             if not self._full <= set(groups):
                 return  # of no use without all of full attention, and neither is what follows it
@@ -316,6 +346,7 @@ class SchedulerConnector:
             parent=batch.parent.hex() if batch.parent is not None else None,
             keys=b"".join(batch.keys),
             groups=list(batch.groups),
+            duplicate=offer.duplicate,
         )
         if self.session.attachment is not offer.attachment:
             return None  # nobody is there: the engine's blocks do not wait for a timeout

@@ -213,9 +213,10 @@ class Table:
         """D3: the member that asked for a lease or reservation, and never handed out its plan, cancels it."""
     def reserve(
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
-        groups: int, temporary: bool, deadline_ms: int, now_ms: int,
+        groups: int, temporary: bool, deadline_ms: int, now_ms: int, duplicate: bool = False,
     ) -> Reservation:
-        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now."""
+        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now. duplicate: as the field of
+        Reserve."""
     def commit(
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:

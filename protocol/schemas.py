@@ -329,6 +329,9 @@ class Reserve(Carrier, kw_only=True):
     """Indices of the groups that this store has bytes of, for every chunk; None: all."""
     temporary: bool = False
     """The chunks vanish with their last reader unless a second request hits them."""
+    duplicate: bool = False
+    """A running request has the chunks in its engine's memory, and when it ends, the engine stores them once more
+    without this mark. Until then they are evicted first, unless another engine is in the namespace."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.requests import Chain, chain_of_tokens
+from kvdock.connectors.requests import Chain, StoreOffer, chain_of_tokens
 from kvdock.connectors.scheduler import ChunkObserver, SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
@@ -44,6 +45,12 @@ from kvdock.protocol.keys import HashedChain
 
 FIRST_STEPS = 3
 """After this many steps every worker has had time to say whether it is attached."""
+
+SHORT_OF_BLOCKS_S = 60.0
+"""For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
+
+RESERVED_S = 0.005
+"""How long a step may wait for the slots of what a request that has ended stores once more."""
 
 Table = list[list[int | None]]
 
@@ -103,7 +110,9 @@ class VllmScheduler:
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=chain_of_tokens if hash_tokens is None else partial(self._chain_of_hashes, hash_tokens),
             observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
+            exclusive=settings.exclusive,
         )
+        self._exclusive = self._connector.exclusive
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
@@ -112,6 +121,8 @@ class VllmScheduler:
         self._early = EarlyQuestions(self._expect)
         self._clearing = Clearing(session)
         self._built = 0
+        self._last_store: Future[None] | None = None
+        self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
         self._loads: list[LoadOrder] = []
         self._stores: dict[str, _Store] = {}
         self._fresh: set[int] = set()  # blocks given out since the last build
@@ -222,9 +233,15 @@ class VllmScheduler:
         self.figures.state("attached", int(self._session.attachment is not None))
         late, self._driver.late = self._driver.late, 0
         self.figures.add("lookups_late", late)
-        for request_id in output.preempted_req_ids or ():
-            self._forget(request_id)
         self._note_tables(output)
+        for request_id in output.preempted_req_ids or ():
+            self._preempted_s = self._clock()
+            self._store_once_more(request_id)
+            self._forget(request_id)
+        self._connector.exclusive = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
+        if self._last_store is not None:  # before more steps are given its blocks
+            wait([self._last_store], RESERVED_S)
+            self._last_store = None
         fences = self._guard()
         stores = self._send()
         for request_id, count in output.num_scheduled_tokens.items():
@@ -301,13 +318,23 @@ class VllmScheduler:
         if is_new and computed // chunk <= tracked.local_tokens // chunk:
             return  # all of it was a local hit: it is offered again once the first token is out
         columns = self._whole_blocks(tracked.table, computed)
-        offer = self._connector.begin_store(request_id, request.all_token_ids, columns, computed)
-        if offer is None:
+        self._begin(self._connector.begin_store(request_id, request.all_token_ids, columns, computed))
+
+    def _store_once_more(self, request_id: str) -> None:
+        """The request ends, or was preempted. What was given to others since is not its own any more."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.table is None or tracked.is_old:
             return
+        own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
+        self._last_store = self._begin(self._connector.begin_last_store(request_id, own)) or self._last_store
+
+    def _begin(self, offer: StoreOffer | None) -> Future[None] | None:
+        if offer is None:
+            return None
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
             self._stores[batch.store_id] = _Store(blocks, ranks_left=self._ranks)
-        self._driver.store(
+        return self._driver.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].dropped,
         )
@@ -341,6 +368,7 @@ class VllmScheduler:
 
     def finished(self, request_id: str) -> None:
         self._early.left(request_id)
+        self._store_once_more(request_id)
         self._forget(request_id)
         self._tracked.pop(request_id, None)
         self._budget.remove(request_id)

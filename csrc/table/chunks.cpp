@@ -58,6 +58,7 @@ void Chunks::add_child(uint32_t space, const Key& parent) {
   if (p.ready == kNone) return;
   unlist(p.ready);
   info_[p.ready].children = p.children;
+  offer(p.ready);
 }
 
 void Chunks::drop_child(uint32_t space, const Key& parent) {
@@ -67,13 +68,23 @@ void Chunks::drop_child(uint32_t space, const Key& parent) {
   offer(p.ready);
 }
 
-bool Chunks::unused_leaf(uint32_t id) const {
+// The one child of a duplicate may be what an earlier turn of its conversation ended with, which nobody asks for any
+// more. What has more children is a prefix that others share.
+bool Chunks::may_go(uint32_t id) const {
   const Info& in = info_[id];
-  return in.pins == 0 && in.children == 0 && record(id).state() == RecordState::kReady;
+  uint32_t children = in.duplicate && !in.kept ? 1 : 0;
+  return in.pins == 0 && in.children <= children && record(id).state() == RecordState::kReady;
+}
+
+// Of duplicates that were stored or named together, the deepest goes first.
+Leaf Chunks::leaf_of(uint32_t id) const {
+  const Info& in = info_[id];
+  uint64_t used = record(id).last_used;
+  return {in.duplicate && !in.kept ? used << kDepthBits | (kMaxDepth - in.depth) : used, id};
 }
 
 void Chunks::offer(uint32_t id) {
-  if (info_[id].listed || !unused_leaf(id)) return;
+  if (info_[id].listed || !may_go(id)) return;
   const Record& r = record(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   info_[id].listed = true;
@@ -106,8 +117,22 @@ void Chunks::stamp(uint32_t id, uint64_t tick) {
 
 void Chunks::use(uint32_t id, uint64_t tick) {
   unlist(id);
+  info_[id].duplicate = false;
   info_[id].kind = policy_->used(described(id), tick);
   stamp(id, tick);
+}
+
+void Chunks::set_duplicate(uint32_t id, bool duplicate, uint32_t depth) {
+  unlist(id);
+  info_[id].duplicate = duplicate;
+  info_[id].depth = static_cast<uint16_t>(std::min<uint64_t>(depth, kMaxDepth));
+  offer(id);
+}
+
+uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
+  const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
+  uint32_t id = above ? above->any() : kNone;
+  return id == kNone ? 0 : info_[id].depth + 1;
 }
 
 // REQUIRES: it is READY, and not listed.
@@ -205,6 +230,7 @@ void Chunks::write_record(const NewChunk& chunk, uint32_t id, std::span<const St
   uint64_t bytes = 0;
   for (const StoredPart& p : parts) bytes += round_slot(p.length);
   info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
+  set_duplicate(id, chunk.duplicate, chunk.depth);
   KVDOCK_PAUSE("reserve.body_written");
   publish(r.word, record_word(generation, RecordState::kReserved));
   KVDOCK_PAUSE("reserve.reserved");

@@ -3,7 +3,8 @@
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
 //   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned and without children is listed for
-//   eviction, or, if it is kept, for eviction by its own tenant's quota.
+//   eviction or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed apart, and one child does
+//   not keep them from it.
 //
 // A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
 #pragma once
@@ -31,7 +32,8 @@ struct NewChunk {
   uint32_t space;
   Key key, parent;
   uint32_t groups;
-  bool temporary;
+  bool temporary, duplicate;
+  uint32_t depth;  // as Info has it
   uint64_t tick;
   uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
@@ -78,9 +80,12 @@ class Chunks {
   };
   Reserved reserve(const NewChunk& chunk);
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
-  void use(uint32_t id, uint64_t tick);    // a lookup found it
+  void use(uint32_t id, uint64_t tick);    // a lookup found it: it is no duplicate
   void stamp(uint32_t id, uint64_t tick);  // a store names it
   void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
+  // Whether a running request has the chunk in its engine's memory as well, and stores it again when it ends.
+  void set_duplicate(uint32_t id, bool duplicate, uint32_t depth = 0);
+  uint32_t depth_below(uint32_t space, const Key& parent) const;  // of a duplicate that is stored under it
 
   // -- pins: bytes that a session holds are counted once, however many of its grants name them
   void add_pin(uint32_t id, uint32_t session);
@@ -133,7 +138,9 @@ class Chunks {
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
     uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
     bool kept = false;      // not to be evicted until kept_until_ms
-    bool listed = false;    // in kept_ if it is kept, else in evictions_
+    bool duplicate = false;
+    uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
+    bool listed = false;    // in the list that list_of() names
     uint8_t kind = kNoKind; // what the policy takes it for
   };
   static constexpr uint32_t kMany = kNone - 1;
@@ -145,9 +152,9 @@ class Chunks {
   void drop_child(uint32_t space, const Key& parent);
   void offer(uint32_t id);
   void unlist(uint32_t id);
-  bool unused_leaf(uint32_t id) const;
-  LeafLists& list_of(uint32_t id) { return info_[id].kept ? kept_ : evictions_; }
-  Leaf leaf_of(uint32_t id) const { return {record(id).last_used, id}; }
+  bool may_go(uint32_t id) const;
+  LeafLists& list_of(uint32_t id) { return info_[id].kept ? kept_ : info_[id].duplicate ? duplicates_ : evictions_; }
+  Leaf leaf_of(uint32_t id) const;
   Chunk described(uint32_t id) const;
   void set_kind(uint32_t id);
   void set_kept(uint32_t id, uint64_t until_ms);
@@ -186,7 +193,7 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
-  LeafLists evictions_;
+  LeafLists duplicates_, evictions_;
   LeafLists kept_;  // kept chunks, for quotas
   // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.
   std::optional<Choice> next_;

@@ -35,9 +35,9 @@ void Chunks::check_records() const {
               id);
     require(r.state() == RecordState::kReady || info_[id].pins > 0, "an unpinned record is neither READY nor FREE", id);
     const Info& in = info_[id];
-    require(in.listed == unused_leaf(id), "what is listed is not what may go", id);
+    require(in.listed == may_go(id), "what is listed is not what may go", id);
     require((in.kind == kNoKind) == (r.state() != RecordState::kReady), "a kind is not that of a READY record", id);
-    const LeafLists& list = in.kept ? kept_ : evictions_;
+    const LeafLists& list = in.kept ? kept_ : in.duplicate ? duplicates_ : evictions_;
     uint32_t shape = spaces_.shape_of(r.space), tenant = spaces_.tenant_of(r.space);
     require(!in.listed || list.lists(shape, tenant, in.kind, leaf_of(id)), "an evictable chunk is not listed", id);
     listed += in.listed;
@@ -45,7 +45,7 @@ void Chunks::check_records() const {
     ++sums.records[static_cast<size_t>(r.state())];
   }
   pages_.check(taken);
-  require(listed == evictions_.size() + kept_.size(), "something is listed that is not there");
+  require(listed == duplicates_.size() + evictions_.size() + kept_.size(), "something is listed that is not there");
   require(sums == sums_, "I7: sums by state do not add up");
   require(sums.bytes[1] + sums.bytes[2] + sums.bytes[3] == slots_.used_bytes(),
           "I7: bytes by state are not the bytes in use");

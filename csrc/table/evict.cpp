@@ -11,7 +11,8 @@ void Chunks::evict_one(uint32_t id) {
   Chunk went = described(id);
   uint32_t space = r.space;
   Key parent = r.parent;
-  policy_->evicted(went, header_.use_tick);
+  if (info_[id].duplicate) policy_->set_aside(went);
+  else policy_->evicted(went, header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
   take_out(id);
@@ -20,13 +21,19 @@ void Chunks::evict_one(uint32_t id) {
   const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
   if (!above || above->ready == kNone) return;
   const Info& in = info_[above->ready];
-  if (!in.listed || in.kept || in.kind != went.kind || record(above->ready).last_used != went.used) return;
+  if (!in.listed || in.kept || in.duplicate || in.kind != went.kind || record(above->ready).last_used != went.used)
+    return;
   next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind};
   next_shape_ = spaces_.shape_of(space);
   next_tick_ = header_.use_tick;
 }
 
+// A duplicate, if there is one: it is worth nothing until its request ends.
 std::optional<Choice> Chunks::least(uint32_t shape) const {
+  if (auto one = duplicates_.first_of_shape(shape)) {
+    one->leaf.used >>= kDepthBits;
+    return one;
+  }
   if (next_ && next_shape_ == shape && next_tick_ == header_.use_tick) return next_;
   return evictions_.of_shape(shape, *policy_, header_.use_tick);
 }
@@ -103,7 +110,8 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 
 // The tenant's leaf that is worth least; one that an administrator keeps only if there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
-  auto c = evictions_.of_tenant(tenant, *policy_, header_.use_tick);
+  auto c = duplicates_.first_of_tenant(tenant);
+  if (!c) c = evictions_.of_tenant(tenant, *policy_, header_.use_tick);
   if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
   if (c) evict_one(c->leaf.record);
   return c.has_value();
@@ -155,7 +163,7 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
-bool Chunks::can_evict() const { return evictions_.size() != 0; }
+bool Chunks::can_evict() const { return duplicates_.size() + evictions_.size() != 0; }
 
 void Chunks::set_eviction(const std::string& policy) {
   std::unique_ptr<Policy> made = make_policy(policy);

@@ -235,6 +235,12 @@ std::vector<bool> Members::namespaces() const {
   return out;
 }
 
+bool Members::is_alone(uint32_t session) const {
+  for (const auto& [cell, open] : open_)
+    if (cell != session && sessions_[cell].space == sessions_[session].space) return false;
+  return true;
+}
+
 std::vector<MemberInfo> Members::views(const std::optional<std::vector<uint64_t>>& sessions) const {
   std::vector<MemberInfo> out;
   for (uint32_t session : open_sessions(sessions))

@@ -17,6 +17,10 @@
 namespace kvdock {
 
 constexpr uint8_t kKinds = 8;
+// Leaf::used of a duplicate: its tick above these bits, and in them how far its depth is from the greatest.
+constexpr int kDepthBits = 16;
+constexpr uint64_t kMaxDepth = (1u << kDepthBits) - 1;
+
 constexpr uint8_t kNoKind = 0xff;  // of a record that is not READY
 
 struct Leaf {
@@ -57,6 +61,7 @@ class Policy {
   virtual void touched(const Chunk& chunk, uint64_t tick) = 0;
   virtual void evicted(const Chunk& chunk, uint64_t tick) = 0;
   virtual void removed(const Chunk& chunk) = 0;  // for another reason
+  virtual void set_aside(const Chunk& chunk) { removed(chunk); }  // a duplicate, which is to come back
 
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;

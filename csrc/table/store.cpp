@@ -13,7 +13,7 @@ namespace {
 const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i - 1] : call.parent; }
 
 uint64_t hash_call(const ReserveCall& call) {
-  uint64_t h = fold(call.groups, call.temporary);
+  uint64_t h = fold(call.groups, call.temporary + 2 * call.duplicate);
   auto mix = [&h](const Key& k) {
     for (size_t at = 0; at < kKeyBytes; at += 8) {
       uint64_t v;
@@ -122,10 +122,13 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;
   uint32_t below = segments_in_reach(asker.session);
+  bool duplicate = call.duplicate && members_.is_alone(asker.session);  // another engine would miss them meanwhile
   Grant* grant = nullptr;
-  for (uint32_t i = 0; i < call.keys.size(); ++i) {
+  uint32_t depth = duplicate ? chunks_.depth_below(space, call.parent) : 0;
+  for (uint32_t i = 0; i < call.keys.size(); ++i, ++depth) {
     const KeyEntry* e = chunks_.find(space, call.keys[i]);
     if (e && e->reserved != kNone) {
+      if (!duplicate) chunks_.set_duplicate(e->reserved, false);
       out->busy.push_back(i);
       continue;
     }
@@ -133,6 +136,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       uint32_t has = chunks_.record(e->ready).groups;
       if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of what is there
         chunks_.stamp(e->ready, tick);
+        chunks_.set_duplicate(e->ready, duplicate, depth);
         out->present.push_back(i);
         continue;
       }
@@ -142,8 +146,8 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       break;
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
-    auto [id, limited] =
-        chunks_.reserve({space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, bytes, below});
+    NewChunk wanted{space, call.keys[i], parent_of(call, i), groups, call.temporary, duplicate, depth, tick, bytes, below};
+    auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;
       break;

@@ -124,6 +124,17 @@ _add(
     retry="idempotent: chunks already out of use are not counted again.", errors=(*_GRANT, "bad_argument"),
 )
 
+_add(
+    "hint", endpoints.HINT, "reading", "Say how much a prompt's chunks are worth keeping",
+    "A preference, not a promise: it orders what is evicted, and lookups find the same. Chunks that are retained go after "
+    "all others, until the duration ends; at most a quarter of the pool is retained, the rest of a wish is `refused`. "
+    "A priority of 0 or less, and `conversation_ended`, take effect from the last chunk back to the first that another "
+    "prompt continues, or that is not this prompt's alone. Chunks that are not stored are passed over. A quota evicts "
+    "whatever was wished.",
+    retry="idempotent: the duration counts from the last call.",
+    errors=("unknown_session", "unknown_member"),
+)
+
 # ------------------------------------------------------------------ writing
 
 _add(

@@ -74,6 +74,7 @@ bool Chunks::unused_leaf(uint32_t id) const {
 
 void Chunks::offer(uint32_t id) {
   if (info_[id].listed || !unused_leaf(id)) return;
+  if (next_ && info_[id].priority < next_->priority) next_.reset();
   const Record& r = record(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   info_[id].listed = true;
@@ -84,7 +85,9 @@ void Chunks::unlist(uint32_t id) {
   if (!info_[id].listed) return;
   if (next_ && next_->leaf.record == id) next_.reset();
   const Record& r = record(id);
-  list_of(id).remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  LeafLists& list = list_of(id);
+  list.remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  if (!info_[id].kept && list.size() == 0) evictions_.erase(info_[id].priority);
   info_[id].listed = false;
 }
 
@@ -97,6 +100,7 @@ Chunk Chunks::described(uint32_t id) const {
 
 void Chunks::stamp(uint32_t id, uint64_t tick) {
   unlist(id);
+  if (info_[id].priority < 0) set_wish(id, 0, 0);  // somebody asks for it after all
   if (info_[id].kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = record(id);
   r.last_used = tick;
@@ -230,6 +234,8 @@ void Chunks::publish_chunk(uint32_t id) {
     set_kept(id, record(old).kept_until_ms);
     set_kept(old, 0);
   }
+  if (info_[old].priority > 0 && info_[id].priority <= 0) set_wish(id, info_[old].priority, wished_until(old));
+  set_wish(old, 0, 0);
   retire(old);
 }
 
@@ -293,6 +299,7 @@ void Chunks::take_out(uint32_t id) {
   const Record& r = record(id);
   if (r.state() == RecordState::kReady) changes_.note(r.space, r.key, false);
   if (info_[id].kept) set_kept(id, 0);
+  if (info_[id].priority != 0) set_wish(id, 0, 0);
   index_.forget(r.space, r.key, id);
   KVDOCK_PAUSE("evict.unlinked");
   retire(id);

@@ -30,7 +30,9 @@ struct Choice {
   double worth;  // the least goes first
   Leaf leaf;
   uint8_t kind;
+  int8_t priority = 0;  // of the leaf's list, which Chunks knows
   bool goes_before(const Choice& other) const {
+    if (priority != other.priority) return priority < other.priority;
     return worth != other.worth ? worth < other.worth : leaf < other.leaf;
   }
 };

@@ -219,10 +219,11 @@ void bind_pool(py::class_<BoundTable>& c) {
         return py::make_tuple(done.chunks, done.refused);
       }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a)
       .def("lower", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
-                       const Key& following) {
-        LowerResult done = call(&Table::lower)(t, space, keys, priority, until_ms, following);
+                       const py::bytes& following) {
+        Key below = py::len(following) ? following.cast<Key>() : Key{};
+        LowerResult done = call(&Table::lower)(t, space, keys, priority, until_ms, below);
         return py::make_tuple(done.chunks, done.shared);
-      }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a = 0, "following"_a = Key{})
+      }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a = 0, "following"_a = py::bytes())
       .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a)
       .def("stats", call(&Table::stats))
       .def("check_integrity", call(&Table::check_integrity))

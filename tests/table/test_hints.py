@@ -177,6 +177,49 @@ def test_chunks_at_the_end_that_are_not_there_do_not_hide_those_before() -> None
     assert (left(engine, ended), left(engine, others)) == (0, 4)
 
 
+def test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last() -> None:
+    """A slab of its slots is emptied whole, whatever is wished for its chunks, but not before other leaves."""
+    table = new_table(ROOM * PAGE)
+    small = Client(table, PAGE, "small")
+    large = Client(table, 8 * PAGE, "large")
+    table.set_eviction("lru")
+    wanted = stored(small, "wanted", 8)
+    retain(small, wanted)
+    lowered = stored(large, "lowered", 2)
+    assert lower(large, lowered) == (2, False)
+    stored(small, "new", ROOM - 8 - 16)
+    stored(large, "first", 2)
+    assert (left(large, lowered), left(small, wanted)) == (0, 8)
+    stored(large, "second", 6)
+    assert left(large, chain("second", 6)) == 6
+    table.check_integrity()
+
+
+def test_a_chunk_that_is_replaced_stays_retained() -> None:
+    table = new_table(ROOM * PAGE)
+    engine = Client(table, PAGE)
+    groups = [("full", 0, PAGE), ("window", 16, PAGE)]
+    engine.space = table.add_namespace(
+        key("two groups"), chunk_tokens=16, block_tokens=4, writers=1, groups=groups
+    )
+    engine.session = table.open_session(key("two")[:16], engine.space, 0)
+    engine.member = table.add_member(engine.session, key("m")[:16], [0], True, 0)
+    for store, mask in enumerate((1, 3)):
+        granted = table.reserve(
+            engine.session, engine.member, key(store)[:16], b"", key("chunk"), groups=mask, temporary=False,
+            deadline_ms=1000, now_ms=0,
+        )
+        if mask == 1:
+            table.commit(engine.session, granted.grant, 0, [(0, 0, 7)], 0)
+            assert retain(engine, [key("chunk")], until=1000) == (1, 0)
+        else:
+            table.commit(engine.session, granted.grant, 0, [(0, 0, 7), (0, 1, 7)], 0)
+    assert retained_bytes(table) == 2 * PAGE, "of the chunk that took its place"
+    table.check_integrity()
+    table.tick(1000)
+    assert retained_bytes(table) == 0
+
+
 def test_a_conversation_that_another_one_continues_is_not_at_its_end() -> None:
     engine = engine_of()
     first = stored(engine, "first", 4)

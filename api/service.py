@@ -191,6 +191,7 @@ class CacheService:
                 retained, too_many = self._table.retain(space, some, body.priority, until_ms)
                 chunks, refused = chunks + retained, refused + too_many
                 await asyncio.sleep(0)
+                session.member(body.member)  # it may have left meanwhile
             return s.HintAnswer(chunks=chunks, refused=refused)
         priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
         for start in reversed(starts):
@@ -201,6 +202,7 @@ class CacheService:
             if is_shared:
                 break
             await asyncio.sleep(0)
+            session.member(body.member)
         return s.HintAnswer(chunks=chunks)
 
     # ---------------------------------------------------------------- writing

@@ -19,11 +19,11 @@ from kvdock.protocol.wire_types import MOST_PRIORITY
 log = logging.getLogger("kvdock.vllm")
 
 MOST_ACTIONS = 16
-"""Of one envelope; the others are ignored."""
+"""In one envelope; the others are ignored."""
 MOST_DIRECTIVES = 64
-"""Of one `kv.retain`."""
+"""In one `kv.retain`."""
 VERSION = "1"
-"""Of actions: what follows the first dot may differ. 0 counts as 1: the forms are the same."""
+"""That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
 
 
 class Unreadable(ValueError):

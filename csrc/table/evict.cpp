@@ -21,7 +21,8 @@ void Chunks::evict_one(uint32_t id) {
   const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
   if (!above || above->ready == kNone) return;
   const Info& in = info_[above->ready];
-  if (!in.listed || in.kept || in.priority != priority || in.kind != went.kind || record(above->ready).last_used != went.used) return;
+  if (!in.listed || in.kept || in.priority != priority) return;
+  if (in.kind != went.kind || record(above->ready).last_used != went.used) return;
   next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind, priority};
   next_shape_ = spaces_.shape_of(space);
   next_tick_ = header_.use_tick;
@@ -114,7 +115,8 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 
 // ---- quotas
 
-// The tenant's leaf that is worth least, of the lowest priority that it has; one that an administrator keeps only if there is no other.
+// The tenant's leaf that is worth least, of the lowest priority that it has; one that an administrator keeps only if
+// there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
   std::optional<Choice> c;
   for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)

@@ -80,8 +80,10 @@ class Table {
   // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. TableError bad_argument.
   RetainResult retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms);
   // From the end of `keys` back to a chunk that another chain goes on from. `following`: the key after the last, of
-  // which nothing was shared; root: none. priority is 0 or less, kConversationEnded the least; until_ms 0: until a request names the chunk.
-  LowerResult lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms, const Key& following);
+  // which nothing was shared; root: none. kConversationEnded <= priority <= 0; until_ms 0: until a request names the
+  // chunk. TableError bad_argument.
+  LowerResult lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
+                    const Key& following);
 
   // -- any grant
   void cancel(uint64_t session, uint64_t member, uint64_t grant);  // D3

@@ -87,7 +87,7 @@ void Chunks::unlist(uint32_t id) {
   const Record& r = record(id);
   LeafLists& list = list_of(id);
   list.remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
-  if (!info_[id].kept && list.size() == 0) evictions_.erase(info_[id].priority);
+  if (info_[id].priority != 0 && !info_[id].kept && list.size() == 0) evictions_.erase(info_[id].priority);
   info_[id].listed = false;
 }
 

@@ -200,7 +200,7 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
-  std::map<int8_t, LeafLists> evictions_;  // by priority; none of them is empty
+  std::map<int8_t, LeafLists> evictions_;  // by priority; only that of 0 may be empty
   LeafLists kept_;  // kept chunks, for quotas
   // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.
   std::optional<Choice> next_;

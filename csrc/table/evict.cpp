@@ -172,7 +172,9 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
-bool Chunks::can_evict() const { return !evictions_.empty(); }
+bool Chunks::can_evict() const {
+  return std::any_of(evictions_.begin(), evictions_.end(), [](auto& one) { return one.second.size() != 0; });
+}
 
 void Chunks::set_eviction(const std::string& policy) {
   std::unique_ptr<Policy> made = make_policy(policy);

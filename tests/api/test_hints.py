@@ -105,9 +105,9 @@ def test_a_long_prompt_is_looked_at_in_pieces(client: Client) -> None:
     chain = keys(1400, unique("long"))
     engine.store(chain[:1000])
     engine.store(chain[1000:], parent=chain[999])
-    engine.store(keys(1, unique("branch")), parent=chain[299])
-    assert hint(engine, chain, conversation_ended=True).chunks == 1100
-    assert hint(engine, chain, priority=-5).chunks == 1100
+    engine.store(keys(1, unique("branch")), parent=chain[699])
+    assert hint(engine, chain, conversation_ended=True).chunks == 700
+    assert hint(engine, chain, priority=-5).chunks == 700
     assert hint(engine, chain[:400], priority=0).chunks == 0, "it goes on behind"
     answer = hint(engine, chain, priority=5, duration_s=60)
     assert answer.chunks + answer.refused == 1400

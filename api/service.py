@@ -11,7 +11,7 @@ import asyncio
 
 import msgspec
 
-from kvdock._core import Reservation as Granted, TableError
+from kvdock._core import CONVERSATION_ENDED, Reservation as Granted, TableError
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import (
@@ -32,11 +32,12 @@ from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, LookupReply, ReserveReply
-from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
+from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
 """So many answers of a heartbeat are worked on at once."""
 SLICE_RELEASES = 32
+SLICE_HINT_BYTES = 512 * KEY_BYTES
 
 
 class CacheService:
@@ -173,6 +174,37 @@ class CacheService:
         quarantined = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         return s.MismatchAnswer(quarantined=quarantined)
 
+    async def hint(self, peer: Peer, body: s.Hint) -> s.HintAnswer:
+        """In slices, from the first key on or, where the end matters, from the last one back."""
+        _require_one_wish(body)
+        session = self._registry.session(body.session, peer.tenant)
+        session.member(body.member)
+        space, keys = session.namespace.table_id, key_bytes(body.keys)
+        until_ms = 0
+        if body.duration_s is not None:
+            until_ms = self._clock.now_ms() + max(1, round(body.duration_s * 1000))
+        starts = range(0, len(keys), SLICE_HINT_BYTES)
+        chunks = refused = 0
+        if body.priority > 0:
+            for start in starts:
+                some = keys[start : start + SLICE_HINT_BYTES]
+                retained, too_many = self._table.retain(space, some, body.priority, until_ms)
+                chunks, refused = chunks + retained, refused + too_many
+                await asyncio.sleep(0)
+                session.member(body.member)  # it may have left meanwhile
+            return s.HintAnswer(chunks=chunks, refused=refused)
+        priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
+        for start in reversed(starts):
+            end = start + SLICE_HINT_BYTES
+            following = keys[end : end + KEY_BYTES]
+            lowered, is_shared = self._table.lower(space, keys[start:end], priority, until_ms, following)
+            chunks += lowered
+            if is_shared:
+                break
+            await asyncio.sleep(0)
+            session.member(body.member)
+        return s.HintAnswer(chunks=chunks)
+
     # ---------------------------------------------------------------- writing
 
     async def reserve(self, peer: Peer, body: s.Reserve, form: Form) -> s.ReserveHead:
@@ -283,6 +315,17 @@ class CacheService:
             )
         if over_quota is not None:
             raise over_quota
+
+
+def _require_one_wish(body: s.Hint) -> None:
+    """Raises ApiError(invalid_body) for a hint whose fields do not go together."""
+    if body.conversation_ended and (body.priority or body.duration_s is not None):
+        raise ApiError(
+            "invalid_body", "chunks of a conversation that has ended have no other priority",
+            found="$.conversation_ended", wanted="it alone, or $.priority and $.duration_s",
+        )
+    if body.priority > 0 and body.duration_s is None:
+        raise ApiError("invalid_body", "chunks are retained for some time", found="$.priority", wanted="$.duration_s")
 
 
 def _tenant_of(peer: Peer) -> str:

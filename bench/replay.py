@@ -8,6 +8,11 @@ trace's distinct chunks of 512 tokens; `POLICY_5` and `POLICY_10` have room for 
 that has room for 448 chunks. Each request is looked up, what it lacks is stored,
 and its lease is released before the next one comes.
 
+`hinted` is the default policy, told after the last request of each conversation that it has ended, as a hint of an
+engine would tell it. That is hindsight: the replay has read the trace to its end, and an engine knows only if somebody
+tells it. So it is a bound of what such hints bring, not a figure to expect. A conversation is what bench/trace.py calls
+a session; one of a single request ends at once.
+
 `belady` is no policy but the bound: it knows the future, and lets go of the chunk whose next use is farthest (Belady,
 "A study of replacement algorithms for a virtual-storage computer", 1966). A use of a chunk is one of those before it,
 so its choice is always the last of a chain.
@@ -28,7 +33,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.trace import BLOCK_TOKENS, Request, read, sampled_sessions
-from kvdock._core import Mapping, Table
+from kvdock._core import CONVERSATION_ENDED, Mapping, Table
 from kvdock.protocol.wire_types import MAX_STORE_KEYS
 
 SLOT_BYTES = 4096
@@ -81,12 +86,12 @@ class Pool:
             region, pool_id=1, incarnation=1, limit_bytes=room * SLOT_BYTES, max_records=records, max_grants=16,
             session_cap=1.0, total_cap=1.0,
         )
-        self._table.set_eviction("adaptive" if policy == "default" else policy)
+        self._table.set_eviction("adaptive" if policy in ("default", "hinted") else policy)
         self._table.add_segment(0, SLOT_BYTES, room * SLOT_BYTES)
-        space = self._table.add_namespace(
+        self._space = self._table.add_namespace(
             bytes(32), chunk_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, writers=1, groups=[("full", 0, SLOT_BYTES)]
         )
-        self._session = self._table.open_session(bytes(16), space, 1)
+        self._session = self._table.open_session(bytes(16), self._space, 1)
         self._member = self._table.add_member(self._session, bytes(16), [0], True, 1)
         self._stores = 0
 
@@ -113,12 +118,19 @@ class Pool:
             table.release(session, found.lease, [0])
         return hit
 
+    def end(self, blocks: Sequence[int]) -> None:
+        """The request's conversation has ended."""
+        self._table.lower(self._space, b"".join(map(key_of, blocks)), CONVERSATION_ENDED)
+
 
 def replayed(work: Workload, policy: str) -> float:
-    pool = Pool(work.room, policy)
-    return hit_share(work.requests, [
-        pool.serve(number, one.whole_blocks, one.at_ms + 2) for number, one in enumerate(work.requests)
-    ])
+    pool, hits = Pool(work.room, policy), []
+    last = {one.session: number for number, one in enumerate(work.requests)} if policy == "hinted" else {}
+    for number, one in enumerate(work.requests):
+        hits.append(pool.serve(number, one.whole_blocks, one.at_ms + 2))
+        if last.get(one.session) == number:
+            pool.end(one.whole_blocks)
+    return hit_share(work.requests, hits)
 
 
 def belady(work: Workload) -> float:
@@ -150,7 +162,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.replay", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
-    parser.add_argument("--policies", nargs="+", default=["lru", "arc", "default", "belady"])
+    parser.add_argument("--policies", nargs="+", default=["lru", "arc", "default", "hinted", "belady"])
     chosen = parser.parse_args(arguments)
     figures: dict[str, float] = {}
     for work in workloads(read(chosen.trace)):

@@ -152,6 +152,9 @@ class Client:
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)
 
+    def hint(self, body: s.Hint, *, timeout_s: float | None = None) -> s.HintAnswer:
+        return self._do(c.HINT, body, timeout_s)
+
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
         """What a lease or reservation still holds."""
         return self._do(c.LEASE, None, timeout_s, lease)
@@ -220,7 +223,7 @@ class Client:
 
 def _with_key_bytes(body: Body) -> Body:
     """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
-    if not isinstance(body, s.Lookup | s.Reserve) or not isinstance(body.keys, list):
+    if not isinstance(body, s.Lookup | s.Reserve | s.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:
         return body

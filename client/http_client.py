@@ -210,6 +210,7 @@ class AsyncHttpClient:
     release = _awaited(Client.release)
     cancel = _awaited(Client.cancel)
     mismatch = _awaited(Client.mismatch)
+    hint = _awaited(Client.hint)
     lease = _awaited(Client.lease)
     leases = _awaited(Client.leases)
     reserve = _awaited(Client.reserve)

@@ -4,7 +4,7 @@
     "kvdock-ask"       fetch
     "kvdock-verify"    verify
     "kvdock-settle"                                               abort                 cancel
-    "kvdock-store"                                                reserve, carry out
+    "kvdock-store"                                                reserve, carry out    hint
 
 Lookups have a background thread of their own, so that none of them waits for a copy, a hash or another call. The
 engine's thread waits for an answer as long as its patience allows (connectors/patience.py), or not at all. How plans
@@ -30,6 +30,7 @@ from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.wishes import Wish, tell
 
 NO_LIMITS = LoadLimits()
 FRESH_S = 0.05
@@ -219,6 +220,13 @@ class Driver:
         self._settling.run(self.scheduler.session.abort, attachment, plan.reservation)
 
     # ------------------------------------------------------------------ ends
+
+    def hint(self, request_id: str, wishes: Sequence[Wish]) -> None:
+        """Tells the server what is wished for a request's chunks, after the stores that have begun. Before `finished`,
+        which forgets them."""
+        known = self.scheduler.known_keys(request_id) if wishes else None
+        if known is not None:
+            self._storing.run(tell, self.scheduler.session, *known, wishes)
 
     def finished(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""

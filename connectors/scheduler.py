@@ -380,6 +380,12 @@ class SchedulerConnector:
             if request is not None and request.attachment is offer.attachment:
                 request.cut_short = True
 
+    def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:
+        """Those of the request's chunks, from its first; None when nobody looked for it or stored it."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return (request.attachment, tuple(request.chain.keys)) if request is not None else None
+
     # ------------------------------------------------------------------ forgetting
 
     def give_up_lease(

@@ -16,6 +16,8 @@ MAX_SEGMENTS: Final[int]
 SEGMENT_IDS: Final[int]
 CHECKSUM_PRIME: Final[int]
 CHECKSUM_STRIPE_BYTES: Final[int]
+MOST_PRIORITY: Final[int]
+CONVERSATION_ENDED: Final[int]
 
 # ------------------------------------------------------------------ table (csrc/table/, csrc/bind/table.cpp)
 
@@ -39,8 +41,7 @@ class Lookup:
     chunks_msgpack: bytes  # the same in MessagePack, with the checksum as an unsigned integer
     chunk_count: int
 
-    def bytes_from(self, chunk: int) -> int:
-        """Bytes of the parts of `chunks[chunk:]`."""
+    def bytes_from(self, chunk: int) -> int: ...  # of the parts of `chunks[chunk:]`
 
 class Reservation:
     grant: int  # 0 when nothing was granted
@@ -137,8 +138,7 @@ class Table:
     # -- pool
     def add_segment(self, segment: int, data_offset: int, data_bytes: int) -> None: ...
     def free_bytes(self) -> int: ...
-    def segment_used_bytes(self, segment: int) -> int:
-        """Bytes in slots that have an owner. `segment`: one that add_segment named."""
+    def segment_used_bytes(self, segment: int) -> int: ...  # in slots that have an owner; add_segment named it
     def room_bytes(self) -> int:
         """The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
         evict(), the bytes that slots of that size could take now."""
@@ -176,26 +176,21 @@ class Table:
     def set_default_quota(self, *, bytes: int | None, chunks: int | None) -> None:
         """The quota of all tenants that have none of their own, but for the server's own user."""
     def evict_over_quota(self, max_chunks: int) -> int:
-        """Evicts chunks of tenants that use more than their quota, until they do not, or `max_chunks` went; returns how
-        many went."""
+        """Evicts chunks of tenants that use more than their quota, `max_chunks` at most; returns how many went."""
     def tenant(self, tenant: bytes) -> TenantView: ...
-    def tenants(self) -> list[TenantView]:
-        """Those that have a namespace or a quota of their own."""
+    def tenants(self) -> list[TenantView]: ...  # those that have a namespace or a quota of their own
 
     # -- liveness
     def heartbeat(self, member: int, now_ms: int) -> list[tuple[int, list[int]]]:
         """Marks the member live, renews its session's leases; returns questions (grant, ranks; [] = asker)."""
-    def report_pinned(self, member: int, through: int) -> None:
-        """The member has page-locked every segment with an id below `through`."""
+    def report_pinned(self, member: int, through: int) -> None: ...  # it page-locked the segments with ids below
     def keep(self, member: int, grant: int, now_ms: int) -> None: ...
     def done(self, member: int, grant: int, ranks: Sequence[int]) -> None:
         """D1: these ranks have ended their work. ranks []: the member that asked for the grant has."""
-    def member_dead(self, member: int, now_ms: int) -> None:
-        """Its lock was found free. tick() makes it GONE later."""
-    def leave(self, member: int) -> None:
-        """D2: discharges all that the member holds. The last member to leave closes the session."""
+    def member_dead(self, member: int, now_ms: int) -> None: ...  # its lock was found free; tick() makes it GONE
+    def leave(self, member: int) -> None: ...  # D2 for all that it holds; the last to leave closes the session
     def tick(self, now_ms: int) -> None:
-        """Does what time demands: deadlines, missed heartbeats, dead members, kept chunks."""
+        """Does what time demands: deadlines, missed heartbeats, dead members, kept chunks, wishes."""
 
     # -- grants
     def lookup(
@@ -223,8 +218,8 @@ class Table:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
     def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """The reservation closes, its unpublished chunks go, and these ranks are discharged."""
-    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:
-        """Takes chunks of a lease (counted from token 0), whose checksums did not match, out of use."""
+    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:  # chunks: counted from token 0
+        """Takes chunks of a lease, whose checksums did not match, out of use."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes READY chunks of these keys out of use; returns how many."""
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
@@ -232,29 +227,34 @@ class Table:
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
         """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many it found."""
+    def retain(self, namespace: int, keys: bytes, priority: int, until_ms: int) -> tuple[int, int]:
+        """A chain's chunks, from its first on, go after others until `until_ms`; priority 1..MOST_PRIORITY. Returns how
+        many of those that are there are retained, and how many were too much. bad_argument."""
+    def lower(
+        self, namespace: int, keys: bytes, priority: int, until_ms: int = 0, following: bytes = b""
+    ) -> tuple[int, bool]:
+        """Chunks at the end of `keys` that no other chain shares go before others, until they are named again or until
+        `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, which nothing shares.
+        Returns how many, and whether it ended at a chunk that is shared. bad_argument."""
     def can_evict(self) -> bool:
         """Whether there is a chunk to evict: not pinned, not kept, and the last of its chain."""
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
         """Caps for grants to come; what is held stays held. bad_argument if the segments hold more."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:
         """Gives out none of its slots any more and evicts up to `max_chunks` chunks; returns its bytes still in use."""
-    def remove_segment(self, segment: int) -> None:
-        """Forgets a retired, empty segment. bad_argument while it is in use or was not retired."""
+    def remove_segment(self, segment: int) -> None: ...  # bad_argument unless it was retired and is empty
 
     # -- views
     def sessions(self, named: Sequence[int] | None = None) -> list[SessionView]:
         """The named sessions, as far as they are open; by default all that are."""
-    def members(self, sessions: Sequence[int] | None = None) -> list[MemberView]:
-        """Those of the named sessions; of all by default."""
+    def members(self, sessions: Sequence[int] | None = None) -> list[MemberView]: ...  # by default of all sessions
     def grants(self, session: int = 0, *, from_place: int = 0, limit: int = ...) -> list[GrantView]:
         """Grants that have a holder, oldest first, from that place on, at most `limit`. session 0: of all sessions."""
-    def grant(self, grant: int) -> GrantView | None:
-        """None if it was never given, or if all its holders are discharged."""
+    def grant(self, grant: int) -> GrantView | None: ...  # None if it was never given, or all holders are discharged
     def open_grants(self, session: int, request: bytes) -> tuple[int, bool]:
         """How many grants of the session have a holder left; whether one was asked for as `request`."""
     def stats(self) -> dict[str, int]: ...
-    def state_of(self, namespace: int, key: bytes) -> str:
-        """'absent', 'reserved' or 'ready'."""
+    def state_of(self, namespace: int, key: bytes) -> str: ...  # 'absent', 'reserved' or 'ready'
     def check_integrity(self) -> None:
         """Computes all that is derived again and compares; raises TableError('corrupt', …)."""
 

@@ -83,6 +83,8 @@ class PoolView(Answer, kw_only=True):
     ready_bytes: int
     quarantined_bytes: int
     held_bytes: int
+    retained_bytes: int = 0
+    """In chunks that hints of engines retain."""
     segments: int
 
 

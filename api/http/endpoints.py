@@ -102,6 +102,7 @@ MISMATCH = Endpoint(
     calls.MISMATCH, s.ReportMismatch, lambda service, peer, body, _, form: service.mismatch(peer, body),
     longest_bytes=SHORT_BYTES,
 )
+HINT = Endpoint(calls.HINT, s.Hint, lambda service, peer, body, _, form: service.hint(peer, body))
 RESERVE = Endpoint(calls.RESERVE, s.Reserve, lambda service, peer, body, _, form: service.reserve(peer, body, form))
 COMMIT = Endpoint(calls.COMMIT, s.Commit, lambda service, peer, body, id_, form: service.commit(peer, id_, body))
 ABORT = Endpoint(

@@ -55,6 +55,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
+    s.Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},
     s.Abort: {"session": SESSION, "ranks": [0]},

@@ -124,6 +124,16 @@ _add(
     retry="idempotent: chunks already out of use are not counted again.", errors=(*_GRANT, "bad_argument"),
 )
 
+_add(
+    "hint", endpoints.HINT, "reading", "Say how much a prompt's chunks are worth keeping",
+    "A preference, not a promise: it says what is evicted first, and changes nothing that lookups find. Chunks that "
+    "are retained (a priority above 0) go after all others until the duration ends. At most a quarter of the pool is "
+    "retained; what a wish has beyond that is `refused`. A priority of 0 or less, or `conversation_ended`, concerns "
+    "the chunks at the end that no other prompt shares, as far as they are stored. A quota evicts whatever is wished.",
+    retry="idempotent: the duration counts from the last call.",
+    errors=("unknown_session", "unknown_member"),
+)
+
 # ------------------------------------------------------------------ writing
 
 _add(

@@ -48,10 +48,15 @@ class Counters(msgspec.Struct):
     stored_bytes: Annotated[int, Meta(description="Bytes published")] = 0
     aborted_chunks: Annotated[int, Meta(description="Chunks reserved and never published")] = 0
     evicted_chunks: Annotated[int, Meta(description="Chunks evicted")] = 0
+    refused_retains: Annotated[int, Meta(
+        description="Chunks that hints did not retain because as much of the pool was as may be"
+    )] = 0
     mismatches: Annotated[int, Meta(description="Chunks taken out of use after a checksum mismatch")] = 0
 
 
-TABLE_COUNTERS = ("stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "mismatches")
+TABLE_COUNTERS = (
+    "stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "refused_retains", "mismatches"
+)
 """Counted by the table."""
 
 

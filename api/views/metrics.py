@@ -90,6 +90,7 @@ class Metrics:
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
             ("kvdock_pool_held_bytes", "Bytes pinned by grants", status.pool.held_bytes),
+            ("kvdock_pool_retained_bytes", "Bytes of chunks that hints retain", status.pool.retained_bytes),
             ("kvdock_pool_segments", "Segments", status.pool.segments),
             ("kvdock_sessions", "Sessions attached", status.sessions),
             ("kvdock_leases", "Leases that a rank has not released yet", status.leases),

@@ -60,6 +60,7 @@ class Reports:
             ready_bytes=stats["ready_bytes"],
             quarantined_bytes=stats["quarantined_bytes"],
             held_bytes=stats["held_bytes"],
+            retained_bytes=stats["retained_bytes"],
             segments=pool.segment_count,
         )
 

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import RequestStatus
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import NotSupportedError
@@ -291,7 +292,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
+            self._scheduler.finished(request.request_id, request=request if _has_answered(request) else None)
         else:
             self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
         return False, None
@@ -319,6 +320,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {self._instance.removeprefix('vllm-')[:8]}",
         )
+
+
+def _has_answered(request: Any) -> bool:
+    """Whether it was answered to its end, not aborted."""
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def _stream_of(device: str) -> int | None:

@@ -41,6 +41,7 @@ METRICS: Mapping[str, Metric] = {
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
     "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
     "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
+    "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
@@ -122,7 +123,8 @@ def summary(data: Mapping[str, Value]) -> dict[str, int | float]:
             told[f"{verb} MB"] = round(size / MB, 3)
             told[f"Avg {verb.lower()} GB/s"] = round(size / GB / max(sum(seconds), 1e-9), 3)
     for name, label in (
-        ("load_failures", "Failed loads"), ("stores_dropped", "Dropped stores"), ("lookups_late", "Late lookups")
+        ("load_failures", "Failed loads"), ("stores_dropped", "Dropped stores"), ("lookups_late", "Late lookups"),
+        ("hints_ignored", "Ignored hints"),
     ):
         if number(data, name):
             told[label] = number(data, name)

@@ -38,6 +38,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
@@ -104,6 +105,7 @@ class VllmScheduler:
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self.figures = Figures()
+        self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, _Tracked] = {}
         self._chunk_tokens = session.manifest.chunk_tokens
         self._connector = SchedulerConnector(
@@ -366,7 +368,10 @@ class VllmScheduler:
                 self._clearing.store_ended(store_id)
         self._clear_again()
 
-    def finished(self, request_id: str) -> None:
+    def finished(self, request_id: str, *, request: Any = None) -> None:
+        """`request`: given if it ended by itself, so that its hints hold."""
+        if request is not None and not depends_on_more_than_tokens(request):
+            self._driver.hint(request_id, self._hints.of(request))
         self._early.left(request_id)
         self._store_once_more(request_id)
         self._forget(request_id)

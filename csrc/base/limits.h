@@ -18,6 +18,9 @@ inline constexpr uint32_t kMaxRanks = 128;      // writers of a chunk, readers o
 inline constexpr uint32_t kMaxSegments = 4096;  // of a pool, at one time
 inline constexpr uint32_t kSegmentIds = 1u << 31;  // ids are below it, rise, and are never used again
 
+inline constexpr int8_t kMostPriority = 100;        // that engines may wish for a chunk; -kMostPriority is the least …
+inline constexpr int8_t kConversationEnded = -101;  // … but for chunks that nobody is expected to ask for again
+
 // The checksum of a part: docs/lifetime_protocol.md#checksum.
 inline constexpr uint64_t kChecksumPrime = (uint64_t{1} << 61) - 1;
 inline constexpr size_t kChecksumStripeBytes = 4096;

@@ -10,6 +10,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "kvdock's native core: shared memory, chunk table, checksums and copies.";
   m.attr("KEY_BYTES") = kvdock::kKeyBytes;
   m.attr("MAX_KEYS") = kvdock::kMaxKeys;
+  m.attr("MOST_PRIORITY") = int{kvdock::kMostPriority};
+  m.attr("CONVERSATION_ENDED") = int{kvdock::kConversationEnded};
   m.attr("MAX_STORE_KEYS") = kvdock::kMaxStoreKeys;
   m.attr("MAX_GROUPS") = kvdock::kMaxGroups;
   m.attr("MAX_RANKS") = kvdock::kMaxRanks;

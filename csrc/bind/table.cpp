@@ -214,6 +214,16 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
       .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a)
       .def("pin", call(&Table::keep_chunks), "namespace"_a, "keys"_a, "until_ms"_a)
+      .def("retain", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms) {
+        RetainResult done = call(&Table::retain)(t, space, keys, priority, until_ms);
+        return py::make_tuple(done.chunks, done.refused);
+      }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a)
+      .def("lower", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
+                       const py::bytes& following) {
+        Key below = py::len(following) ? following.cast<Key>() : Key{};
+        LowerResult done = call(&Table::lower)(t, space, keys, priority, until_ms, below);
+        return py::make_tuple(done.chunks, done.shared);
+      }, "namespace"_a, "keys"_a, "priority"_a, "until_ms"_a = 0, "following"_a = py::bytes())
       .def("state_of", call(&Table::state_of), "namespace"_a, "key"_a)
       .def("stats", call(&Table::stats))
       .def("check_integrity", call(&Table::check_integrity))

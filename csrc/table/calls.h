@@ -68,6 +68,13 @@ struct ReserveResult {
   std::vector<uint32_t> present, busy;
   Limit limited = Limit::none;
 };
+struct RetainResult {
+  uint32_t chunks = 0, refused = 0;  // how many are retained by now, and how many would have been too much
+};
+struct LowerResult {
+  uint32_t chunks = 0;
+  bool shared = false;  // it ended at a chunk that another chain shares
+};
 using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the store's keys, group, checksum
 // Chunks of the reservation that are READY, and the ranks that have not said done.
 using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;

@@ -72,19 +72,25 @@ void Chunks::drop_child(uint32_t space, const Key& parent) {
 // more. What has more children is a prefix that others share.
 bool Chunks::may_go(uint32_t id) const {
   const Info& in = info_[id];
-  uint32_t children = in.duplicate && !in.kept ? 1 : 0;
+  uint32_t children = goes_first(id) ? 1 : 0;
   return in.pins == 0 && in.children <= children && record(id).state() == RecordState::kReady;
+}
+
+// A wish would be lost with the chunk, so what engines wish to retain waits its turn.
+bool Chunks::goes_first(uint32_t id) const {
+  const Info& in = info_[id];
+  return in.duplicate && !in.kept && in.priority <= 0;
 }
 
 // Of duplicates that were stored or named together, the deepest goes first.
 Leaf Chunks::leaf_of(uint32_t id) const {
-  const Info& in = info_[id];
   uint64_t used = record(id).last_used;
-  return {in.duplicate && !in.kept ? used << kDepthBits | (kMaxDepth - in.depth) : used, id};
+  return {goes_first(id) ? used << kDepthBits | (kMaxDepth - info_[id].depth) : used, id};
 }
 
 void Chunks::offer(uint32_t id) {
   if (info_[id].listed || !may_go(id)) return;
+  if (next_ && info_[id].priority < next_->priority) next_.reset();
   const Record& r = record(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   info_[id].listed = true;
@@ -95,7 +101,10 @@ void Chunks::unlist(uint32_t id) {
   if (!info_[id].listed) return;
   if (next_ && next_->leaf.record == id) next_.reset();
   const Record& r = record(id);
-  list_of(id).remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  LeafLists& list = list_of(id);
+  list.remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
+  bool of_priority = info_[id].priority != 0 && !info_[id].kept && !goes_first(id);
+  if (of_priority && list.size() == 0) evictions_.erase(info_[id].priority);
   info_[id].listed = false;
 }
 
@@ -108,6 +117,7 @@ Chunk Chunks::described(uint32_t id) const {
 
 void Chunks::stamp(uint32_t id, uint64_t tick) {
   unlist(id);
+  if (info_[id].priority < 0) set_wish(id, 0, 0);  // somebody asks for it after all
   if (info_[id].kind != kNoKind) policy_->touched(described(id), tick);
   Record& r = record(id);
   r.last_used = tick;
@@ -256,6 +266,8 @@ void Chunks::publish_chunk(uint32_t id) {
     set_kept(id, record(old).kept_until_ms);
     set_kept(old, 0);
   }
+  if (info_[old].priority > 0 && info_[id].priority <= 0) set_wish(id, info_[old].priority, wished_until(old));
+  set_wish(old, 0, 0);
   retire(old);
 }
 
@@ -319,6 +331,7 @@ void Chunks::take_out(uint32_t id) {
   const Record& r = record(id);
   if (r.state() == RecordState::kReady) changes_.note(r.space, r.key, false);
   if (info_[id].kept) set_kept(id, 0);
+  if (info_[id].priority != 0) set_wish(id, 0, 0);
   index_.forget(r.space, r.key, id);
   KVDOCK_PAUSE("evict.unlinked");
   retire(id);

@@ -3,8 +3,8 @@
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
 //   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned and without children is listed for
-//   eviction or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed apart, and one child does
-//   not keep them from it.
+//   eviction under its priority, or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed apart,
+//   and one child does not keep them from it.
 //
 // A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
 #pragma once
@@ -120,6 +120,15 @@ class Chunks {
   void expire_kept(uint64_t now);
   uint64_t kept_bytes() const { return kept_bytes_; }
 
+  // -- what engines wish: chunks of a lower priority go first; 0 is that of chunks for which nobody wishes anything
+  // Raises the chunk's priority and its end, but neither above its parent's. False: it would have been more than
+  // `room_bytes` of retained chunks, or its parent is not retained.
+  bool retain(uint32_t id, int8_t priority, uint64_t until_ms, uint64_t room_bytes);
+  // Sets a priority of 0 or less; until_ms 0: until a request names the chunk.
+  void lower(uint32_t id, int8_t priority, uint64_t until_ms);
+  void expire_wishes(uint64_t now);
+  uint64_t retained_bytes() const { return retained_bytes_; }
+
   // -- segments
   const SlotAllocator& slots() const { return slots_; }
   void add_segment(uint32_t segment, uint64_t data_offset, uint64_t data_bytes);
@@ -142,6 +151,7 @@ class Chunks {
     uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
     bool listed = false;    // in the list that list_of() names
     uint8_t kind = kNoKind; // what the policy takes it for
+    int8_t priority = 0;    // what engines wish for it
   };
   static constexpr uint32_t kMany = kNone - 1;
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
@@ -153,11 +163,16 @@ class Chunks {
   void offer(uint32_t id);
   void unlist(uint32_t id);
   bool may_go(uint32_t id) const;
-  LeafLists& list_of(uint32_t id) { return info_[id].kept ? kept_ : info_[id].duplicate ? duplicates_ : evictions_; }
+  bool goes_first(uint32_t id) const;
+  LeafLists& list_of(uint32_t id) {
+    return info_[id].kept ? kept_ : goes_first(id) ? duplicates_ : evictions_[info_[id].priority];
+  }
   Leaf leaf_of(uint32_t id) const;
   Chunk described(uint32_t id) const;
   void set_kind(uint32_t id);
   void set_kept(uint32_t id, uint64_t until_ms);
+  void set_wish(uint32_t id, int8_t priority, uint64_t until_ms);
+  uint64_t wished_until(uint32_t id) const;
   std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
   bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
   void write_record(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);
@@ -168,6 +183,7 @@ class Chunks {
   void unpinned(uint32_t id);
 
   void evict_one(uint32_t id);
+  std::optional<Choice> least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const;
   std::optional<Choice> least(uint32_t shape) const;
   std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes) const;
   bool evict_for(uint64_t bytes);
@@ -180,6 +196,7 @@ class Chunks {
   void check_slots();
   void check_pins(const ImpliedPins& implied) const;
   void check_index() const;
+  void check_wishes() const;
 
   uint64_t& held_by(uint32_t session) {
     if (session >= held_by_.size()) held_by_.resize(session + 1);
@@ -193,7 +210,8 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
-  LeafLists duplicates_, evictions_;
+  LeafLists duplicates_;
+  std::map<int8_t, LeafLists> evictions_;  // by priority; only that of 0 may be empty
   LeafLists kept_;  // kept chunks, for quotas
   // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.
   std::optional<Choice> next_;
@@ -207,6 +225,9 @@ class Chunks {
   std::vector<uint32_t> records_in_;                  // by namespace: records that are not FREE
   std::set<std::pair<uint64_t, uint32_t>> kept_until_;  // when, record: one for each kept record
   uint64_t kept_bytes_ = 0;
+  std::unordered_map<uint32_t, uint64_t> wished_until_;   // by record: when a wish ends that has an end
+  std::set<std::pair<uint64_t, uint32_t>> wishes_end_;    // when, record: one for each of those
+  uint64_t retained_bytes_ = 0;                           // of records with a priority above 0
   std::set<uint64_t> wanted_;  // slot sizes that stores had to make room for
   ChangeLog changes_;
   Counters counters_;

@@ -10,6 +10,7 @@ void Chunks::check(const ImpliedPins& implied) {
   check_slots();
   check_pins(implied);
   check_index();
+  check_wishes();
 }
 
 // I4, I7: bodies are as they were written, and sums by state are those of the records.
@@ -37,7 +38,10 @@ void Chunks::check_records() const {
     const Info& in = info_[id];
     require(in.listed == may_go(id), "what is listed is not what may go", id);
     require((in.kind == kNoKind) == (r.state() != RecordState::kReady), "a kind is not that of a READY record", id);
-    const LeafLists& list = in.kept ? kept_ : in.duplicate ? duplicates_ : evictions_;
+    auto usual = evictions_.find(in.priority);
+    bool apart = in.kept || goes_first(id);
+    require(!in.listed || apart || usual != evictions_.end(), "an evictable chunk's priority has no list", id);
+    const LeafLists& list = in.kept || !in.listed ? kept_ : apart ? duplicates_ : usual->second;
     uint32_t shape = spaces_.shape_of(r.space), tenant = spaces_.tenant_of(r.space);
     require(!in.listed || list.lists(shape, tenant, in.kind, leaf_of(id)), "an evictable chunk is not listed", id);
     listed += in.listed;
@@ -45,7 +49,12 @@ void Chunks::check_records() const {
     ++sums.records[static_cast<size_t>(r.state())];
   }
   pages_.check(taken);
-  require(listed == duplicates_.size() + evictions_.size() + kept_.size(), "something is listed that is not there");
+  size_t in_lists = kept_.size() + duplicates_.size();
+  for (auto& [priority, leaves] : evictions_) {
+    require(priority == 0 || leaves.size() != 0, "a priority has an empty list", priority);
+    in_lists += leaves.size();
+  }
+  require(listed == in_lists, "something is listed that is not there");
   require(sums == sums_, "I7: sums by state do not add up");
   require(sums.bytes[1] + sums.bytes[2] + sums.bytes[3] == slots_.used_bytes(),
           "I7: bytes by state are not the bytes in use");
@@ -95,6 +104,26 @@ void Chunks::check_slots() {
     require(slots_.pinned_slots(slab) == count.first, "a slab counts its pinned slots wrongly", slab);
     require(slots_.kept_slots(slab) == count.second, "a slab counts its kept slots wrongly", slab);
   }
+}
+
+// Wishes are of chunks that can be found, each end is that of a wish, and the bytes of retained ones add up.
+void Chunks::check_wishes() const {
+  uint64_t retained = 0, ends = 0;
+  for (uint32_t id = 0; id < info_.size(); ++id) {
+    const Info& in = info_[id];
+    auto until = wished_until_.find(id);
+    require(in.priority != 0 || until == wished_until_.end(), "a wish that is over has an end", id);
+    if (in.priority == 0) continue;
+    RecordState state = record(id).state();
+    require(state == RecordState::kReady || state == RecordState::kReserved, "a wish is for what nobody finds", id);
+    if (in.priority > 0) retained += bytes_of(id);
+    require(in.priority < 0 || until != wished_until_.end(), "a retained chunk has no end", id);
+    if (until == wished_until_.end()) continue;
+    ++ends;
+    require(wishes_end_.count({until->second, id}) != 0, "a wish never ends", id);
+  }
+  require(retained == retained_bytes_, "retained bytes do not add up");
+  require(ends == wished_until_.size() && ends == wishes_end_.size(), "what ends is not a wish", 0);
 }
 
 // I2, I7: pins, and the bytes that sessions hold by them, are what the grants imply.

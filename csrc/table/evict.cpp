@@ -11,7 +11,8 @@ void Chunks::evict_one(uint32_t id) {
   Chunk went = described(id);
   uint32_t space = r.space;
   Key parent = r.parent;
-  if (info_[id].duplicate) policy_->set_aside(went);
+  int8_t priority = info_[id].priority;
+  if (goes_first(id)) policy_->set_aside(went);
   else policy_->evicted(went, header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
@@ -21,41 +22,52 @@ void Chunks::evict_one(uint32_t id) {
   const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
   if (!above || above->ready == kNone) return;
   const Info& in = info_[above->ready];
-  if (!in.listed || in.kept || in.duplicate || in.kind != went.kind || record(above->ready).last_used != went.used)
-    return;
-  next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind};
+  if (!in.listed || in.kept || goes_first(above->ready) || in.priority != priority) return;
+  if (in.kind != went.kind || record(above->ready).last_used != went.used) return;
+  next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind, priority};
   next_shape_ = spaces_.shape_of(space);
   next_tick_ = header_.use_tick;
 }
 
+std::optional<Choice> Chunks::least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const {
+  if (next_ && next_->priority == priority && next_shape_ == shape && next_tick_ == header_.use_tick) return next_;
+  auto c = leaves.of_shape(shape, *policy_, header_.use_tick);
+  if (c) c->priority = priority;
+  return c;
+}
+
 // A duplicate, if there is one: it is worth nothing until its request ends.
 std::optional<Choice> Chunks::least(uint32_t shape) const {
-  if (auto one = duplicates_.first_of_shape(shape)) {
-    one->leaf.used >>= kDepthBits;
-    return one;
-  }
-  if (next_ && next_shape_ == shape && next_tick_ == header_.use_tick) return next_;
-  return evictions_.of_shape(shape, *policy_, header_.use_tick);
+  if (auto c = duplicates_.first_of_shape(shape)) return c;
+  for (auto& [priority, leaves] : evictions_)
+    if (auto c = least_in(priority, leaves, shape)) return c;
+  return std::nullopt;
 }
 
 // Of all chunks, or of those of namespaces that have slots of that size.
 std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) const {
   std::optional<Choice> best;
-  evictions_.for_each_shape([&](uint32_t shape) {
-    if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
-    if (auto c = least(shape); c && (!best || c->goes_before(*best))) best = c;
-  });
+  auto look = [&](const LeafLists& lists, auto&& least_of) {
+    lists.for_each_shape([&](uint32_t shape) {
+      if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
+      if (auto c = least_of(shape); c && (!best || c->goes_before(*best))) best = c;
+    });
+  };
+  look(duplicates_, [&](uint32_t shape) { return duplicates_.first_of_shape(shape); });
+  for (auto it = evictions_.begin(); it != evictions_.end() && !best; ++it)
+    look(it->second, [&](uint32_t shape) { return least_in(it->first, it->second, shape); });
   return best;
 }
 
-// Frees something on the way to a slot of `bytes`; false when no leaf and no window may go.
+// Frees something on the way to a slot of `bytes`; false when no leaf and no window may go. A window has chunks of all
+// priorities: it goes after leaves of a low one, and before leaves that are retained.
 bool Chunks::evict_for(uint64_t bytes) {
   std::optional<Choice> own = least_with(round_slot(bytes));
   std::optional<uint64_t> own_use;
   if (own) own_use = own->leaf.used;
   std::optional<SlotAllocator::Window> window;
-  if (slots_.has_other_sizes(bytes)) window = slots_.oldest_window(bytes, own_use);
-  if (own && (!window || own->leaf.used <= window->newest)) {
+  if (slots_.has_other_sizes(bytes) && !(own && own->priority < 0)) window = slots_.oldest_window(bytes, own_use);
+  if (own && (!window || (own->priority == 0 && own->leaf.used <= window->newest))) {
     evict_one(own->leaf.record);
     return true;
   }
@@ -108,10 +120,12 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 
 // ---- quotas
 
-// The tenant's leaf that is worth least; one that an administrator keeps only if there is no other.
+// The tenant's leaf that is worth least, of the lowest priority that it has; one that an administrator keeps only if
+// there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
-  auto c = duplicates_.first_of_tenant(tenant);
-  if (!c) c = evictions_.of_tenant(tenant, *policy_, header_.use_tick);
+  std::optional<Choice> c = duplicates_.first_of_tenant(tenant);
+  for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)
+    c = it->second.of_tenant(tenant, *policy_, header_.use_tick);
   if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
   if (c) evict_one(c->leaf.record);
   return c.has_value();
@@ -163,7 +177,10 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
-bool Chunks::can_evict() const { return duplicates_.size() + evictions_.size() != 0; }
+bool Chunks::can_evict() const {
+  auto some = [](auto& one) { return one.second.size() != 0; };
+  return duplicates_.size() != 0 || std::any_of(evictions_.begin(), evictions_.end(), some);
+}
 
 void Chunks::set_eviction(const std::string& policy) {
   std::unique_ptr<Policy> made = make_policy(policy);

@@ -50,7 +50,7 @@ class LeafLists {
     std::optional<Choice> best;
     for (uint8_t kind = 0; at != lists.end() && kind < kKinds; ++kind)
       if (const auto& list = at->second[kind]; !list.empty() && (!best || *list.begin() < best->leaf))
-        best = Choice{0, *list.begin(), kind};
+        best = Choice{0, *list.begin(), kind, kDuplicates};
     return best;
   }
   static bool has(const Lists& lists, uint32_t owner, uint8_t kind, const Leaf& leaf) {

@@ -20,6 +20,7 @@ constexpr uint8_t kKinds = 8;
 // Leaf::used of a duplicate: its tick above these bits, and in them how far its depth is from the greatest.
 constexpr int kDepthBits = 16;
 constexpr uint64_t kMaxDepth = (1u << kDepthBits) - 1;
+constexpr int8_t kDuplicates = INT8_MIN;  // their priority: below all that engines can wish
 
 constexpr uint8_t kNoKind = 0xff;  // of a record that is not READY
 
@@ -34,7 +35,9 @@ struct Choice {
   double worth;  // the least goes first
   Leaf leaf;
   uint8_t kind;
+  int8_t priority = 0;  // of the leaf's list, which Chunks knows
   bool goes_before(const Choice& other) const {
+    if (priority != other.priority) return priority < other.priority;
     return worth != other.worth ? worth < other.worth : leaf < other.leaf;
   }
 };

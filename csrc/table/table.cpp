@@ -98,6 +98,7 @@ void Table::tick(uint64_t now) {
   region_.header.clock_ms = now;
   Members::Due due = members_.age(now, options_);
   chunks_.expire_kept(now);
+  chunks_.expire_wishes(now);
   grants_.close_late(now);
   for (uint32_t session : due.empty) members_.close_session(session);
   for (uint32_t member : due.settled) gone(member);
@@ -236,6 +237,7 @@ std::map<std::string, uint64_t> Table::stats() {
       {"quarantined_bytes", sums.bytes[3]},
       {"held_bytes", chunks_.held_bytes()},
       {"kept_bytes", chunks_.kept_bytes()},
+      {"retained_bytes", chunks_.retained_bytes()},
       {"limit_bytes", options_.limit_bytes},
       {"reserved_chunks", sums.records[1]},
       {"ready_chunks", sums.records[2]},
@@ -253,6 +255,7 @@ std::map<std::string, uint64_t> Table::stats() {
       {"aborted_chunks", grants_.aborted_chunks()},
       {"evicted_chunks", chunks_.counters().evicted_chunks},
       {"mismatches", counters_.mismatches},
+      {"refused_retains", counters_.refused_retains},
   };
 }
 

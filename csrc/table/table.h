@@ -75,6 +75,16 @@ class Table {
                       uint64_t now);
   std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
 
+  // -- hints of engines (hints.cpp): preferences of the eviction policy, forgotten when the server ends
+  // `keys`: in the order of their chain. Retains chunks as far as the chain is there and retained from its start on,
+  // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. TableError bad_argument.
+  RetainResult retain(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms);
+  // From the end of `keys` back to a chunk that another chain goes on from. `following`: the key after the last, of
+  // which nothing was shared; root: none. kConversationEnded <= priority <= 0; until_ms 0: until a request names the
+  // chunk. TableError bad_argument.
+  LowerResult lower(uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms,
+                    const Key& following);
+
   // -- any grant
   void cancel(uint64_t session, uint64_t member, uint64_t grant);  // D3
   void keep(uint64_t member, uint64_t grant, uint64_t now);
@@ -93,6 +103,7 @@ class Table {
  private:
   struct Counters {
     uint64_t lookups = 0, lookup_tokens = 0, hit_tokens = 0, reservations = 0, mismatches = 0;
+    uint64_t refused_retains = 0;
   };
   struct Scan;
 

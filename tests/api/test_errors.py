@@ -158,6 +158,7 @@ def test_a_number_no_field_can_mean_is_never_the_servers_fault(
         (f"/v1/reservations/{a_reservation(engine)}/commit", commit_body(engine, [[0, 0, CHECKSUM]])),
         (f"/v1/leases/{a_lease(engine)}/release", {"session": engine.session, "ranks": [0]}),
         ("/v1/mismatches", {"session": engine.session, "lease": a_lease(engine), "chunks": [0]}),
+        ("/v1/hints", {"session": engine.session, "member": engine.member, "keys": keys(2), "priority": -1}),
         ("/v1/sessions", {**attach_body(engine, id=unique("m"), ranks=[3]), "instance": unique("i")}),
         (f"/v1/sessions/{engine.session}/heartbeat",
          {"member": engine.member, "done": [{"grant": "0" * 16, "ranks": [0]}]}),

@@ -134,6 +134,10 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "mismatch": ("POST", "/v1/mismatches", {
         "session": "{s}", "lease": "{l}", "chunks": list(range(MAX_ENTRIES)),
     }),
+    "retain": ("POST", "/v1/hints", {
+        "session": "{s}", "member": "m", "keys": CHAIN, "priority": 1, "duration_s": 600,
+    }),
+    "lower": ("POST", "/v1/hints", {"session": "{s}", "member": "m", "keys": CHAIN, "conversation_ended": True}),
     "heartbeat": ("POST", "/v1/sessions/{s}/heartbeat", {
         "member": "m", "done": [{"grant": f"{n:016x}"} for n in range(MAX_ANSWERS)],
         "keep": [f"{n:016x}" for n in range(MAX_ANSWERS)], "changes_since": 0,

@@ -50,7 +50,7 @@ def public(kind: type) -> dict[str, Callable[..., Any]]:
 
 def test_the_three_clients_have_the_same_calls() -> None:
     sync, engines, awaited = public(HttpClient), public(Client), public(AsyncHttpClient)
-    assert set(sync) == set(engines) == set(awaited) and len(sync) == 27
+    assert set(sync) == set(engines) == set(awaited) and len(sync) == 28
     for name, method in sync.items():
         assert inspect.signature(method) == inspect.signature(awaited[name]) == inspect.signature(engines[name]), name
         assert inspect.iscoroutinefunction(awaited[name]) is (name != "release_later")
@@ -114,6 +114,8 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             assert found.lease is not None
             held = await client.lease(found.lease)
             assert held.remaining == [0] and found.lease in {v.grant for v in (await client.leases(limit=1000)).leases}
+            hint = s.Hint(session=mine.session, member=mine.member, keys=names, priority=1, duration_s=1.0)
+            assert (await client.hint(hint)).chunks == 2
             wrong = s.ReportMismatch(session=mine.session, lease=found.lease, chunks=[1])
             assert (await client.mismatch(wrong)).quarantined == 1
             answer = await client.release(found.lease, s.ReleaseLease(session=mine.session, ranks=[0]))

@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "S20", "a tenant at its quota evicts what others have", "csrc/table/evict.cpp",
-        "evictions_.of_tenant(tenant,", "evictions_.of_tenant(0,",
+        "it->second.of_tenant(tenant,", "it->second.of_tenant(0,",
         ("tests/table/test_quotas.py",),
         "test_a_tenant_at_its_quota_evicts_its_own_coldest_chunks_and_nobody_elses",
     ),

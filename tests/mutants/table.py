@@ -8,6 +8,7 @@ MODEL = ("tests/table/test_model.py",)
 MODEL_TEST = "TestTableAgainstModel"
 GRANTS = ("tests/table/test_grants.py",)
 QUOTAS = ("tests/table/test_quotas.py",)
+HINTS = ("tests/table/test_hints.py",)
 
 MUTANTS = (
     Mutant(
@@ -110,5 +111,46 @@ MUTANTS = (
         "C22", "a reservation brings a tenant down to a lowered quota all at once", "csrc/table/evict.cpp",
         "  if (tenants.is_over(tenant) || !tenants.could_fit", "  if (!tenants.could_fit",
         QUOTAS, "test_a_lowered_quota_is_reached_in_slices_and_leaves_what_is_leased",
+    ),
+    Mutant(
+        "C23", "any share of the pool is retained", "csrc/table/hints.cpp",
+        "} else if (retained_bytes_ + bytes_of(id) > room_bytes) {", "} else if (room_bytes == 0) {",
+        HINTS, "test_only_so_much_of_the_pool_is_retained_and_the_rest_is_counted",
+    ),
+    Mutant(
+        "C24", "a chunk is retained longer than the one before it", "csrc/table/hints.cpp",
+        "    until_ms = std::min(until_ms, wished_until(e->any()));\n", "",
+        HINTS, "test_the_end_of_a_chain_is_not_retained_without_its_beginning",
+    ),
+    Mutant(
+        "C25", "the end of a conversation takes what others share", "csrc/table/hints.cpp",
+        "if (e && e->children > own_children) {", "if (e && e->children > own_children + 1) {",
+        HINTS, "test_the_end_of_a_conversation_lets_exactly_the_unshared_chunks_go_first",
+    ),
+    Mutant(
+        "C26", "what was let go stays so when somebody names it", "csrc/table/chunks.cpp",
+        "  if (info_[id].priority < 0) set_wish(id, 0, 0);  // somebody asks for it after all\n", "",
+        HINTS, "test_a_chunk_that_somebody_names_after_all_is_as_any_other",
+    ),
+    Mutant(
+        "C27", "a quota spares what is retained", "csrc/table/evict.cpp",
+        "it != evictions_.end() && !c; ++it)", "it != evictions_.end() && it->first <= 0 && !c; ++it)",
+        HINTS, "test_a_quota_evicts_what_is_retained_after_the_tenants_other_chunks",
+    ),
+    Mutant(
+        "C28", "a chunk that takes another's place is not retained", "csrc/table/chunks.cpp",
+        "if (info_[old].priority > 0 && info_[id].priority <= 0)", "if (info_[old].kept)",
+        HINTS, "test_a_chunk_that_is_replaced_stays_retained",
+    ),
+    Mutant(
+        "C29", "what is retained keeps its room although nothing else is left", "csrc/table/evict.cpp",
+        "  for (auto& [priority, leaves] : evictions_) {\n", "  for (auto& [priority, leaves] : evictions_) {\n"
+        "    if (priority > 0) break;\n",
+        HINTS, "test_when_nothing_else_is_left_what_is_retained_goes",
+    ),
+    Mutant(
+        "C30", "a window takes what is retained before other leaves go", "csrc/table/evict.cpp",
+        "!(own && own->priority < 0)", "true",
+        HINTS, "test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last",
     ),
 )

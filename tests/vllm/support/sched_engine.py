@@ -210,10 +210,16 @@ class SchedEngine:
 
         self.scheduler.connector.update_state_after_alloc = counted
 
-    def add(self, request_id: str, tokens: Sequence[int], max_tokens: int = 4) -> Request:
+    def add(
+        self, request_id: str, tokens: Sequence[int], max_tokens: int = 4, *,
+        kv_transfer_params: dict[str, Any] | None = None, **more: Any,
+    ) -> Request:
+        """`more`: what newer versions know of a request."""
+        extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
         request = Request(
             request_id=request_id, prompt_token_ids=list(tokens), pooling_params=None,
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True), block_hasher=self._hasher,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
+            block_hasher=self._hasher, **more,
         )
         self.requests[request_id] = request
         self.scheduler.add_request(request)

@@ -1,0 +1,175 @@
+"""What a request of vLLM says of the worth of its KV: in `kv_hints`, an envelope that newer versions have, and in
+`kv_transfer_params`.
+
+Orchestrators write hints, in forms that are still moving, so nothing here makes a request fail: what is unknown or
+cannot be read is counted, and the first of it logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from kvdock.connectors.wishes import Wish
+from kvdock.protocol.schemas import MAX_HINT_S
+from kvdock.protocol.wire_types import MOST_PRIORITY
+
+log = logging.getLogger("kvdock.vllm")
+
+MOST_ACTIONS = 16
+"""In one envelope; the others are ignored."""
+MOST_DIRECTIVES = 64
+"""In one `kv.retain`."""
+VERSION = "1"
+"""That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
+
+
+class Unreadable(ValueError):
+    """A hint that is not in a form that we know; says what was found and what is wanted."""
+
+
+class Hints:
+    """`ignored`: called with how many hints of a request came to nothing."""
+
+    def __init__(self, ignored: Callable[[int], None]) -> None:
+        self._ignored, self._is_told = ignored, False
+
+    def of(self, request: Any) -> list[Wish]:
+        """What is wished for the request's chunks, if it ends by itself. Never raises."""
+        wishes: list[Wish] = []
+        for name, read in _hints_of(request):
+            try:
+                wishes += read()
+            except Exception as error:  # whatever an orchestrator sends, the request goes on
+                self._ignore(name, error)
+        return wishes
+
+    def _ignore(self, name: str, error: Exception) -> None:
+        self._ignored(1)
+        if not self._is_told:
+            self._is_told = True
+            log.warning(
+                "kvdock: ignores the KV hint %.80r: %s. Others are counted in hints_ignored, and not logged.", name,
+                str(error)[:300],
+            )
+
+
+def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
+    """The name of each hint, and what reads it."""
+    params = getattr(request, "kv_transfer_params", None)
+    if isinstance(params, Mapping) and "kvdock" in params:
+        own = params["kvdock"]
+        yield "kv_transfer_params", lambda: _of_params(own)
+    envelope = getattr(request, "kv_hints", None)
+    if envelope is None:
+        return
+    actions = getattr(envelope, "actions", None)
+    if not isinstance(actions, list | tuple):
+        yield "kv_hints", lambda: _refuse("actions", actions, "a list")
+        return
+    for number, action in enumerate(actions):
+        name = str(getattr(action, "action_type", action))
+        if number == MOST_ACTIONS:
+            yield name, lambda: _refuse("actions", len(actions), f"at most {MOST_ACTIONS}")
+            return
+        yield name, lambda action=action: _of_action(action)  # type: ignore[misc]  # a default binds it
+
+
+def _of_params(own: object) -> list[Wish]:
+    """{"session_end": true}."""
+    wanted = "session_end, true or false, alone"
+    if not isinstance(own, Mapping) or set(own) != {"session_end"} or not isinstance(own["session_end"], bool):
+        _refuse("kvdock", own, wanted)
+    return [Wish(conversation_ended=True)] if own["session_end"] else []
+
+
+def _of_action(action: Any) -> list[Wish]:
+    kind, version, payload = action.action_type, str(action.action_version), action.payload
+    read = _ACTIONS.get(kind)
+    if read is None:
+        _refuse("action_type", kind, ", ".join(_ACTIONS))
+    if version.partition(".")[0] not in ("0", VERSION):
+        _refuse("action_version", version, f"{VERSION}.x")
+    if not isinstance(payload, Mapping):
+        _refuse("payload", payload, "an object")
+    return read(payload)
+
+
+def _retain(payload: Mapping[str, Any]) -> list[Wish]:
+    """`directives` for ranges of tokens, or one priority for all of the request."""
+    directives = payload.get("directives")
+    if directives is None:
+        return [_retained(payload)] if _is_of_this_request(payload) else []
+    if not isinstance(directives, list) or len(directives) > MOST_DIRECTIVES:
+        _refuse("directives", directives, f"a list of at most {MOST_DIRECTIVES}")
+    return [_retained(one) for one in directives]
+
+
+def _retained(directive: Any) -> Wish:
+    """What comes before the range is retained with it: without that, nobody could find it."""
+    if not isinstance(directive, Mapping):
+        _refuse("directives", directive, "objects")
+    priority = _whole(directive, "priority", least=0)
+    start, end = _whole(directive, "start", least=0, default=0), directive.get("end")
+    if end is not None and _whole(directive, "end") <= start:
+        _refuse("end", end, f"above start, {start}")
+    duration_s = _seconds(directive, "duration" if "duration" in directive else "ttl_seconds")
+    return _wish(priority, duration_s, end)
+
+
+def _set_priority(payload: Mapping[str, Any]) -> list[Wish]:
+    """`value` None takes back what was wished before."""
+    if payload.get("target", "request_cached") != "request_cached":
+        _refuse("target", payload["target"], "request_cached")
+    if "value" in payload and payload["value"] is None:
+        return [Wish()]
+    return [_wish(_whole(payload, "value"), _seconds(payload, "ttl_seconds"), None)]
+
+
+def _evict(payload: Mapping[str, Any]) -> list[Wish]:
+    return [Wish(conversation_ended=True)] if _is_of_this_request(payload) else []
+
+
+_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], list[Wish]]] = {
+    "kv.retain": _retain, "kv.evict": _evict, "vllm.set_priority": _set_priority
+}
+
+
+def _wish(priority: int, duration_s: float, end: int | None) -> Wish:
+    if duration_s == 0:  # over already
+        priority = 0
+    if priority == 0:
+        return Wish(tokens=end)
+    priority = max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
+    return Wish(priority, min(duration_s, MAX_HINT_S), end)
+
+
+def _is_of_this_request(payload: Mapping[str, Any]) -> bool:
+    """Blocks that are named by their hashes are not looked for."""
+    mine = payload.get("include_current_request", True)
+    if not isinstance(mine, bool):
+        _refuse("include_current_request", mine, "true or false")
+    return mine
+
+
+def _whole(payload: Mapping[str, Any], name: str, *, least: int | None = None, default: int | None = None) -> int:
+    found = payload.get(name, default)
+    if not isinstance(found, int) or isinstance(found, bool) or (least is not None and found < least):
+        _refuse(name, found, "a whole number" if least is None else f"a whole number from {least} on")
+    return found
+
+
+def _seconds(payload: Mapping[str, Any], name: str) -> float:
+    """None: without an end, which is as long as the server takes."""
+    found = payload.get(name)
+    if found is None:
+        return MAX_HINT_S
+    if not isinstance(found, int | float) or isinstance(found, bool) or not (math.isfinite(found) and found >= 0):
+        _refuse(name, found, "seconds, 0 or more")
+    return float(found)
+
+
+def _refuse(name: str, found: object, wanted: str) -> NoReturn:
+    raise Unreadable(f"{name} is {str(found)[:80]!r}, and {wanted} is wanted")

@@ -32,6 +32,8 @@ class Lookup:
     lease: int  # a grant's id; 0 when nothing was locked
     limited: Literal['', 'held_bytes', 'pinning']  # what shortened the hit
     unpinned_tokens: int  # by how much 'pinning' shortened it
+    being_stored: int  # how far live others store the prefix now, in tokens; 0: nobody does
+    committed: int  # how much of that is stored, whatever shortened the hit
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
     chunks_json: bytes
@@ -200,8 +202,11 @@ class Table:
     # -- grants
     def lookup(
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
-        readers: int, skip_tokens: int, now_ms: int,
-    ) -> Lookup: ...
+        readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
+    ) -> Lookup:
+        """`computes`: the request promises to store what nobody has stored and nobody alive stores, until withdraw()."""
+    def withdraw(self, session: int, request: bytes) -> None:
+        """The request stores no more of what its lookups have promised."""
     def peek(self, namespace: int, keys: bytes) -> int:
         """The length of the hit in tokens. It locks nothing and counts as no use."""
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:

@@ -145,9 +145,12 @@ class Client:
             refused += answer.refused_releases
         return refused
 
-    def withdraw(self, session: str, requests: Sequence[str], *, timeout_s: float | None = None) -> None:
+    def withdraw(
+        self, session: str, requests: Sequence[str], *, timeout_s: float | None = None
+    ) -> s.ReleaseManyAnswer:
         """These requests store no more of what lookups with `computes` have promised for them."""
-        self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session, withdraws=list(requests)), timeout_s, session)
+        body = s.ReleaseMany(session=session, withdraws=list(requests))
+        return self._carrying(c.RELEASE_MANY, body, timeout_s, session)
 
     def cancel(self, lease: str, session: str, member: str, *, timeout_s: float | None = None) -> None:
         """For the member that asked, if no rank was or will be handed the plan."""

@@ -28,7 +28,7 @@ from kvdock.connectors.requests import MISS, ChainOf, Fetch, RequestState, Store
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Lookup, LookupAnswer, Reserve
+from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer, Reserve
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
 
 
@@ -44,13 +44,13 @@ class ChunkObserver:
 
 
 class SchedulerConnector:
-    """`readers`: how many ranks read each lease."""
+    """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
-        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None,
+        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, computes: bool = False,
     ) -> None:
-        self.session, self.readers = session, readers
+        self.session, self.readers, self._computes = session, readers, computes
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._chain_of = chain_of
@@ -100,14 +100,15 @@ class SchedulerConnector:
         self._observer.known(request_id, keys)
         return fetch
 
-    def asks_again(self, request_id: str, local_tokens: int) -> Fetch | None:
+    def asks_again(self, request_id: str, local_tokens: int | None = None) -> Fetch | None:
         """The question once more, for more may have been stored since its answer: to be sent, and the lookup after its
-        answer has that one. None when nothing was answered, all was found, or what was found is verified already."""
+        answer has that one. None when nothing was answered, all was found, or what was found is verified already.
+        `local_tokens` None: as many as the last time."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or request.answer is None or request.asked is None or request.epoch == 0:
                 return None
-            count = request.asked[0]
+            count, local_tokens = request.asked[0], request.asked[1] if local_tokens is None else local_tokens
             if request.answer.hit_tokens == count * self.chunk_tokens or request.verifying is request.answer:
                 return None
             request.asked = count, local_tokens
@@ -127,7 +128,9 @@ class SchedulerConnector:
             keys=b"".join(keys),
             readers=self.readers,
             skip_prefix_tokens=local_tokens,
+            computes=self._computes,
         )
+        request.promised = len(keys) if self._computes else 0
         return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)
 
     def fetch(self, fetch: Fetch) -> tuple[Attachment, str] | None:
@@ -161,6 +164,12 @@ class SchedulerConnector:
             return None
         assert answer.lease is not None
         return fetch.attachment, answer.lease  # forgotten while we asked
+
+    def being_stored(self, request_id: str) -> BeingStored | None:
+        """As RequestState has it."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.being_stored if request is not None else None
 
     def is_verified(self, request_id: str) -> bool:
         """Whether the request's lookup found something, all of which may be promised."""
@@ -327,8 +336,8 @@ class SchedulerConnector:
         try:
             answer = self.session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
-            self._cut_short(offer)
             self.session.lost(offer.attachment, error)
+            self._cut_short(offer)
             return None
         if answer.limited_by is not None:
             self._cut_short(offer)
@@ -348,6 +357,7 @@ class SchedulerConnector:
             request = self._requests.get(offer.request_id)
             if request is not None and request.attachment is offer.attachment:
                 request.cut_short = True
+        self.withdraw(offer.attachment, offer.request_id)
 
     # ------------------------------------------------------------------ forgetting
 
@@ -387,12 +397,26 @@ class SchedulerConnector:
                 return None
             return request.attachment, lease
 
+    def owes(self, request_id: str) -> Attachment | None:
+        """Where the request has promised chunks that it has not offered yet."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.attachment if request is not None and request.offered < request.promised else None
+
+    def withdraw(self, attachment: Attachment, request_id: str) -> None:
+        """Background: the request stores no more of what it has promised."""
+        if self._computes:
+            self._tell(attachment, self.session.client.withdraw, attachment.session, [request_id])
+
     def cancel(self, attachment: Attachment, lease: str) -> None:
         """Background."""
+        self._tell(attachment, self.session.client.cancel, lease, attachment.session, attachment.member)
+
+    def _tell(self, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
         if self.session.attachment is not attachment:
             return  # nobody listens; should that server return, it asks
         try:
-            self.session.client.cancel(lease, attachment.session, attachment.member)
+            call(*arguments)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(attachment, error)
 

@@ -204,7 +204,7 @@ class Table:
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
     ) -> Lookup:
-        """`computes`: the request promises to store what nobody has stored and nobody alive stores, until withdraw()."""
+        """`computes`: the request promises to store what nobody alive stores or has stored; see withdraw()."""
     def withdraw(self, session: int, request: bytes) -> None:
         """The request stores no more of what its lookups have promised."""
     def peek(self, namespace: int, keys: bytes) -> int:

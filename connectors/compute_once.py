@@ -57,7 +57,7 @@ class _Wait:
     began_s: float
     longest_s: float
     tokens: int
-    """What was awaited last, counted from token 0."""
+    """What is awaited, counted from token 0."""
     committed: int
     progress_s: float
     """When more was stored than before."""
@@ -96,7 +96,7 @@ class ComputeOnce:
             return False
         if stored.committed > wait.committed:
             wait.committed, wait.progress_s = stored.committed, now_s
-        wait.tokens = stored.tokens
+        wait.tokens = max(wait.tokens, stored.tokens)
         return not self.is_over(request_id)
 
     def is_over(self, request_id: str) -> bool:

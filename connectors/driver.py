@@ -31,6 +31,7 @@ from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
+from kvdock.protocol.schemas import BeingStored
 
 NO_LIMITS = LoadLimits()
 FRESH_S = 0.05
@@ -77,10 +78,14 @@ class Driver:
             return Miss()
         if self._rests(request_id):
             return Pending()
-        found = self._found(request_id, self._limits.shortened(tokens, local_tokens), local_tokens)
+        wanted = self._limits.shortened(tokens, local_tokens)
+        found, stored = self._found(request_id, wanted, local_tokens), self._being_stored(request_id)
+        if self._once is not None and stored is None and self._once.is_waiting(request_id):
+            found = self._ask(request_id, wanted, local_tokens)  # as new as the answer that says so
         if isinstance(found, Pending):
             return Miss() if self._is_late(request_id) else found
-        if self._waits(request_id, found, local_tokens):
+        hit_tokens = found.tokens if isinstance(found, Hit) else 0
+        if self._once is not None and self._once.waits(request_id, stored, hit_tokens, local_tokens):
             return Pending()
         if isinstance(found, Hit) and found.tokens - local_tokens < self._limits.min_load_tokens:
             question = self._questions.get(request_id)
@@ -94,14 +99,13 @@ class Driver:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
 
-    def _waits(self, request_id: str, found: LookupResult, local_tokens: int) -> bool:
-        """Whether the request, whose question was answered, waits for what another engine computes."""
+    def _being_stored(self, request_id: str) -> BeingStored | None:
+        """What the newest answer says that other engines store."""
         if self._once is None or self.scheduler.session.attachment is None:
-            return False
+            return None
         if (question := self._questions.get(request_id)) is not None:
             question.was_seen = question.answered.done()
-        stored, hit_tokens = self.scheduler.being_stored(request_id), found.tokens if isinstance(found, Hit) else 0
-        return self._once.waits(request_id, stored, hit_tokens, local_tokens)
+        return self.scheduler.being_stored(request_id)
 
     def _rests(self, request_id: str) -> bool:
         """Whether the request waits for another engine and nothing new is known. It is asked about again in time."""

@@ -74,6 +74,11 @@ class RequestState:
         last = self.newer if self.newer is not None else self.answer
         return last.being_stored if last is not None and last.limited_by is None else None
 
+    def take_newer(self) -> None:
+        """The newest answer is the one that counts, but for one whose verification has begun."""
+        if self.newer is not None and self.verifying is not self.answer:
+            self.answer, self.newer = self.newer, None
+
     def forget_answer(self) -> None:
         self.asked = self.answer = self.newer = None
 

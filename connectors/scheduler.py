@@ -85,8 +85,7 @@ class SchedulerConnector:
                 if len(keys) < request.asked[0]:  # a lease of more keys cannot be renewed
                     replaces, request.epoch = request.lease, 0
                 request.forget_answer()  # grown since, or less is at hand: ask again
-            if request.newer is not None and request.verifying is not request.answer:
-                request.answer, request.newer = request.newer, None
+            request.take_newer()
             if request.answer is not None:
                 hit_tokens = request.answer.hit_tokens
                 return Hit(hit_tokens) if hit_tokens > local_tokens else Miss()
@@ -190,6 +189,7 @@ class SchedulerConnector:
             request = self._leased(request_id)
             if request is None or request.verifying is request.answer:
                 return False
+            request.take_newer()
             request.verifying = request.answer
             return True
 

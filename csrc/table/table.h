@@ -3,7 +3,8 @@
 //
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
-//   uses the other two; neither knows Grants. Table has the calls, and with them the rules that span the parts.
+//   uses the other two; neither knows Grants. Promises stand alone. Table has the calls, and with them the rules that
+//   span the parts.
 // Thread safety: who calls the table or one of its parts holds its one mutex (csrc/bind/table.cpp), but for
 //   incarnation() and first_incarnation(), which return constants. The parts and what they consist of lock nothing.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,

@@ -18,7 +18,7 @@ from kvdock.protocol.schemas import BeingStored
 ASK_S = 0.02
 """While a request waits, it is asked about again this long after the last time."""
 STALL_SHARE = 0.5
-"""Of the time that a request may wait: how long it waits while nothing more is stored."""
+"""How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
 START_TOKENS_PER_S = 50_000.0
 """Until this engine's speed is known. A fast engine waits least."""
 KEPT_SHARE = 0.9

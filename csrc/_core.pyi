@@ -203,12 +203,9 @@ class Table:
     def lookup(
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
-    ) -> Lookup:
-        """`computes`: the request promises to store what nobody alive stores or has stored; see withdraw()."""
-    def withdraw(self, session: int, request: bytes) -> None:
-        """The request stores no more of what its lookups have promised."""
-    def peek(self, namespace: int, keys: bytes) -> int:
-        """The length of the hit in tokens. It locks nothing and counts as no use."""
+    ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
+    def withdraw(self, session: int, request: bytes) -> None: ...  # the request stores no more of what it promised
+    def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were
         asked for than the latest 65,536, which a server keeps)."""

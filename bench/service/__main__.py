@@ -7,10 +7,11 @@ Modes: one engine; two engines, each request sent to either at random; two engin
 (no connector), native (vLLM's own offload), kvdock, and lmcache and pegaflow where they are installed. All get the same
 host memory; where two engines cannot share it, each gets half. Each engine has a closed loop of requests.
 
-together, together4: two engines, and four, all of which get the same prompt of `--longest` tokens at the same moment, in
-several rounds with fresh prompts, of which the first is not counted. Kinds: kvdock and kvdock_once, with the connector's
-setting compute_once. Figures: all_first_tokens_ms (until the last engine has its first token, the rounds' mean), the
-worst round's all_first_tokens_max_ms, and computed_share (of the prompt tokens of all engines; 1 / engines is the least).
+together, together4: two engines, and four, all of which get the same prompt of `--longest` tokens at the same moment,
+in rounds with fresh prompts, of which the first is not counted. Kinds: kvdock and kvdock_once, with the connector's
+setting compute_once. Figures: all_first_tokens_ms (until the last engine has its first token, the mean of the rounds),
+all_first_tokens_max_ms (of the worst round), and computed_share (of the prompt tokens of all engines: all compute
+everything at 1, one of them does at 1 / engines).
 
 Prints one JSON object, for each mode and kind (mode_kind_…): took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms (time to
 first token), cached_share (of prompt tokens), decode_gap_p50_ms and decode_gap_p99_ms (between tokens of running
@@ -165,7 +166,9 @@ def engines_of(
         yield engines
 
 
-def serve_together(chosen: argparse.Namespace, mode: str, once: bool, folder: Path, vocabulary: int) -> dict[str, float]:
+def serve_together(
+    chosen: argparse.Namespace, mode: str, once: bool, folder: Path, vocabulary: int
+) -> dict[str, float]:
     """All engines get the same prompts, each of them at the same moment."""
     count, length = TOGETHER[mode], chosen.longest * chosen.block_tokens // trace.BLOCK_TOKENS
     requests = [
@@ -241,7 +244,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's connector, as JSON")
     parser.add_argument("--server", type=json.loads, default={}, help="more settings of kvdock's server, as JSON")
-    parser.add_argument("--logs", type=Path, help="folder for what engines logged and answered; without it that is not kept")
+    parser.add_argument("--logs", type=Path,
+                        help="folder for what engines logged and answered; without it that is not kept")
     chosen = parser.parse_args(arguments)
     chosen.paths = dict(one.split("=", 1) for one in chosen.path)
     if unknown := set(chosen.paths) - set(servers.KINDS):

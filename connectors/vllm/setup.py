@@ -20,7 +20,7 @@ from kvdock.connectors.vllm.groups import KVGroup
 MOST_WAIT_S = 1.0
 """A longer wait in the scheduling loop costs more than what it waits for."""
 MOST_SHARE = 10.0
-"""Of what computing takes: who waits longer for others waits for nothing."""
+"""The largest compute_once: who waits longer for others had better compute."""
 BY_LAYER = ("eager", "piecewise", "never")
 
 

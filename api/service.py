@@ -144,6 +144,7 @@ class CacheService:
         found = self._table.lookup(
             session.table_id, member.table_id, request, body.epoch, keys,
             readers=body.readers, skip_tokens=body.skip_prefix_tokens, now_ms=self._clock.now_ms(),
+            computes=body.computes,
         )
         session.grants += found.lease != 0
         self._tally.lookup(session, body, request, keys, found, started_ns)
@@ -153,6 +154,7 @@ class CacheService:
             lease=grant_text(found.lease) if found.lease else None,
             first_chunk=found.first_chunk,
             limited_by=found.limited or None,
+            being_stored=s.BeingStored(found.being_stored, found.committed) if found.being_stored else None,
             chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
@@ -163,6 +165,8 @@ class CacheService:
 
     async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
         session = self._registry.session(body.session, peer.tenant)
+        for request in body.withdraws:
+            self._table.withdraw(session.table_id, self._names.digest(request))
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
@@ -272,6 +276,8 @@ class CacheService:
         """Without a session: a length, and nothing is held."""
         if body.releases:
             raise ApiError("invalid_body", "without a session there is no lease", found="$.releases", wanted="session")
+        if body.computes:
+            raise ApiError("invalid_body", "without a session nobody computes", found="$.computes", wanted="session")
         if body.namespace is None:
             raise ApiError("invalid_body", "without a session, name the namespace", found="$", wanted="namespace")
         namespace = self._registry.namespace(key_bytes([body.namespace]), peer.sees)

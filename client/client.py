@@ -10,7 +10,7 @@ library. client/http_client.py offers the same calls through httpx.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVar
@@ -144,6 +144,13 @@ class Client:
             answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
             refused += answer.refused_releases
         return refused
+
+    def withdraw(
+        self, session: str, requests: Sequence[str], *, timeout_s: float | None = None
+    ) -> s.ReleaseManyAnswer:
+        """These requests store no more of what lookups with `computes` have promised for them."""
+        body = s.ReleaseMany(session=session, withdraws=list(requests))
+        return self._carrying(c.RELEASE_MANY, body, timeout_s, session)
 
     def cancel(self, lease: str, session: str, member: str, *, timeout_s: float | None = None) -> None:
         """For the member that asked, if no rank was or will be handed the plan."""

@@ -208,6 +208,7 @@ class AsyncHttpClient:
     session = _awaited(Client.session)
     lookup = _awaited(Client.lookup)
     release = _awaited(Client.release)
+    withdraw = _awaited(Client.withdraw)
     cancel = _awaited(Client.cancel)
     mismatch = _awaited(Client.mismatch)
     hint = _awaited(Client.hint)

@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.compute_once import ASK_S, ComputeOnce
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.limits import LoadLimits
 from kvdock.connectors.patience import Patience, Question
@@ -31,6 +32,7 @@ from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.wishes import Wish, tell
+from kvdock.protocol.schemas import BeingStored
 
 NO_LIMITS = LoadLimits()
 FRESH_S = 0.05
@@ -40,14 +42,15 @@ FRESH_S = 0.05
 class Driver:
     """`answered`: called in the background with the seconds that each lookup took. `verifies_all`: each answer is
     verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
-    `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there."""
+    `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there. `once`: how long
+    a request waits for what another engine computes; None: it does not."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
         verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        once: ComputeOnce | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler, self.statistics, self.patience = scheduler, statistics, patience
+        self.scheduler, self.statistics, self.patience, self._once = scheduler, statistics, patience, once
         self._verifies_all = verifies_all
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
@@ -74,9 +77,17 @@ class Driver:
         `finished`."""
         if request_id in self._declined:
             return Miss()
-        found = self._found(request_id, self._limits.shortened(tokens, local_tokens), local_tokens)
+        if self._rests(request_id):
+            return Pending()
+        wanted = self._limits.shortened(tokens, local_tokens)
+        found, stored = self._found(request_id, wanted, local_tokens), self._being_stored(request_id)
+        if self._once is not None and stored is None and self._once.is_waiting(request_id):
+            found = self._ask(request_id, wanted, local_tokens)  # as new as the answer that says so
         if isinstance(found, Pending):
             return Miss() if self._is_late(request_id) else found
+        hit_tokens = found.tokens if isinstance(found, Hit) else 0
+        if self._once is not None and self._once.waits(request_id, stored, hit_tokens, local_tokens):
+            return Pending()
         if isinstance(found, Hit) and found.tokens - local_tokens < self._limits.min_load_tokens:
             question = self._questions.get(request_id)
             if question is None or question.answered.done():  # else more may be found
@@ -88,6 +99,29 @@ class Driver:
         if self.statistics is not None:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
+
+    def _being_stored(self, request_id: str) -> BeingStored | None:
+        """What the newest answer says that other engines store."""
+        if self._once is None or self.scheduler.session.attachment is None:
+            return None
+        if (question := self._questions.get(request_id)) is not None:
+            question.was_seen = question.answered.done()
+        return self.scheduler.being_stored(request_id)
+
+    def _rests(self, request_id: str) -> bool:
+        """Whether the request waits for another engine and nothing new is known. It is asked about again in time."""
+        once, question = self._once, self._questions.get(request_id)
+        if once is None or question is None or not once.is_waiting(request_id) or once.is_over(request_id):
+            return False
+        if question.answered.done():
+            if not question.was_seen:
+                return False
+            if self._clock() - question.asked_s >= ASK_S:
+                again = self.scheduler.asks_again(request_id)
+                if again is None:
+                    return False
+                self._send(again)
+        return True
 
     def step(self, is_idle: bool) -> None:
         """The engine has planned a step; `is_idle`: one that computes nothing."""
@@ -212,6 +246,8 @@ class Driver:
         try:
             if is_wanted(batch):
                 plan = self.scheduler.reserve(offer, batch)
+            else:
+                self.scheduler.withdraw(offer.attachment, offer.request_id)
         finally:
             carry_out(batch, plan)
 
@@ -232,6 +268,11 @@ class Driver:
         """The request ended, was aborted or preempted."""
         self._declined.discard(request_id)
         self._forget_question(request_id)
+        if self._once is not None:
+            self._once.forget(request_id)
+        owed = self.scheduler.owes(request_id)
+        if owed is not None:  # after the reservations of what was offered
+            self._storing.run(self.scheduler.withdraw, owed, request_id)
         if self.statistics is not None:
             self.statistics.finished(request_id)
         self._cancel(self.scheduler.finished(request_id))
@@ -257,7 +298,7 @@ class Driver:
                 self.patience.answered(ended_s - began_s)
             self._answered(ended_s - asked_s)
         self._cancel(unwanted)
-        if self._verifies_all:
+        if self._verifies_all and (self._once is None or self.scheduler.being_stored(fetch.request_id) is None):
             self._verify(fetch.request_id)
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:

@@ -32,11 +32,12 @@ NEWEST_STEP = 0.2
 @dataclass
 class Question:
     """A lookup under way: `answered` ends with its answer, and it was asked at `asked_s` of the clock. `was_late`:
-    somebody was told so."""
+    somebody was told so. `was_seen`: whoever waits for another engine has seen its answer."""
 
     answered: Future[None]
     asked_s: float
     was_late: bool = False
+    was_seen: bool = False
 
 
 class Patience:

@@ -10,7 +10,7 @@ from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.keys import KeyChain
-from kvdock.protocol.schemas import Lookup, LookupAnswer
+from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
 
 
@@ -58,6 +58,8 @@ class RequestState:
     """The server knows that the engine has these chunks in its own memory while the request runs."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not asked for: one of them failed to load."""
+    promised: int = 0
+    """Chunks [0, promised) were named by a lookup that said that the request computes what is missing."""
     cut_short: bool = False
     """A store found no room: what comes behind it could not be reached, so nothing more is offered."""
 
@@ -66,6 +68,18 @@ class RequestState:
         """What the server leased it and nobody has been given."""
         last = self.newer if self.newer is not None else self.answer
         return last.lease if last is not None else None
+
+    @property
+    def being_stored(self) -> BeingStored | None:
+        """What the newest answer says that others store; None as well where a limit cut it: waiting is of no use then.
+        """
+        last = self.newer if self.newer is not None else self.answer
+        return last.being_stored if last is not None and last.limited_by is None else None
+
+    def take_newer(self) -> None:
+        """The newest answer is the one that counts, but for one whose verification has begun."""
+        if self.newer is not None and self.verifying is not self.answer:
+            self.answer, self.newer = self.newer, None
 
     def forget_answer(self) -> None:
         self.asked = self.answer = self.newer = None

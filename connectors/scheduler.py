@@ -20,20 +20,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 
+from kvdock.connectors.batches import LAST_STORE_KEYS, Batches
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
 from kvdock.connectors.requests import MISS, ChainOf, Fetch, RequestState, StoreOffer, chain_of_tokens
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import Lookup, LookupAnswer, Reserve
-from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
-
-
-LAST_STORE_KEYS = 32
-"""Where a block of a store is given to another request, all of the store is lost."""
+from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer, Reserve
+from kvdock.protocol.wire_types import MAX_KEYS
 
 
 class ChunkObserver:
@@ -49,24 +45,25 @@ class ChunkObserver:
 
 class SchedulerConnector:
     """`readers`: how many ranks read each lease. `exclusive`: what a running request has in the engine's memory may go
-    from the pool first, and is stored once more when the request ends."""
+    from the pool first, and is stored once more when the request ends. `computes`: lookups promise to store what they
+    do not find."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
         chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, exclusive: bool = False,
+        computes: bool = False,
     ) -> None:
-        self.session, self.readers = session, readers
+        self.session, self.readers, self._computes = session, readers, computes
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._chain_of = chain_of
         self._requests: dict[str, RequestState] = {}
         self._lock = threading.Lock()
         self._epoch = 0
-        self._stores = 0
         self._block_sizes = session.manifest.block_sizes
-        self._full = {g for g, group in enumerate(session.manifest.groups) if group.kind == "full"}
+        self._batches = Batches(session.manifest, session.identity.member)
         # Of what a window has left behind, the engine has nothing to store once more.
-        self.exclusive = exclusive and len(self._full) == len(session.manifest.groups)
+        self.exclusive = exclusive and not self._batches.has_windows
 
     @property
     def chunk_tokens(self) -> int:
@@ -92,8 +89,7 @@ class SchedulerConnector:
                 if len(keys) < request.asked[0]:  # a lease of more keys cannot be renewed
                     replaces, request.epoch = request.lease, 0
                 request.forget_answer()  # grown since, or less is at hand: ask again
-            if request.newer is not None and request.verifying is not request.answer:
-                request.answer, request.newer = request.newer, None
+            request.take_newer()
             if request.answer is not None:
                 hit_tokens = request.answer.hit_tokens
                 return Hit(hit_tokens) if hit_tokens > local_tokens else Miss()
@@ -107,14 +103,15 @@ class SchedulerConnector:
         self._observer.known(request_id, keys)
         return fetch
 
-    def asks_again(self, request_id: str, local_tokens: int) -> Fetch | None:
+    def asks_again(self, request_id: str, local_tokens: int | None = None) -> Fetch | None:
         """The question once more, for more may have been stored since its answer: to be sent, and the lookup after its
-        answer has that one. None when nothing was answered, all was found, or what was found is verified already."""
+        answer has that one. None when nothing was answered, all was found, or what was found is verified already.
+        `local_tokens` None: as many as the last time."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or request.answer is None or request.asked is None or request.epoch == 0:
                 return None
-            count = request.asked[0]
+            count, local_tokens = request.asked[0], request.asked[1] if local_tokens is None else local_tokens
             if request.answer.hit_tokens == count * self.chunk_tokens or request.verifying is request.answer:
                 return None
             request.asked = count, local_tokens
@@ -134,7 +131,9 @@ class SchedulerConnector:
             keys=b"".join(keys),
             readers=self.readers,
             skip_prefix_tokens=local_tokens,
+            computes=self._computes,
         )
+        request.promised = len(keys) if self._computes else 0
         return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)
 
     def fetch(self, fetch: Fetch) -> tuple[Attachment, str] | None:
@@ -169,6 +168,12 @@ class SchedulerConnector:
         assert answer.lease is not None
         return fetch.attachment, answer.lease  # forgotten while we asked
 
+    def being_stored(self, request_id: str) -> BeingStored | None:
+        """As RequestState has it."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.being_stored if request is not None else None
+
     def is_verified(self, request_id: str) -> bool:
         """Whether the request's lookup found something, all of which may be promised."""
         with self._lock:
@@ -188,6 +193,7 @@ class SchedulerConnector:
             request = self._leased(request_id)
             if request is None or request.verifying is request.answer:
                 return False
+            request.take_newer()
             request.verifying = request.answer
             return True
 
@@ -267,8 +273,8 @@ class SchedulerConnector:
     def begin_store(
         self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> StoreOffer | None:
-        """The whole chunks of [0, computed_tokens) not offered before; None when there are none. If exclusive, the first
-        offer has all of them, also those that were loaded."""
+        """The whole chunks of [0, computed_tokens) not offered before; None when there are none. If exclusive, the
+        first offer has all of them, also those that were loaded."""
         ready = computed_tokens // self.chunk_tokens
         with self._lock:
             known = self._requests.get(request_id)
@@ -281,22 +287,21 @@ class SchedulerConnector:
             first = 0 if tells else request.offered
             request.offered = max(request.offered, min(ready, first + MAX_KEYS))
             request.is_told |= tells
-            batches = tuple(self._batches(request.chain.keys, block_ids, first, min(ready, request.offered)))
+            batches = self._batches.of(request.chain.keys, block_ids, first, min(ready, request.offered))
         offer = self._offer(request_id, request, batches, duplicate=self.exclusive)
         if offer is not None:
             self._observer.known(request_id, request.chain.keys[:ready])
         return offer
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks) -> StoreOffer | None:
-        """All that was offered as duplicates: the request ends or is preempted, and they may have gone. A chunk of which
-        `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
+        """All that was offered as duplicates: the request ends or is preempted, and they may have gone. A chunk of
+        which `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is None or not request.is_told:
                 return None
             request.cut_short = False  # there may be room now
-            keys = request.chain.keys
-            batches = tuple(self._batches(keys, block_ids, 0, request.offered, at_most=LAST_STORE_KEYS))
+            batches = self._batches.of(request.chain.keys, block_ids, 0, request.offered, at_most=LAST_STORE_KEYS)
         return self._offer(request_id, request, batches, duplicate=False)
 
     def _offer(
@@ -304,38 +309,7 @@ class SchedulerConnector:
     ) -> StoreOffer | None:
         if not batches or not request.attachment.acquire():
             return None
-        reads: list[list[int]] = [[] for _ in self._block_sizes]
-        for batch in batches:
-            for of_chunk in batch.block_ids:
-                for group, blocks in zip(batch.groups, of_chunk, strict=True):
-                    reads[group] += blocks
-        return StoreOffer(request_id, request.attachment, batches, tuple(tuple(blocks) for blocks in reads), duplicate)
-
-    def _batches(
-        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS
-    ) -> Iterator[StoreBatch]:
-        """Chunks [first, end), cut where the groups of which the engine still has all blocks change, and behind every
-        `at_most` of them."""
-        per_chunk = [self.chunk_tokens // size for size in self._block_sizes]
-        chunks: list[dict[int, tuple[int, ...]]] = []
-        for chunk in range(first, end):
-            whole: dict[int, tuple[int, ...]] = {}
-            for group, (column, count) in enumerate(zip(block_ids, per_chunk, strict=True)):
-                blocks = tuple(block for block in column[chunk * count : (chunk + 1) * count] if block is not None)
-                if len(blocks) == count:
-                    whole[group] = blocks
-            chunks.append(whole)
-        kinds = groupby(enumerate(chunks, first), key=lambda one: ((one[0] - first) // at_most, tuple(one[1])))
-        for (_, groups), run in kinds:
-            if not self._full <= set(groups):
-                return  # of no use without all of full attention, and neither is what follows it
-            members = list(run)
-            begin, stop = members[0][0], members[-1][0] + 1
-            self._stores += 1
-            yield StoreBatch(
-                f"{self.session.identity.member}-{self._stores}", groups, keys[begin - 1] if begin else None,
-                tuple(keys[begin:stop]), tuple(tuple(blocks.values()) for _, blocks in members),
-            )
+        return StoreOffer(request_id, request.attachment, batches, self._batches.blocks_read(batches), duplicate)
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
         """Background: asks for slots. None when the server has it all, has no room, or is not there."""
@@ -358,8 +332,8 @@ class SchedulerConnector:
         try:
             answer = self.session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
-            self._cut_short(offer)
             self.session.lost(offer.attachment, error)
+            self._cut_short(offer)
             return None
         if answer.limited_by is not None:
             self._cut_short(offer)
@@ -379,6 +353,7 @@ class SchedulerConnector:
             request = self._requests.get(offer.request_id)
             if request is not None and request.attachment is offer.attachment:
                 request.cut_short = True
+        self.withdraw(offer.attachment, offer.request_id)
 
     def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:
         """Those of the request's chunks, from its first; None when nobody looked for it or stored it."""
@@ -424,12 +399,26 @@ class SchedulerConnector:
                 return None
             return request.attachment, lease
 
+    def owes(self, request_id: str) -> Attachment | None:
+        """Where the request has promised chunks that it has not offered yet."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.attachment if request is not None and request.offered < request.promised else None
+
+    def withdraw(self, attachment: Attachment, request_id: str) -> None:
+        """Background: the request stores no more of what it has promised."""
+        if self._computes:
+            self._tell(attachment, self.session.client.withdraw, attachment.session, [request_id])
+
     def cancel(self, attachment: Attachment, lease: str) -> None:
         """Background."""
+        self._tell(attachment, self.session.client.cancel, lease, attachment.session, attachment.member)
+
+    def _tell(self, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
         if self.session.attachment is not attachment:
             return  # nobody listens; should that server return, it asks
         try:
-            self.session.client.cancel(lease, attachment.session, attachment.member)
+            call(*arguments)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(attachment, error)
 

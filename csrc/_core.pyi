@@ -34,6 +34,8 @@ class Lookup:
     lease: int  # a grant's id; 0 when nothing was locked
     limited: Literal['', 'held_bytes', 'pinning']  # what shortened the hit
     unpinned_tokens: int  # by how much 'pinning' shortened it
+    being_stored: int  # how far live others store the prefix now, in tokens; 0: nobody does
+    committed: int  # how much of that is stored, whatever shortened the hit
     chunks: list[list[tuple[int, int, int, int, int, int]]]
     """Per chunk from first_chunk on: (group, writer, segment, offset, length, checksum)."""
     chunks_json: bytes
@@ -195,10 +197,10 @@ class Table:
     # -- grants
     def lookup(
         self, session: int, member: int, request: bytes, epoch: int, keys: bytes, *,
-        readers: int, skip_tokens: int, now_ms: int,
-    ) -> Lookup: ...
-    def peek(self, namespace: int, keys: bytes) -> int:
-        """The length of the hit in tokens. It locks nothing and counts as no use."""
+        readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
+    ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
+    def withdraw(self, session: int, request: bytes) -> None: ...  # the request stores no more of what it promised
+    def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were
         asked for than the latest 65,536, which a server keeps)."""
@@ -210,8 +212,7 @@ class Table:
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
         groups: int, temporary: bool, deadline_ms: int, now_ms: int, duplicate: bool = False,
     ) -> Reservation:
-        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now. duplicate: as the field of
-        Reserve."""
+        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now. duplicate: see Reserve."""
     def commit(
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:

@@ -21,6 +21,7 @@ from kvdock.protocol.wire_types import (
     MAX_GROUPS,
     MAX_KEYS,
     MAX_RANKS,
+    MAX_RELEASES,
     MOST_PRIORITY,
     Answer,
     Body,
@@ -277,6 +278,16 @@ class Lookup(Carrier, kw_only=True):
     tokens: Tokens | None = None
     readers: Readers = 1
     skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS << 16)] = 0
+    computes: bool = False
+    """The request promises to compute and store what is not found, unless others do; `withdraws` takes that back."""
+
+
+class BeingStored(Answer):
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to."""
+
+    tokens: int
+    committed: int
+    """So many of `tokens` are stored, whatever limits `hit_tokens`."""
 
 
 class LookupHead(Carried, kw_only=True):
@@ -288,6 +299,8 @@ class LookupHead(Carried, kw_only=True):
     first_chunk: int
     """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
     limited_by: Literal["held_bytes", "pinning"] | None = None
+    being_stored: BeingStored | None = None
+    """None: nobody else stores what comes behind the stored prefix."""
 
 
 class LookupAnswer(LookupHead, kw_only=True):
@@ -308,6 +321,8 @@ class ReleaseMany(Carrier, kw_only=True):
     """Releases on their own, without another call that carries them."""
 
     session: Name
+    withdraws: Annotated[list[Name], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
+    """Requests of lookups with `computes` that store no more of what they promised. Repeating it is harmless."""
 
 
 class ReleaseManyAnswer(Carried, kw_only=True):

@@ -90,7 +90,9 @@ _add(
     "lookup", endpoints.LOOKUP, "reading", "The longest stored prefix, and a lease on it",
     "Keys form a chain: each names its chunk and all chunks before it. A lease is held by ranks, one bit each; a "
     "counter could not tell a repeated release from a second reader's. A client without ranks sends its number of "
-    "`readers` and numbers them itself.",
+    "`readers` and numbers them itself. `computes` lets lookups of others know, in `being_stored`, what this request "
+    "is about to store, so that they can wait and ask again instead of computing the same. Such a promise holds no "
+    "memory. It ends when nothing of it was stored for 30 s, or when a member of the session is not known to be alive.",
     retry="(session, `request`, `epoch`) is the id. Within an epoch the same lease is renewed, so none is lost. Once a "
     "rank has released, the epoch is over: `stale_epoch`, ask again with the next one.",
     errors=(*_ASKER, "unknown_namespace", "stale_epoch", "id_reused", "skip_misaligned", "skip_exceeds_hit",
@@ -104,6 +106,7 @@ _add(
 _add(
     "release_many", endpoints.RELEASE_MANY, "reading",
     "Releases of many leases of one session; lookups, reservations, commits and heartbeats carry them too",
+    "`withdraws` takes back what lookups with `computes` have promised, when a request ends before it has stored it.",
     retry="(lease, rank) is the id, as for one release.", errors=("unknown_session",),
 )
 

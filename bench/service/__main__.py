@@ -1,10 +1,17 @@
 """A trace's sessions through vLLM in service: kvdock, beside what else keeps KV in host memory.
 
     python -m bench.service --json --trace FILE [--kinds off native kvdock] [--modes one two_random two_affinity]
+    python -m bench.service --json --modes together together4 [--gpus 4]
 
 Modes: one engine; two engines, each request sent to either at random; two engines, each session sent to one. Kinds: off
 (no connector), native (vLLM's own offload), kvdock, and lmcache and pegaflow where they are installed. All get the same
 host memory; where two engines cannot share it, each gets half. Each engine has a closed loop of requests.
+
+together, together4: two engines, and four, all of which get the same prompt of `--longest` tokens at the same moment,
+in rounds with fresh prompts, of which the first is not counted. Kinds: kvdock and kvdock_once, with the connector's
+setting compute_once. Figures: all_first_tokens_ms (until the last engine has its first token, the mean of the rounds),
+all_first_tokens_max_ms (of the worst round), and computed_share (of the prompt tokens of all engines: all compute
+everything at 1, one of them does at 1 / engines).
 
 Prints one JSON object, for each mode and kind (mode_kind_…): took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms (time to
 first token), cached_share (of prompt tokens), decode_gap_p50_ms and decode_gap_p99_ms (between tokens of running
@@ -22,8 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +40,10 @@ from bench.vllm.__main__ import obstacle
 from bench.vllm.children import LLAMA_8B, wait_until_pinned
 
 MODES = ("one", "two_random", "two_affinity")
+TOGETHER = {"together": 2, "together4": 4}
+"""Modes without a trace, and how many engines they have."""
+ROUND_S = 0.5
+"""Between two rounds."""
 GIB = 1 << 30
 
 
@@ -122,25 +133,27 @@ def engine_options(chosen: argparse.Namespace, engines: int) -> dict[str, Any]:
     }
 
 
-def serve(
-    chosen: argparse.Namespace, kind: str, mode: str, requests: Sequence[trace.Request], prompts: list[list[int]],
-    folder: Path,
-) -> dict[str, float]:
-    """One kind in one mode."""
-    parts, path = shares(mode, requests, chosen.seed), chosen.paths.get(kind, "")
+@contextmanager
+def engines_of(
+    chosen: argparse.Namespace, kind: str, mode: str, work: Sequence[dict[str, Any]], folder: Path,
+    settings: dict[str, Any],
+) -> Iterator[list[EngineProcess]]:
+    """Engines of a kind that are ready, one for each `work`: its requests, concurrency, rounds. `settings`: of kvdock's
+    connector."""
+    path = chosen.paths.get(kind, "")
     with ExitStack() as stack:
         connector = stack.enter_context(servers.connector(
-            kind, host_bytes=int(chosen.host_gib * GIB), engines=len(parts), path=path, kvdock=chosen.connector,
+            kind, host_bytes=int(chosen.host_gib * GIB), engines=len(work), path=path, kvdock=settings,
             server=chosen.server, address=chosen.address, namespace=f"bench-{mode}-{time.time_ns()}",
         ))
         engines = []
-        for at, part in enumerate(parts):
+        for at, part in enumerate(work):
+            environment = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if chosen.device == "cuda" else {}
+            if chosen.gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(at % chosen.gpus)
             said = {
-                "connector": connector, "engine": engine_options(chosen, len(parts)),
-                "environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"} if chosen.device == "cuda" else {},
-                "model": str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": chosen.layers},
-                "requests": [(prompts[n], max(4, min(requests[n].new_tokens, chosen.new))) for n in part],
-                "concurrency": max(1, chosen.concurrency // len(parts)),
+                "connector": connector, "engine": engine_options(chosen, len(work)), "environment": environment,
+                "model": str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": chosen.layers}, **part,
             }
             engines.append(EngineProcess(said, folder, f"{mode}-{kind}-{at}", path))
             stack.callback(engines[-1].close)
@@ -150,6 +163,48 @@ def serve(
             assert connector is not None
             wait_until_pinned(connector["kv_connector_extra_config"]["address"])
         time.sleep(chosen.settle_s)  # others page-lock their memory meanwhile
+        yield engines
+
+
+def serve_together(
+    chosen: argparse.Namespace, mode: str, once: bool, folder: Path, vocabulary: int
+) -> dict[str, float]:
+    """All engines get the same prompts, each of them at the same moment."""
+    count, length = TOGETHER[mode], chosen.longest * chosen.block_tokens // trace.BLOCK_TOKENS
+    requests = [
+        ([draw.randrange(5, vocabulary) for _ in range(length)], 4)
+        for draw in (random.Random(f"{chosen.seed}/{number}") for number in range(chosen.rounds + 1))
+    ]
+    settings = chosen.connector | {"compute_once": chosen.compute_once if once else 0.0}
+    work = [{"requests": requests, "concurrency": 1, "rounds": True}] * count
+    rounds = []
+    with engines_of(chosen, "kvdock", f"{mode}-{once}", work, folder, settings) as engines:
+        for _ in requests:
+            for engine in engines:
+                engine.go()
+            rounds.append([engine.answer() for engine in engines])
+            time.sleep(ROUND_S)  # what was stored last is published
+    (folder / f"{mode}-{once}.answers.json").write_text(json.dumps(rounds))
+    counted = rounds[1:]
+    last_ms = [1e3 * max(answer["ttft_s"][0] for answer in answers) for answers in counted]
+    cached = sum(answer["cached"][0] for answers in counted for answer in answers)
+    return {
+        "all_first_tokens_ms": statistics.mean(last_ms), "all_first_tokens_max_ms": max(last_ms),
+        "computed_share": 1 - cached / (len(counted) * count * length),
+    }
+
+
+def serve(
+    chosen: argparse.Namespace, kind: str, mode: str, requests: Sequence[trace.Request], prompts: list[list[int]],
+    folder: Path,
+) -> dict[str, float]:
+    """One kind in one mode."""
+    parts = shares(mode, requests, chosen.seed)
+    work = [{
+        "requests": [(prompts[n], max(4, min(requests[n].new_tokens, chosen.new))) for n in part],
+        "concurrency": max(1, chosen.concurrency // len(parts)),
+    } for part in parts]
+    with engines_of(chosen, kind, mode, work, folder, chosen.connector) as engines:
         for engine in engines:
             engine.go()
         answers = [engine.answer() for engine in engines]
@@ -163,9 +218,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
         prog="python -m bench.service", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, as bench/trace.py reads them")
+    parser.add_argument("--trace", type=Path, help="JSON lines, as bench/trace.py reads them")
     parser.add_argument("--kinds", nargs="+", choices=servers.KINDS, default=list(servers.KINDS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=(*MODES, *TOGETHER), default=list(MODES))
     parser.add_argument("--seed", type=int, default=1, help="of sessions, tokens, routing and turns")
     parser.add_argument("--sessions", type=int, default=30)
     parser.add_argument("--most", type=int, default=164, help="requests")
@@ -177,6 +232,9 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
     parser.add_argument("--settle-s", type=float, default=4.0, help="from the start of engines to the first request")
+    parser.add_argument("--gpus", type=int, default=1, help="engines are spread over so many")
+    parser.add_argument("--rounds", type=int, default=5, help="that are counted, of together and together4")
+    parser.add_argument("--compute-once", type=float, default=1.5, help="the connector's setting of kind kvdock_once")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
     parser.add_argument("--block-tokens", type=int, default=trace.BLOCK_TOKENS,
@@ -186,11 +244,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's connector, as JSON")
     parser.add_argument("--server", type=json.loads, default={}, help="more settings of kvdock's server, as JSON")
-    parser.add_argument("--logs", type=Path, help="folder for what engines logged and answered; without it that is not kept")
+    parser.add_argument("--logs", type=Path,
+                        help="folder for what engines logged and answered; without it that is not kept")
     chosen = parser.parse_args(arguments)
     chosen.paths = dict(one.split("=", 1) for one in chosen.path)
     if unknown := set(chosen.paths) - set(servers.KINDS):
         parser.error(f"--path: found {', '.join(sorted(unknown))}, wanted some of {', '.join(servers.KINDS)}")
+    if chosen.trace is None and not TOGETHER.keys() >= set(chosen.modes):
+        parser.error(f"--trace: found none, wanted one for modes other than {', '.join(TOGETHER)}")
     return chosen
 
 
@@ -199,7 +260,7 @@ def main(arguments: list[str]) -> int:
     if why := obstacle(chosen.device, chosen.model):
         print(f"bench.service: {why}", file=sys.stderr)
         return 2
-    requests = trace.sampled_sessions(
+    requests = [] if chosen.trace is None else trace.sampled_sessions(
         trace.read(chosen.trace), count=chosen.sessions, seed=chosen.seed, most=chosen.most,
         longest_tokens=chosen.longest,
     )
@@ -217,9 +278,13 @@ def main(arguments: list[str]) -> int:
         folder = chosen.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdock-bench-")))
         folder.mkdir(parents=True, exist_ok=True)
         for mode in chosen.modes:
-            for kind in turns.sample(kinds, len(kinds)):
+            of_mode = ["kvdock", "kvdock_once"] if mode in TOGETHER else kinds
+            for kind in turns.sample(of_mode, len(of_mode)):
                 try:
-                    found = serve(chosen, kind, mode, requests, prompts, folder)
+                    if mode in TOGETHER:
+                        found = serve_together(chosen, mode, kind == "kvdock_once", folder, config["vocab_size"])
+                    else:
+                        found = serve(chosen, kind, mode, requests, prompts, folder)
                 except RuntimeError as error:  # the others may do better
                     print(f"bench.service: {mode} {kind}: {error}", file=sys.stderr, flush=True)
                     failed = True

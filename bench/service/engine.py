@@ -2,9 +2,9 @@
 
     python -m bench.service.engine FILE
 
-FILE is JSON: connector, engine, environment, model, requests, concurrency. It says {"ready": true} once it is, waits
-for a line, serves, and answers with what it saw. Times are those of the frontend, and the engine's core runs in a
-process of its own, with vLLM's own loop.
+FILE is JSON: connector, engine, environment, model, requests, concurrency, and perhaps rounds. It says {"ready": true}
+once it is, waits for a line, serves, and answers with what it saw; with rounds, once for each request. Times are those
+of the frontend, and the engine's core runs in a process of its own, with vLLM's own loop.
 """
 
 from __future__ import annotations
@@ -71,15 +71,16 @@ class Loop:
             if output.finished:
                 self.finished.add(name)
 
-    def serve(self, requests: list[tuple[list[int], int]], concurrency: int) -> dict[str, Any]:
-        begun_s, queue = time.perf_counter(), deque(enumerate(requests))
+    def serve(self, requests: list[tuple[list[int], int]], concurrency: int, first: int = 0) -> dict[str, Any]:
+        """`first`: the number of the first request."""
+        begun_s, queue = time.perf_counter(), deque(enumerate(requests, first))
         before = len(self.finished)
         while queue or self.engine.has_unfinished_requests():
             while queue and len(self.began_s) - len(self.finished) < concurrency:
                 number, (ids, new_tokens) = queue.popleft()
                 self.submit(f"r{number}", ids, new_tokens)
             self.step()
-        names = [f"r{number}" for number in range(len(requests))]
+        names = [f"r{number}" for number in range(first, first + len(requests))]
         assert len(self.finished) - before == len(requests), "every request ends"
         return {
             "took_s": time.perf_counter() - begun_s,
@@ -103,9 +104,12 @@ def main() -> None:
     while loop.engine.has_unfinished_requests():
         loop.step()
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    sys.stdin.readline()
-    found = loop.serve(said["requests"], said["concurrency"])
-    print(json.dumps(found), file=answers, flush=True)
+    requests = said["requests"]
+    size = 1 if said.get("rounds") else len(requests)
+    for first in range(0, len(requests), max(1, size)):
+        sys.stdin.readline()
+        found = loop.serve(requests[first : first + size], said["concurrency"], first)
+        print(json.dumps(found), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -42,6 +42,11 @@ METRICS: Mapping[str, Metric] = {
     "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
     "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
     "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
+    "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
+    "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
+    "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
+    "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
+    "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""

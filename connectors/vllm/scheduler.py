@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.compute_once import ComputeOnce, PrefillSpeed
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
@@ -44,6 +45,8 @@ from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.protocol.keys import HashedChain
 
+LEAST_PROMPT = 64
+"""Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
 FIRST_STEPS = 3
 """After this many steps every worker has had time to say whether it is attached."""
 
@@ -107,17 +110,20 @@ class VllmScheduler:
         self.figures = Figures()
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, _Tracked] = {}
+        share = settings.compute_once
         self._chunk_tokens = session.manifest.chunk_tokens
         self._connector = SchedulerConnector(
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=chain_of_tokens if hash_tokens is None else partial(self._chain_of_hashes, hash_tokens),
             observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
-            exclusive=settings.exclusive,
+            exclusive=settings.exclusive, computes=share > 0,
         )
         self._exclusive = self._connector.exclusive
+        self._speed = PrefillSpeed(clock)
+        once = ComputeOnce(share, self._speed, clock, self._waited) if share > 0 else None
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
-            verifies_all=self._verifies_all, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
+            verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
         )
         self._early = EarlyQuestions(self._expect)
@@ -136,6 +142,10 @@ class VllmScheduler:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
         changed = self._announcer.changed if self._announcer is not None else None
         self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+
+    def _waited(self, how: str, seconds: float) -> None:
+        self.figures.add(f"waits_{how}", 1)
+        self.figures.add("wait_seconds", seconds)
 
     def _chain_of_hashes(self, hash_tokens: int, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
         return HashedChain(namespace, chunk_tokens, self._tracked[request_id].request.block_hashes, hash_tokens)
@@ -254,6 +264,7 @@ class VllmScheduler:
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         self._driver.step(is_idle)
+        self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
         if is_idle:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
@@ -370,12 +381,14 @@ class VllmScheduler:
 
     def finished(self, request_id: str, *, request: Any = None) -> None:
         """`request`: given if it ended by itself, so that its hints hold."""
-        if request is not None and not depends_on_more_than_tokens(request):
-            self._driver.hint(request_id, self._hints.of(request))
         self._early.left(request_id)
         self._store_once_more(request_id)
+        if request is not None and not depends_on_more_than_tokens(request):
+            self._driver.hint(request_id, self._hints.of(request))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
+        if not self._tracked:
+            self._speed.step(0)  # vLLM builds no step while it has no request
         self._budget.remove(request_id)
 
     def reset(self) -> bool:

@@ -19,6 +19,8 @@ from kvdock.connectors.vllm.groups import KVGroup
 
 MOST_WAIT_S = 1.0
 """A longer wait in the scheduling loop costs more than what it waits for."""
+MOST_SHARE = 10.0
+"""The largest compute_once: who waits longer for others had better compute."""
 BY_LAYER = ("eager", "piecewise", "never")
 
 
@@ -32,6 +34,9 @@ class Settings(LoadLimits):
     """Bounds every call to the server."""
     lookup_wait_s: float = 0.005
     """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
+    compute_once: float = 0.0
+    """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
+    would take; 0: not at all (connectors/compute_once.py)."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True
@@ -83,6 +88,10 @@ class Settings(LoadLimits):
         if not 0.0 <= made.lookup_wait_s <= MOST_WAIT_S:
             raise NotSupportedError(
                 f"kv_connector_extra_config: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
+            )
+        if not 0.0 <= made.compute_once <= MOST_SHARE:
+            raise NotSupportedError(
+                f"kv_connector_extra_config: compute_once is {made.compute_once}, and 0.0 to {MOST_SHARE} is wanted."
             )
         if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupportedError(

@@ -164,6 +164,8 @@ void bind_results(py::module_& m) {
       .def_readonly("lease", &LookupResult::lease)
       .def_property_readonly("limited", [](Found r) { return name_of(r.limited); })
       .def_readonly("unpinned_tokens", &LookupResult::unpinned_tokens)
+      .def_readonly("being_stored", &LookupResult::being_stored)
+      .def_readonly("committed", &LookupResult::committed)
       .def_property_readonly("chunk_count", [](Found r) { return r.part_ends.size(); })
       .def("bytes_from", [](Found r, size_t chunk) {
         size_t at = chunk == 0 ? 0 : chunk > r.part_ends.size() ? r.parts.size() : r.part_ends[chunk - 1];
@@ -269,10 +271,12 @@ void bind_members(py::class_<BoundTable>& c) {
 
 void bind_grants(py::class_<BoundTable>& c) {
   c.def("lookup", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& request, uint32_t epoch,
-                     std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now) {
-     return call(&Table::lookup)(t, session, member, {request, epoch, std::move(keys), readers, skip_tokens}, now);
+                     std::vector<Key> keys, uint32_t readers, uint64_t skip_tokens, uint64_t now, bool computes) {
+     LookupCall wanted{request, epoch, std::move(keys), readers, skip_tokens, computes};
+     return call(&Table::lookup)(t, session, member, wanted, now);
    }, "session"_a, "member"_a, "request"_a, "epoch"_a, "keys"_a, py::kw_only(), "readers"_a, "skip_tokens"_a,
-      "now_ms"_a)
+      "now_ms"_a, "computes"_a = false)
+      .def("withdraw", call(&Table::withdraw), "session"_a, "request"_a)
       .def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
                          std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now,
                          bool duplicate) {

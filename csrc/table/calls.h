@@ -44,9 +44,12 @@ struct LookupCall {
   std::vector<Key> keys;
   uint32_t readers;
   uint64_t skip_tokens;
+  bool computes;  // what is not found, and stores it
 };
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
+  // How far others store the prefix now, and how much of that is stored, whatever limits the hit; 0: nobody does.
+  uint64_t being_stored = 0, committed = 0;
   uint32_t first_chunk = 0;
   Limit limited = Limit::none;
   uint64_t unpinned_tokens = 0;     // by how much Limit::pinning shortened the hit

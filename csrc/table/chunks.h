@@ -95,6 +95,8 @@ class Chunks {
     const Info& in = info_[id];
     return in.sole == session || (in.sole == kMany && shared_pins_.count(pair_of(session, id)));
   }
+  // The session that alone pins it, or kNone.
+  uint32_t pinned_only_by(uint32_t id) const { return info_[id].sole == kMany ? kNone : info_[id].sole; }
   uint64_t held_bytes() const { return held_bytes_; }
   uint64_t held_bytes(uint32_t session) const { return session < held_by_.size() ? held_by_[session] : 0; }
 

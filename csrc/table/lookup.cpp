@@ -126,7 +126,9 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   Scan s = scan(space, call.keys);
   LookupResult out;
   uint32_t hit = best_hit(s, static_cast<uint32_t>(s.found.size()));
+  uint32_t stored = hit;
   hit = limit_hit(s, asker.session, call.skip_tokens, hit, &out);
+  promise(asker, call, s, stored, now, &out);
   counters_.lookup_tokens += call.keys.size() * ns.chunk_tokens;
   counters_.hit_tokens += out.hit_tokens;
   // Once for each request, and for all that it wants, also where a limit cuts it short.
@@ -156,6 +158,63 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
   g->asked_ms = now;
   out.lease = g->id;
   return out;
+}
+
+// The session that stores the chunk now, or has promised to, and is alive; kNone: nobody, or it is there already.
+uint32_t Table::who_stores(uint32_t space, const Key& key, uint64_t now) {
+  const KeyEntry* e = chunks_.find(space, key);
+  if (e && e->reserved != kNone) {
+    uint32_t session = chunks_.pinned_only_by(e->reserved);  // a reservation's, until it closes
+    if (session != kNone && members_.lives(session)) return session;
+  }
+  if (e && e->ready != kNone) return kNone;
+  const Promise* p = promises_.find(space, key);
+  return p && holds(*p, now) ? members_.session_cell(p->session) : kNone;
+}
+
+bool Table::holds(const Promise& promise, uint64_t now) const {
+  std::optional<uint32_t> session = members_.find_session(promise.session);
+  return session && now <= promise.until_ms && members_.is_live(promise.member) && members_.lives(*session);
+}
+
+// Says how far others store the prefix whose first `hit` chunks are there, and promises what nobody does.
+void Table::promise(const Members::Asker& asker, const LookupCall& call, const Scan& s, uint32_t hit, uint64_t now,
+                    LookupResult* out) {
+  auto is_there = [&](uint32_t i) { return i < s.found.size() && s.found[i] != kNone; };
+  auto count = static_cast<uint32_t>(call.keys.size());
+  uint32_t end = hit;
+  for (uint32_t i = hit; i < count; ++i) {
+    if (is_there(i)) continue;
+    uint32_t by = who_stores(s.space, call.keys[i], now);
+    if (by == kNone || by == asker.session) break;
+    end = i + 1;
+  }
+  if (end > hit) {
+    out->being_stored = uint64_t{end} * s.ns.chunk_tokens;
+    out->committed = uint64_t{hit} * s.ns.chunk_tokens;
+  }
+  if (!call.computes) return;
+  std::vector<Key> wanted;
+  for (uint32_t i = end; i < count; ++i) {
+    if (is_there(i)) continue;
+    uint32_t by = who_stores(s.space, call.keys[i], now);
+    if (by == kNone || by == asker.session) wanted.push_back(call.keys[i]);
+  }
+  uint64_t session = members_.session_id(asker.session), member = members_.member_id(asker.member);
+  promises_.make({session, member, call.request, s.space}, wanted, now);
+}
+
+void Table::drop_promises(const Grant& reservation) {
+  if (promises_.empty() || reservation.kind != GrantKind::kReservation) return;
+  grants_.for_each_line(reservation, [&](const Line& line) {
+    const Record& r = chunks_.record(line.record);
+    if (chunks_.names_live(line) && r.state() == RecordState::kReserved) promises_.drop(r.space, r.key);
+  });
+}
+
+void Table::withdraw(uint64_t session, const Id16& request) {
+  members_.session_cell(session);
+  promises_.withdraw(session, request);
 }
 
 // Shortens a hit of `hit` chunks to what this session may be given, and writes the answer's tokens. The skipped tokens

@@ -64,6 +64,21 @@ Members::Asker Members::asker(uint64_t session, uint64_t member) const {
   return out;
 }
 
+bool Members::is_live(uint64_t id) const {
+  auto cell = static_cast<uint32_t>(id & kCellMask);
+  return members_[cell].state() == MemberState::kLive && member_id(cell) == id;
+}
+
+bool Members::lives(uint32_t session) const {
+  bool any = false;
+  for (uint32_t cell : open_.at(session).members) {
+    MemberState state = members_[cell].state();
+    if (state == MemberState::kSuspect || state == MemberState::kDead) return false;
+    any = any || state == MemberState::kLive;
+  }
+  return any;
+}
+
 uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   for (auto& [cell, open] : open_) {
     if (!(sessions_[cell].nonce == nonce)) continue;

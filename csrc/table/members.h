@@ -42,6 +42,9 @@ class Members {
   Asker asker(uint64_t session, uint64_t member) const;
   const Session& session(uint32_t cell) const { return sessions_[cell]; }
   const Member& member(uint32_t cell) const { return members_[cell]; }
+  bool is_live(uint64_t member) const;  // by its id
+  // Whether all processes of the session that have not left are known to be alive, and some are.
+  bool lives(uint32_t session) const;
   static uint64_t session_id(uint32_t cell, uint64_t use) { return use << 20 | cell; }
   uint64_t session_id(uint32_t cell) const { return session_id(cell, sessions_[cell].use()); }
   uint64_t member_id(uint32_t cell) const { return members_[cell].use() << 20 | cell; }

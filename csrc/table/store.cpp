@@ -179,7 +179,7 @@ CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const s
     publish(part.at->committed, kCommitted | part.checksum);
     KVDOCK_PAUSE("publish.part_set");
   }
-  return publish_whole(*g, lines, rank);
+  return publish_whole(*g, lines, rank, now);
 }
 
 void Table::require_one_checksum_each(std::vector<NewPart> parts) {
@@ -215,7 +215,7 @@ std::vector<Table::NewPart> Table::fresh_parts(const std::vector<Line>& lines, u
 }
 
 // Publishes the chunks whose parts are all committed, and discharges the rank once all of its own are.
-CommitResult Table::publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank) {
+CommitResult Table::publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank, uint64_t now) {
   uint32_t ready = 0;
   bool rank_done = true;
   for (const Line& line : lines) {
@@ -226,7 +226,10 @@ CommitResult Table::publish_whole(Grant& g, const std::vector<Line>& lines, uint
       whole = whole && set;
       if (r.parts[p].writer == rank) rank_done = rank_done && set;
     }
-    if (whole && r.state() == RecordState::kReserved) chunks_.publish_chunk(line.record);
+    if (whole && r.state() == RecordState::kReserved) {
+      chunks_.publish_chunk(line.record);
+      promises_.stored(r.space, r.key, now);
+    }
     ready += whole;
   }
   if (ready == lines.size()) g.completed = 1;

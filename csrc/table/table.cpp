@@ -100,6 +100,7 @@ void Table::tick(uint64_t now) {
   chunks_.expire_kept(now);
   chunks_.expire_wishes(now);
   grants_.close_late(now);
+  promises_.keep_if([&](const Promise& promise) { return holds(promise, now); });
   for (uint32_t session : due.empty) members_.close_session(session);
   for (uint32_t member : due.settled) gone(member);
 }
@@ -119,7 +120,10 @@ std::vector<uint32_t> Table::abort(uint64_t session, uint64_t id, const std::vec
   if (!g) return {};
   if (ranks.empty()) throw TableError("bad_argument", "an abort names the ranks that say done", 0, "1 or more ranks");
   grants_.require_ranks(*g, ranks);
-  if (g->live_holders()) grants_.close_reservation(*g);
+  if (g->live_holders()) {
+    drop_promises(*g);
+    grants_.close_reservation(*g);
+  }
   grants_.discharge(*g, ranks);
   return grants_.remaining(*g);
 }
@@ -134,6 +138,7 @@ void Table::cancel(uint64_t session, uint64_t member, uint64_t id) {
   if (left.size() != g->readers)
     throw TableError("handed_out", "a rank has answered for this grant, so its plan was handed out",
                      int64_t(g->readers - left.size()), 0);
+  drop_promises(*g);
   grants_.discharge(*g, left);
 }
 
@@ -151,7 +156,10 @@ void Table::done(uint64_t member, uint64_t id, const std::vector<uint32_t>& rank
   }
   grants_.require_ranks(*g, ranks);
   bool unfinished = std::any_of(ranks.begin(), ranks.end(), [&](uint32_t r) { return g->holds(r); });
-  if (g->kind == GrantKind::kReservation && unfinished) grants_.close_reservation(*g);  // that rank never commits now
+  if (g->kind == GrantKind::kReservation && unfinished) {  // that rank never commits now
+    drop_promises(*g);
+    grants_.close_reservation(*g);
+  }
   grants_.discharge(*g, ranks);
 }
 
@@ -264,6 +272,7 @@ void Table::check_integrity() {
           "the header is not this table's");
   members_.check();
   chunks_.check(grants_.check());
+  promises_.check();
   for (uint32_t cell : members_.open_sessions())
     require(static_cast<double>(chunks_.held_bytes(cell)) <= widest_session_cap_, "I7: a session is over its cap",
             cell);

@@ -3,7 +3,8 @@
 //
 // Ownership: a Table owns the region it is given for as long as it lives. Its parts own what they derive from it:
 //   Chunks (records, slots, keys, pins, eviction), Members (sessions, members), Grants (leases, reservations). Grants
-//   uses the other two; neither knows Grants. Table has the calls, and with them the rules that span the parts.
+//   uses the other two; neither knows Grants. Promises stand alone. Table has the calls, and with them the rules that
+//   span the parts.
 // Thread safety: who calls the table or one of its parts holds its one mutex (csrc/bind/table.cpp), but for
 //   incarnation() and first_incarnation(), which return constants. The parts and what they consist of lock nothing.
 // Invariants: I1-I8 and L1 of docs/lifetime_protocol.md#invariants. check_integrity() sees I1, I2, I4, I5, I7 and L1,
@@ -14,6 +15,7 @@
 #include <mutex>
 
 #include "table/grants.h"
+#include "table/promises.h"
 
 namespace kvdock {
 
@@ -66,6 +68,7 @@ class Table {
   // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
   // learns that it missed something.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
+  void withdraw(uint64_t session, const Id16& request);  // what the request's lookups have promised
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
   uint32_t mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
@@ -119,6 +122,11 @@ class Table {
   uint32_t within_caps(const Scan& s, uint32_t session, uint32_t first, uint32_t end);
   uint32_t limit_hit(const Scan& s, uint32_t session, uint64_t skip_tokens, uint32_t hit, LookupResult* out);
   void lock_chunks(Grant& g, const Scan& s, uint32_t first, uint32_t hit, uint64_t reader, LookupResult* out);
+  uint32_t who_stores(uint32_t space, const Key& key, uint64_t now);
+  void promise(const Members::Asker& asker, const LookupCall& call, const Scan& s, uint32_t hit, uint64_t now,
+               LookupResult* out);
+  bool holds(const Promise& promise, uint64_t now) const;
+  void drop_promises(const Grant& reservation);
   Grant* current_lease(uint32_t session, const LookupCall& call);
   uint32_t segments_in_reach(uint32_t session);
 
@@ -133,7 +141,7 @@ class Table {
   };
   static void require_one_checksum_each(std::vector<NewPart> parts);
   std::vector<NewPart> fresh_parts(const std::vector<Line>& lines, uint32_t rank, const std::vector<PartCommit>& parts);
-  CommitResult publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank);
+  CommitResult publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank, uint64_t now);
   uint32_t take_out(std::vector<uint32_t> ids);  // returns how many distinct ones there were
 
   uint64_t session_room() const { return static_cast<uint64_t>(cap_bytes(options_.session_cap)); }
@@ -145,6 +153,7 @@ class Table {
   Chunks chunks_;
   Members members_;
   Grants grants_;
+  Promises promises_;
   double widest_session_cap_ = 0, widest_total_cap_ = 0;  // bytes: what was given under wider caps stays given
   Counters counters_;
 };

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
@@ -32,20 +33,41 @@ def write_trace(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_trace_is_served_and_measured(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
-    write_trace(tmp_path / "trace.jsonl")
+def run(models: dict[str, Path], server: ServerProcess, logs: Path, *arguments: str | Path) -> dict[str, Any]:
     done = subprocess.run(
         [
-            ENGINE_PYTHON, "-m", "bench.service", "--json", "--trace", tmp_path / "trace.jsonl", "--device", "cpu",
-            "--model", models["llama"], "--address", server.unix, "--block-tokens", "64", "--longest", "8192",
-            "--sessions", "3", "--new", "4", "--settle-s", "0", "--kinds", "kvdock", "--modes", "one",
-            "--connector", '{"chunk_tokens": 64, "lookup_wait_s": 1.0}', "--logs", tmp_path,
+            ENGINE_PYTHON, "-m", "bench.service", "--json", "--device", "cpu", "--model", models["llama"], "--address",
+            server.unix, "--block-tokens", "64", "--settle-s", "0", "--logs", logs,
+            "--connector", '{"chunk_tokens": 64, "lookup_wait_s": 1.0}', *arguments,
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_trace_is_served_and_measured(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.jsonl")
+    found = run(
+        models, server, tmp_path, "--trace", tmp_path / "trace.jsonl", "--longest", "8192", "--sessions", "3", "--new",
+        "4", "--kinds", "kvdock", "--modes", "one",
+    )
     assert found["requests"] == 12 and set(found) == {"seed", "requests", *(f"one_kvdock_{n}" for n in NAMES)}
     assert 0.3 < found["one_kvdock_cached_share"] < 1.0
     assert found["one_kvdock_ttft_p99_ms"] >= found["one_kvdock_ttft_p50_ms"] > 0
+
+
+def test_two_engines_that_get_one_prompt_are_measured_with_the_setting_and_without(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    found = run(
+        models, server, tmp_path, "--modes", "together", "--longest", "8192", "--rounds", "2", "--compute-once", "10",
+    )
+    names = ("all_first_tokens_ms", "all_first_tokens_max_ms", "computed_share")
+    wanted = {f"together_{kind}_{name}" for kind in ("kvdock", "kvdock_once") for name in names}
+    assert set(found) == {"seed", "requests", *wanted}
+    for kind in ("kvdock", "kvdock_once"):
+        assert found[f"together_{kind}_all_first_tokens_max_ms"] >= found[f"together_{kind}_all_first_tokens_ms"] > 0
+        assert 0.5 <= found[f"together_{kind}_computed_share"] <= 1.0

@@ -1,0 +1,389 @@
+"""Waiting for what another engine computes: how long by a clock, and with a real server and producers that store, give
+up, stand still and die. vLLM's own part is played by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from api_helpers import Engine as Member, ServerProcess, attach, manifest, unique
+from forks import forked
+
+from kvdock.client.client import Client
+from kvdock.connectors.compute_once import ASK_S, STALL_SHARE, START_TOKENS_PER_S, ComputeOnce, PrefillSpeed
+from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.scheduler import VllmScheduler
+from kvdock.connectors.vllm.setup import Settings
+from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.schemas import Abort, BeingStored, Group, Manifest
+
+BLOCK, CHUNK, CHUNKS = 16, 32, 8
+TOKENS = list(range(7, 7 + CHUNK * CHUNKS + 1))
+"""The last one is computed by everybody."""
+LONG_S = 20.0
+WAITS = (None, False)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 5.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+# ---------------------------------------------------------------------- by the clock
+
+
+def test_the_speed_is_that_of_large_steps() -> None:
+    clock = Clock()
+    speed = PrefillSpeed(clock)
+    assert speed.tokens_per_s == START_TOKENS_PER_S
+    for tokens, took_s in ((8192, 0.5), (8192, 0.5), (100, 0.3), (0, 60.0), (8192, 0.5), (0, 9.0)):
+        speed.step(tokens)
+        clock.now_s += took_s
+    speed.step(0)
+    assert speed.tokens_per_s == pytest.approx(8192 / 0.5)
+
+
+def test_a_first_large_step_makes_small_ones_count_no_more() -> None:
+    clock = Clock()
+    speed = PrefillSpeed(clock)
+    for tokens, took_s in ((100, 0.1), (8192, 0.5)):
+        speed.step(tokens)
+        clock.now_s += took_s
+    speed.step(0)
+    assert speed.tokens_per_s == pytest.approx(8192 / 0.5)
+
+
+class Waiting:
+    """One request, at a speed of 50,000 tokens a second."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.clock, self.ends = Clock(), list[tuple[str, float]]()
+        speed = PrefillSpeed(self.clock)
+        self.once = ComputeOnce(share, speed, self.clock, lambda how, seconds: self.ends.append((how, seconds)))
+
+    def after(self, seconds: float, tokens: int, committed: int, hit: int = 0, local: int = 0) -> bool:
+        self.clock.now_s += seconds
+        stored = BeingStored(tokens, committed) if tokens else None
+        return self.once.waits("r", stored, hit, local)
+
+
+def test_a_request_waits_no_longer_than_its_share_of_computing() -> None:
+    waiting = Waiting(share=0.5)  # of 0.6 s
+    assert waiting.after(0, 30_000, 0)
+    for committed in range(1000, 15_000, 1000):
+        assert waiting.after(0.02, 30_000, committed)
+    assert not waiting.after(0.03, 30_000, 20_000), "0.31 s"
+    assert [how for how, _ in waiting.ends] == ["expired"]
+    assert not waiting.after(0.01, 30_000, 20_000), "it does not wait again"
+    waiting.once.forget("r")
+    assert waiting.after(0.01, 30_000, 0)
+
+
+def test_a_request_waits_for_half_of_that_while_nothing_more_is_stored() -> None:
+    waiting = Waiting()
+    assert waiting.after(0, 30_000, 0)
+    assert waiting.after(0.29, 30_000, 10_000)
+    assert waiting.after(0.29, 30_000, 10_000)
+    assert not waiting.after(0.011, 30_000, 10_000)
+    assert [how for how, _ in waiting.ends] == ["stalled"] and waiting.ends[0][1] == pytest.approx(0.591)
+
+
+@pytest.mark.parametrize(("hit", "how"), [(30_000, "fulfilled"), (10_000, "withdrawn")])
+def test_a_wait_ends_when_nobody_stores_any_more(hit: int, how: str) -> None:
+    waiting = Waiting()
+    assert waiting.after(0, 30_000, 0) and waiting.once.is_waiting("r")
+    assert not waiting.after(0.1, 0, 0, hit=hit) and not waiting.once.is_waiting("r")
+    assert [name for name, _ in waiting.ends] == [how] and waiting.ends[0][1] == pytest.approx(0.1)
+
+
+def test_nobody_waits_for_little() -> None:
+    little = int(2 * ASK_S * START_TOKENS_PER_S) - 1
+    assert not Waiting().after(0, little, 0)
+    assert Waiting().after(0, little + 1, 0)
+    assert not Waiting().after(0, little + 1, 1)
+    assert not Waiting().after(0, little + 1, 0, local=BLOCK), "what is at hand needs no computing"
+    assert not Waiting().after(0, 0, 0)
+
+
+# ---------------------------------------------------------------------- with a server
+
+
+class Consumer:
+    """A VllmScheduler whose engine computes so slowly that it may wait `may_wait_s` for TOKENS."""
+
+    def __init__(self, address: str, described: Manifest, *, may_wait_s: float = LONG_S, on: bool = True) -> None:
+        self.client = Client(address)
+        session = EngineSession(
+            self.client, described, Identity(unique("instance"), unique("member"), ranks=(), scheduler=True)
+        )
+        group = KVGroup(None, BLOCK, {"a": 128}, False)
+        budget = BlockBudget((group,), blocks=100, longest_tokens=1024, step_tokens=64)
+        self.scheduler = VllmScheduler(
+            session, (group,), budget, Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
+            ranks=1, fails_closed=False,
+        )
+        self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
+        self.asked, self.arrived = 0, set[str]()
+        lookup = self.client.lookup
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.asked += 1
+            return lookup(*arguments, **named)
+
+        self.client.lookup = counted  # type: ignore[method-assign]  # counts
+        self.scheduler.start()
+
+    def ask(self, name: str, tokens: list[int] = TOKENS) -> tuple[int | None, bool]:
+        request = request_of(name, tokens)
+        if name not in self.arrived:
+            self.arrived.add(name)
+            self.scheduler.arrived(request)
+        return self.scheduler.lookup(request, 0)
+
+    def idle(self) -> None:
+        self.build({})
+
+    def build(self, scheduled: dict[str, int], new: tuple[Any, ...] = ()) -> None:
+        none = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        self.scheduler.build(SimpleNamespace(
+            preempted_req_ids=None, scheduled_new_reqs=new, scheduled_cached_reqs=none,
+            num_scheduled_tokens=scheduled, finished_req_ids=set(),
+        ))
+
+    def compute(self, name: str, count: int) -> None:
+        """The first step of a request that was admitted."""
+        blocks: list[list[int | None]] = [list(range(1, 1 + len(TOKENS) // BLOCK + 1))]
+        self.scheduler.allocated(request_of(name), blocks, 0)
+        self.build({name: count}, (SimpleNamespace(req_id=name, block_ids=blocks),))
+
+    def until_admitted(self, name: str, most_s: float = 5.0) -> tuple[int | None, bool]:
+        """As vLLM steps an engine that has nothing else to do."""
+        end_s = time.monotonic() + most_s
+        while (found := self.ask(name)) == WAITS:
+            assert time.monotonic() < end_s, "it waits for ever"
+            self.idle()
+            time.sleep(0.001)  # as vLLM's loop does
+        return found
+
+    def ends(self) -> dict[str, Any]:
+        return {
+            name.removeprefix("waits_"): count
+            for name, count in self.scheduler.figures.take().items() if name.startswith("waits_")
+        }
+
+
+def request_of(name: str, tokens: list[int] = TOKENS) -> Any:
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=tokens, all_token_ids=tokens, num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens), max_tokens=0, num_computed_tokens=0,
+    )
+
+
+@pytest.fixture
+def described() -> Manifest:
+    return manifest(
+        chunk_tokens=CHUNK, block_tokens=BLOCK, cache_salt=unique("salt"), groups=(Group(part_bytes=256),)
+    )
+
+
+@contextmanager
+def consumer(server: ServerProcess, described: Manifest, **more: Any) -> Iterator[Consumer]:
+    made = Consumer(server.unix, described, **more)
+    try:
+        yield made
+    finally:
+        made.scheduler.close()
+
+
+def member_like(client: Client, described: Manifest) -> tuple[Member, list[str]]:
+    """A producer that is driven by hand, and the keys of TOKENS."""
+    fields = {name: getattr(described, name) for name in ("chunk_tokens", "block_tokens", "cache_salt", "groups")}
+    member = attach(client, **fields)
+    namespace = bytes.fromhex(member.attached.namespace)
+    return member, [key.hex() for key in chunk_keys(namespace, TOKENS, CHUNK)]
+
+
+@pytest.fixture
+def producer(server: ServerProcess, described: Manifest) -> Iterator[tuple[Member, list[str]]]:
+    with Client(server.unix) as client:
+        made = member_like(client, described)
+        yield made
+        client.leave(made[0].session, made[0].member)
+        made[0].close()
+
+
+def test_a_request_waits_until_all_is_stored(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    assert member.lookup(keys, computes=True).being_stored is None
+    with consumer(server, described) as engine:
+        assert engine.ask("r") == WAITS
+        assert engine.ask("other", [3] * 100) == (0, False), "others go on"
+        member.store(keys[:3])
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            engine.idle()
+            assert engine.ask("r") == WAITS
+        member.store(keys[3:], parent=keys[2])
+        assert engine.until_admitted("r") == (CHUNK * CHUNKS, True)
+        assert engine.ends() == {"fulfilled": 1}
+
+
+def test_who_waits_asks_every_20_ms_at_most(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    member.lookup(keys, computes=True)
+    with consumer(server, described) as engine:
+        began_s, steps = time.monotonic(), 0
+        while time.monotonic() < began_s + 0.5:
+            assert engine.ask("r") == WAITS
+            engine.idle()
+            time.sleep(0.001)
+            steps += 1
+        took_s = time.monotonic() - began_s
+        assert 3 <= engine.asked <= took_s / ASK_S + 1 < steps
+
+
+def test_who_has_waited_too_long_loads_what_is_there(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    member.lookup(keys, computes=True)
+    with consumer(server, described, may_wait_s=0.4) as engine:
+        began_s = time.monotonic()
+        assert engine.ask("r") == WAITS
+        member.store(keys[:2])
+        assert engine.until_admitted("r") == (2 * CHUNK, True)
+        assert STALL_SHARE * 0.4 <= time.monotonic() - began_s < 2.0
+        assert engine.ends() == {"stalled": 1}
+
+
+@pytest.mark.parametrize("end", ["withdraws", "has no room", "leaves"])
+def test_nobody_waits_for_a_producer_that_gives_up(
+    end: str, server: ServerProcess, described: Manifest
+) -> None:
+    with Client(server.unix) as client, consumer(server, described) as engine:
+        member, keys = member_like(client, described)
+        member.lookup(keys, computes=True)
+        assert engine.ask("r") == WAITS
+        if end == "withdraws":
+            client.withdraw(member.session, ["another", "r"])
+        elif end == "has no room":
+            granted = member.reserve(keys)
+            assert granted.reservation is not None and engine.ask("r") == WAITS
+            client.abort(granted.reservation, Abort(session=member.session, member=member.member))
+        else:
+            client.leave(member.session, member.member)
+        assert engine.until_admitted("r", 2.0) == (0, False)
+        assert engine.ends() == {"withdrawn": 1}
+        member.close()
+
+
+def promise_and_die(address: str, described: Manifest, parent: Connection) -> None:
+    with Client(address) as client:
+        member, keys = member_like(client, described)
+        member.lookup(keys, computes=True)
+        parent.send("promised")
+        parent.recv()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nobody_waits_for_a_producer_that_is_killed(server: ServerProcess, described: Manifest) -> None:
+    with forked(promise_and_die, server.unix, described) as process, consumer(server, described) as engine:
+        assert process.recv() == "promised"
+        assert engine.ask("r") == WAITS
+        process.send("die")
+        assert engine.until_admitted("r", 5.0) == (0, False)
+        assert engine.ends() == {"withdrawn": 1}
+
+
+@pytest.mark.parametrize("end", ["finished", "preempted", "dropped store"])
+def test_a_request_that_ends_early_takes_its_promise_back(
+    end: str, server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    with consumer(server, described) as engine:
+        assert engine.until_admitted("r") == (0, False)
+        found = member.lookup(keys).being_stored
+        assert found is not None and found.tokens == CHUNK * CHUNKS and found.committed == 0
+        if end == "dropped store":
+            engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
+            engine.scheduler._driver._storing.run(time.sleep, 0.2)
+            engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
+            for store in engine.scheduler._stores.values():
+                store.dropped = True
+        else:
+            engine.compute("r", 2 * CHUNK)
+            if end == "finished":
+                engine.scheduler.finished("r")
+            else:
+                engine.scheduler._forget("r")
+        end_s = time.monotonic() + 5.0
+        while (found := member.lookup(keys).being_stored) is not None and found.tokens > 2 * CHUNK:
+            assert time.monotonic() < end_s, "it still promises"
+            time.sleep(0.01)
+
+
+def test_a_request_without_room_takes_back_what_it_cannot_store(server: ServerProcess) -> None:
+    large = manifest(
+        chunk_tokens=CHUNK, block_tokens=BLOCK, cache_salt=unique("salt"), groups=(Group(part_bytes=1 << 22),)
+    )
+    with Client(server.unix) as client, consumer(server, large) as engine:
+        member, keys = member_like(client, large)
+        assert engine.until_admitted("r") == (0, False)
+        engine.compute("r", len(TOKENS))
+        end_s, found = time.monotonic() + 5.0, member.lookup(keys).being_stored
+        while found is None or found.tokens == CHUNK * CHUNKS:
+            assert time.monotonic() < end_s, "it still promises"
+            time.sleep(0.01)
+            found = member.lookup(keys).being_stored
+        assert found.tokens < CHUNK * CHUNKS, "what is reserved"
+        client.leave(member.session, member.member)
+        member.close()
+
+
+def test_a_request_that_stores_all_asks_for_nothing_more(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    """What was offered is reserved, and others know by that."""
+    member, keys = producer
+    with consumer(server, described) as engine:
+        assert engine.until_admitted("r") == (0, False)
+        withdrawn: list[Any] = []
+        engine.client.withdraw = withdrawn.append  # type: ignore[method-assign,assignment]  # counts
+        engine.compute("r", len(TOKENS))
+        engine.scheduler.finished("r")
+        engine.scheduler._driver._storing.run(time.sleep, 0.0).result(5.0)
+        assert withdrawn == []
+        found = member.lookup(keys).being_stored
+        assert found is not None and found.tokens == CHUNK * CHUNKS
+
+
+def test_off_is_as_if_nobody_else_computed(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    member.lookup(keys[:4], computes=True)
+    with consumer(server, described, on=False) as engine:
+        assert engine.until_admitted("r") == (0, False) and engine.asked == 1
+        assert engine.ends() == {}
+        with Client(server.unix) as client:
+            third, _ = member_like(client, described)
+            found = third.lookup(keys).being_stored
+            assert found is not None and found.tokens == 4 * CHUNK, "the engine that is off has promised nothing"
+            client.leave(third.session, third.member)
+            third.close()

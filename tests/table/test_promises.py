@@ -1,0 +1,152 @@
+"""Promises: the first engine to ask for a prefix that nobody has is the one that others may wait for."""
+
+from __future__ import annotations
+
+import pytest
+from table_helpers import PAGE, Client, key, new_table
+
+from kvdock._core import Lookup, Table
+
+CHUNK = 16
+LASTS_MS = 30_000
+MOST_OF_A_SESSION = 8192
+
+
+@pytest.fixture
+def table() -> Table:
+    return new_table(256 * PAGE)
+
+
+def engines(table: Table, *names: str) -> list[Client]:
+    return [Client(table, PAGE, name, namespace="shared") for name in names]
+
+
+def prefix(count: int, name: str = "prefix") -> list[bytes]:
+    return [key(name, at) for at in range(count)]
+
+
+def ask(engine: Client, keys: list[bytes], request: str = "r", now: int = 0, *, computes: bool = True) -> Lookup:
+    return engine.table.lookup(
+        engine.session, engine.member, key(request)[:16], 1, b"".join(keys), readers=1, skip_tokens=0, now_ms=now,
+        computes=computes,
+    )
+
+
+def stored_by_others(found: Lookup) -> tuple[int, int]:
+    """Chunks: (how far, so many of them are there)."""
+    return found.being_stored // CHUNK, found.committed // CHUNK
+
+
+def test_the_first_promises_and_the_others_hear_of_it(table: Table) -> None:
+    first, second, third = engines(table, "first", "second", "third")
+    keys = prefix(10)
+    assert stored_by_others(ask(first, keys)) == (0, 0)
+    assert stored_by_others(ask(second, keys)) == (10, 0)
+    assert stored_by_others(ask(third, [*keys[:6], key("another")], computes=False)) == (6, 0)
+    assert stored_by_others(ask(first, keys)) == (0, 0), "its own promise is none to wait for"
+    table.check_integrity()
+
+
+def test_what_is_committed_counts_until_all_is_there(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    keys = prefix(10)
+    ask(first, keys)
+    first.store(keys[:4])
+    found = ask(second, keys)
+    assert stored_by_others(found) == (10, 4) and found.hit_tokens == 4 * CHUNK
+    first.store(keys[4:], keys[3])
+    found = ask(second, keys)
+    assert stored_by_others(found) == (0, 0) and found.hit_tokens == 10 * CHUNK
+    table.check_integrity()
+
+
+def test_who_asks_for_more_promises_the_rest(table: Table) -> None:
+    first, second, third = engines(table, "first", "second", "third")
+    keys = prefix(10)
+    ask(first, keys[:6])
+    assert stored_by_others(ask(second, keys)) == (6, 0)
+    assert stored_by_others(ask(third, keys)) == (10, 0)
+    table.withdraw(first.session, key("r")[:16])
+    assert stored_by_others(ask(third, keys)) == (0, 0), "nobody stores the beginning: it does so itself"
+    assert stored_by_others(ask(first, keys)) == (10, 0), "the third's beginning, and the second's end"
+
+
+def test_a_reservation_is_as_good_as_a_promise(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    keys = prefix(4)
+    got = first.reserve(keys[:2])
+    assert stored_by_others(ask(second, keys)) == (2, 0)
+    table.abort(first.session, got.grant, [0])
+    assert stored_by_others(ask(second, keys)) == (0, 0)
+
+
+@pytest.mark.parametrize("end", ["withdraw", "abort", "leave", "dead", "suspect", "late"])
+def test_a_promise_ends(table: Table, end: str) -> None:
+    first, second = engines(table, "first", "second")
+    keys, now = prefix(6), 0
+    ask(first, keys)
+    assert stored_by_others(ask(second, keys, computes=False)) == (6, 0)
+    if end == "withdraw":
+        table.withdraw(first.session, key("r")[:16])
+    elif end == "abort":
+        table.abort(first.session, first.reserve(keys).grant, [0])
+    elif end == "leave":
+        table.leave(first.member)
+    elif end == "dead":
+        table.member_dead(first.member, 0)
+    elif end == "suspect":
+        table.heartbeat(second.member, 6000)
+        table.tick(6001)
+    elif end == "late":
+        now = LASTS_MS + 1
+    assert stored_by_others(ask(second, keys, now=now, computes=False)) == (0, 0)
+    assert stored_by_others(ask(second, keys, "again", now=now)) == (0, 0), "it is the first now"
+    third, = engines(table, "third")
+    assert stored_by_others(ask(third, keys, now=now)) == (6, 0)
+    table.check_integrity()
+
+
+def test_storing_makes_a_promise_last(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    keys = prefix(6)
+    ask(first, keys)
+    got = first.reserve(keys[:2])
+    for engine in (first, second):
+        table.heartbeat(engine.member, LASTS_MS)
+    table.commit(first.session, got.grant, 0, [(0, 0, 1), (1, 0, 2)], LASTS_MS)
+    table.tick(2 * LASTS_MS - 60_000)
+    assert stored_by_others(ask(second, keys, now=2 * LASTS_MS, computes=False)) == (6, 2)
+    assert stored_by_others(ask(second, keys, now=2 * LASTS_MS + 1, computes=False)) == (0, 0)
+
+
+def test_another_members_death_ends_it_too(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    rank = table.add_member(first.session, key("rank")[:16], [1], False, 0)
+    ask(first, prefix(4))
+    table.member_dead(rank, 0)
+    assert stored_by_others(ask(second, prefix(4))) == (0, 0)
+
+
+def test_one_session_promises_no_more_than_its_share(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    for at in range(MOST_OF_A_SESSION // 4096):
+        ask(first, prefix(4096, f"long {at}"), f"long {at}")
+    ask(first, prefix(1, "one too many"), "one too many")
+    assert stored_by_others(ask(second, prefix(1, "one too many"), computes=False)) == (0, 0)
+    assert stored_by_others(ask(second, prefix(4096, "long 1"), computes=False)) == (4096, 0)
+    table.withdraw(first.session, key("long 0")[:16])
+    ask(first, prefix(1, "one too many"), "one too many")
+    assert stored_by_others(ask(second, prefix(1, "one too many"), computes=False)) == (1, 0)
+    table.check_integrity()
+
+
+def test_all_sessions_promise_no_more_than_there_is_room_for(table: Table) -> None:
+    many = engines(table, *(f"engine {at}" for at in range(10)))
+    for engine in many:
+        for at in range(2):
+            ask(engine, prefix(4096, f"{engine.name} {at}"), f"{at}")
+    known = [
+        stored_by_others(ask(many[at - 1], prefix(4096, f"{many[at].name} 1"), "x", computes=False)) for at in range(10)
+    ]
+    assert known == [(4096, 0)] * 8 + [(0, 0)] * 2
+    table.check_integrity()

@@ -60,10 +60,8 @@ class SchedulerConnector:
         self._requests: dict[str, RequestState] = {}
         self._lock = threading.Lock()
         self._epoch = 0
-        self._block_sizes = session.manifest.block_sizes
         self._batches = Batches(session.manifest, session.identity.member)
-        # Of what a window has left behind, the engine has nothing to store once more.
-        self.exclusive = exclusive and not self._batches.has_windows
+        self.exclusive = exclusive and not self._batches.has_windows  # what they left behind is not stored once more
 
     @property
     def chunk_tokens(self) -> int:
@@ -250,7 +248,7 @@ class SchedulerConnector:
             chunk = answer.first_chunk + at
             if chunk * self.chunk_tokens >= hit_tokens:
                 return
-            for group, (size, column) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
+            for group, (size, column) in enumerate(zip(self.session.manifest.block_sizes, block_ids, strict=True)):
                 per_chunk = self.chunk_tokens // size
                 first = chunk * per_chunk
                 blocks = column[first : first + per_chunk]

@@ -48,7 +48,7 @@ class Settings(LoadLimits):
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
     """Names the weights; empty: taken from the model's revision, or from its files."""
-    exclusive: bool = True
+    exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
     chunk_statistics: bool = False

@@ -11,12 +11,12 @@ from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import MAX_STORE_KEYS
 
 LAST_STORE_KEYS = 32
-"""Of what a request stores when it ends: where one of its blocks is given to another request, all of a store is
+"""What a request stores when it ends is cut so: where one of its blocks is given to another request, all of a store is
 lost."""
 
 
 class Batches:
-    """Of one engine. `member`: names its stores."""
+    """`member`: the engine's, which names its stores."""
 
     def __init__(self, manifest: Manifest, member: str) -> None:
         self._per_chunk = [manifest.chunk_tokens // size for size in manifest.block_sizes]

@@ -19,6 +19,7 @@ from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
     MAX_GROUPS,
+    MAX_HINT_S,
     MAX_KEYS,
     MAX_RANKS,
     MAX_RELEASES,
@@ -208,14 +209,11 @@ class HeartbeatAnswer(Carried, kw_only=True):
     """None unless `changes_since` was sent."""
 
 
-MemberState = Literal["live", "suspect", "dead", "gone"]
-
-
 class MemberView(Answer, kw_only=True):
     id: str
     ranks: list[int]
     scheduler: bool
-    state: MemberState
+    state: Literal["live", "suspect", "dead", "gone"]
     heartbeat_age_s: float
     pinned_through: int | None = None
 
@@ -283,11 +281,11 @@ class Lookup(Carrier, kw_only=True):
 
 
 class BeingStored(Answer):
-    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to."""
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to. `committed`:
+    so many of `tokens` are stored, whatever limits `hit_tokens`."""
 
     tokens: int
     committed: int
-    """So many of `tokens` are stored, whatever limits `hit_tokens`."""
 
 
 class LookupHead(Carried, kw_only=True):
@@ -346,8 +344,7 @@ class Reserve(Carrier, kw_only=True):
     temporary: bool = False
     """The chunks vanish with their last reader unless a second request hits them."""
     duplicate: bool = False
-    """A running request has the chunks in its engine's memory, and when it ends, the engine stores them once more
-    without this mark. Until then they are evicted first, unless another engine is in the namespace."""
+    """Evicted first: a running request has them in its engine's memory, and stores them again, unmarked, at its end."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 
@@ -429,9 +426,6 @@ class MismatchAnswer(Answer, kw_only=True):
 # --------------------------------------------------------------------------- hints
 
 
-MAX_HINT_S: Final = 86_400.0
-
-
 class Hint(Body, kw_only=True):
     """What an engine was told of a prompt: how long its chunks are worth keeping, or that nobody will ask for them."""
 
@@ -442,7 +436,7 @@ class Hint(Body, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
     """Chunks of lower priority are evicted first. Above 0: they are retained. 0: what was wished before is over."""
     duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_HINT_S)] | None = None
-    """The wish is over after that. None, for priorities below 0: when another request names the chunk."""
+    """None, for priorities below 0: until another request names the chunk."""
     conversation_ended: bool = False
     """Nobody is expected to ask for the chunks again: they are evicted before those of any priority."""
 

@@ -63,6 +63,8 @@ MAX_ENTRIES: Final = 1024
 """Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
 MOST_PRIORITY: Final = _core.MOST_PRIORITY
 """That hints may wish for chunks; its negative is the least."""
+MAX_HINT_S: Final = 86_400.0
+"""The longest that a hint may be in force."""
 MAX_ANSWERS: Final = 1024
 """The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from kvdock.connectors.wishes import Wish
-from kvdock.protocol.schemas import MAX_HINT_S
-from kvdock.protocol.wire_types import MOST_PRIORITY
+from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
 log = logging.getLogger("kvdock.vllm")
 

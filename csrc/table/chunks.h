@@ -3,8 +3,8 @@
 // Ownership: record pages, segment entries and slabs lie in the region; everything else is derived.
 // Invariants: I1, I4, I5 and I7 of docs/lifetime_protocol.md#invariants, and of I2 that a pinned record is never FREE.
 //   A record that is RESERVED or QUARANTINED is pinned; one that is READY, unpinned and without children is listed for
-//   eviction under its priority, or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed apart,
-//   and one child does not keep them from it.
+//   eviction under its priority, or, if it is kept, for eviction by its own tenant's quota. Duplicates are listed
+//   apart, and one child does not keep them from it.
 //
 // A pin is one line of a grant that has a holder; Chunks counts pins by session and knows no grants.
 #pragma once

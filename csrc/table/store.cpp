@@ -146,7 +146,8 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       break;
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
-    NewChunk wanted{space, call.keys[i], parent_of(call, i), groups, call.temporary, duplicate, depth, tick, bytes, below};
+    NewChunk wanted{space,     call.keys[i], parent_of(call, i), groups, call.temporary,
+                    duplicate, depth,        tick,               bytes,  below};
     auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;

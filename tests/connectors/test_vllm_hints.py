@@ -10,7 +10,7 @@ import pytest
 
 from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, Hints
 from kvdock.connectors.wishes import Wish
-from kvdock.protocol.schemas import MAX_HINT_S
+from kvdock.protocol.wire_types import MAX_HINT_S
 
 ENDED = Wish(conversation_ended=True)
 

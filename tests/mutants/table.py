@@ -8,6 +8,7 @@ MODEL = ("tests/table/test_model.py",)
 MODEL_TEST = "TestTableAgainstModel"
 GRANTS = ("tests/table/test_grants.py",)
 QUOTAS = ("tests/table/test_quotas.py",)
+DUPLICATES = ("tests/table/test_duplicates.py",)
 HINTS = ("tests/table/test_hints.py",)
 
 MUTANTS = (
@@ -33,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "C5", "a parent is evicted before its child", "csrc/table/chunks.cpp",
-        "in.pins == 0 && in.children == 0 &&", "in.pins == 0 &&",
+        "in.pins == 0 && in.children <= children &&", "in.pins == 0 &&",
         MODEL, MODEL_TEST,
     ),
     Mutant(
@@ -144,13 +145,37 @@ MUTANTS = (
     ),
     Mutant(
         "C29", "what is retained keeps its room although nothing else is left", "csrc/table/evict.cpp",
-        "  for (auto& [priority, leaves] : evictions_) {\n", "  for (auto& [priority, leaves] : evictions_) {\n"
-        "    if (priority > 0) break;\n",
+        "it != evictions_.end() && !best;", "it != evictions_.end() && !best && it->first <= 0;",
         HINTS, "test_when_nothing_else_is_left_what_is_retained_goes",
     ),
     Mutant(
         "C30", "a window takes what is retained before other leaves go", "csrc/table/evict.cpp",
         "!(own && own->priority < 0)", "true",
         HINTS, "test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last",
+    ),
+    Mutant(
+        "C31", "a duplicate goes like any other chunk", "csrc/table/chunks.cpp",
+        "return in.duplicate && !in.kept &&", "return false && !in.kept &&",
+        DUPLICATES, "test_duplicates_go_before_what_was_used_longer_ago_and_their_ends_first",
+    ),
+    Mutant(
+        "C32", "a duplicate stays one when a lookup has found it", "csrc/table/chunks.cpp",
+        "  info_[id].duplicate = false;\n", "",
+        DUPLICATES, "test_a_lookup_that_finds_a_duplicate_unmarks_it",
+    ),
+    Mutant(
+        "C33", "an engine marks duplicates that another engine of the namespace wants", "csrc/table/store.cpp",
+        "call.duplicate && members_.is_alone(asker.session)", "call.duplicate",
+        DUPLICATES, "test_beside_another_engine_of_the_namespace_nothing_is_a_duplicate",
+    ),
+    Mutant(
+        "C34", "a duplicate that is being written is not unmarked", "csrc/table/store.cpp",
+        "if (!duplicate) chunks_.set_duplicate(e->reserved, false);", "",
+        DUPLICATES, "test_a_chunk_that_is_being_written_is_unmarked_too",
+    ),
+    Mutant(
+        "C35", "a shared prefix goes because one request has it", "csrc/table/chunks.cpp",
+        "goes_first(id) ? 1 : 0;", "goes_first(id) ? 99 : 0;",
+        DUPLICATES, "test_what_an_earlier_turn_ended_with_does_not_keep_a_duplicate_and_a_shared_prefix_is_kept",
     ),
 )

@@ -43,8 +43,10 @@ def hint_of(kind: str) -> dict[str, Any]:
 
 
 class Hinted:
-    def __init__(self, address: str) -> None:
-        self.engine = SchedEngine(address, blocks=200, chunk_tokens=CHUNK, weights_digest=os.urandom(8).hex())
+    def __init__(self, address: str, **settings: Any) -> None:
+        self.engine = SchedEngine(
+            address, blocks=200, chunk_tokens=CHUNK, weights_digest=os.urandom(8).hex(), **settings
+        )
         self.scheduler = self.engine.scheduler.connector._scheduler
         self.ignored: list[int] = []
         count = self.scheduler._hints._ignored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from table_helpers import PAGE, Client, key, new_table
@@ -157,11 +158,13 @@ def test_a_quota_takes_duplicates_first() -> None:
 
 def test_a_repeated_call_with_another_mark_is_another_call() -> None:
     engine = engine_of()
-    call = (engine.session, engine.member, key("same")[:16], b"", key("one"))
-    rest = {"groups": 0, "temporary": False, "deadline_ms": 60_000, "now_ms": 0}
-    engine.table.reserve(*call, **rest, duplicate=True)
+    ask = partial(
+        engine.table.reserve, engine.session, engine.member, key("same")[:16], b"", key("one"), groups=0,
+        temporary=False, deadline_ms=60_000, now_ms=0,
+    )
+    ask(duplicate=True)
     with pytest.raises(TableError, match="another body"):
-        engine.table.reserve(*call, **rest)
+        ask()
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "arc", "lru"])

@@ -54,7 +54,7 @@ class Batches:
             begin, stop = members[0][0], members[-1][0] + 1
             self._made += 1
             yield StoreBatch(
-                f"{self._member}-{self._made}", groups, keys[begin - 1] if begin else None,
+                f"{self._member}-{self._made}", groups, begin, keys[begin - 1] if begin else None,
                 tuple(keys[begin:stop]), tuple(tuple(blocks.values()) for _, blocks in members),
             )
 

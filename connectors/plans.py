@@ -63,6 +63,8 @@ class StoreBatch:
 
     store_id: str
     groups: tuple[int, ...]
+    first: int
+    """Which chunk of the request it begins with."""
     parent: bytes | None
     keys: tuple[bytes, ...]
     block_ids: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)

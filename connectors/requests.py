@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Protocol
 
 from kvdock.connectors.interface import BlocksRead
@@ -60,8 +61,9 @@ class RequestState:
     """Chunks from here on are not asked for: one of them failed to load."""
     promised: int = 0
     """Chunks [0, promised) were named by a lookup that said that the request computes what is missing."""
-    cut_short: bool = False
-    """A store found no room: what comes behind it could not be reached, so nothing more is offered."""
+    fell_short_at: int = 0
+    """How many chunks were offered when a store found no room for some of them. They are offered again once there are
+    more, or when the request ends; until then nothing is, for nobody could find it behind the gap. 0: none did."""
 
     @property
     def lease(self) -> str | None:
@@ -118,3 +120,5 @@ class StoreOffer:
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
     duplicate: bool = False
+    fell_short: Event = field(default_factory=Event)
+    """Set once one of its stores found no room."""

@@ -6,8 +6,7 @@ the server has to answer is returned as a Fetch, which the driver (connectors/dr
 Local tokens are whole blocks in every group (multiples of the manifest's block_tokens): others end inside a block that
 can be neither skipped nor written, so they are a miss.
 
-A store declares which groups it has of each chunk: a window that has moved on leaves some without. A load that
-fell short is not offered again: until the request is forgotten, what is looked up ends before it.
+A load that fell short is not offered again: until the request is forgotten, what is looked up ends before it.
 
 Lookup epochs only rise while this process runs: once a lease was handed to ranks, or a request
 forgotten, the next lookup names a higher one, so a late release of the old lease cannot touch the new.
@@ -277,7 +276,7 @@ class SchedulerConnector:
         with self._lock:
             known = self._requests.get(request_id)
             tells = self.exclusive and (known is None or not known.is_told)
-            if known is not None and (known.cut_short or (ready <= known.offered and not tells)):
+            if known is not None and ready <= max(known.offered, known.fell_short_at) and not tells:
                 return None
             request = self._request(request_id, tokens) if ready else None
             if request is None or (ready := min(ready, len(request.chain.keys))) <= (0 if tells else request.offered):
@@ -285,21 +284,20 @@ class SchedulerConnector:
             first = 0 if tells else request.offered
             request.offered = max(request.offered, min(ready, first + MAX_KEYS))
             request.is_told |= tells
+            request.fell_short_at = 0
             batches = self._batches.of(request.chain.keys, block_ids, first, min(ready, request.offered))
-        offer = self._offer(request_id, request, batches, duplicate=self.exclusive)
-        if offer is not None:
-            self._observer.known(request_id, request.chain.keys[:ready])
-        return offer
+        return self._offer(request_id, request, batches, duplicate=self.exclusive)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks) -> StoreOffer | None:
-        """All that was offered as duplicates: the request ends or is preempted, and they may have gone. A chunk of
-        which `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
+        """The request ends or is preempted: what found no room, and all that was offered as duplicates, for those may
+        have gone. A chunk of which `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
         with self._lock:
             request = self._requests.get(request_id)
-            if request is None or not request.is_told:
+            if request is None or not (request.is_told or request.fell_short_at):
                 return None
-            request.cut_short = False  # there may be room now
-            batches = self._batches.of(request.chain.keys, block_ids, 0, request.offered, at_most=LAST_STORE_KEYS)
+            first, end = 0 if request.is_told else request.offered, max(request.offered, request.fell_short_at)
+            request.fell_short_at = 0
+            batches = self._batches.of(request.chain.keys, block_ids, first, end, at_most=LAST_STORE_KEYS)
         return self._offer(request_id, request, batches, duplicate=False)
 
     def _offer(
@@ -307,6 +305,7 @@ class SchedulerConnector:
     ) -> StoreOffer | None:
         if not batches or not request.attachment.acquire():
             return None
+        self._observer.known(request_id, request.chain.keys[: batches[-1].first + len(batches[-1].keys)])
         return StoreOffer(request_id, request.attachment, batches, self._batches.blocks_read(batches), duplicate)
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
@@ -324,17 +323,17 @@ class SchedulerConnector:
             return None  # nobody is there: the engine's blocks do not wait for a timeout
         with self._lock:
             request = self._requests.get(offer.request_id)
-            if request is not None and request.cut_short:
-                return None  # offered before the store ahead of it was cut short
+            if offer.fell_short.is_set() or (request is not None and request.fell_short_at):
+                return None  # nobody could find it behind the gap
         found = self._observer.asking(offer.attachment)
         try:
             answer = self.session.client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
             self.session.lost(offer.attachment, error)
-            self._cut_short(offer)
+            self._fell_short(offer, batch.first)
             return None
         if answer.limited_by is not None:
-            self._cut_short(offer)
+            self._fell_short(offer, batch.first + len(answer.present) + len(answer.busy) + len(answer.chunks))
         found([batch.keys[index] for index in answer.present])
         if answer.reservation is None:
             return None
@@ -345,12 +344,13 @@ class SchedulerConnector:
         )
         return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self.chunk_tokens, pieces)
 
-    def _cut_short(self, offer: StoreOffer) -> None:
-        """Nobody could find what the request stores behind a gap."""
+    def _fell_short(self, offer: StoreOffer, chunk: int) -> None:
+        """From `chunk` on there was no room."""
+        offer.fell_short.set()
         with self._lock:
             request = self._requests.get(offer.request_id)
             if request is not None and request.attachment is offer.attachment:
-                request.cut_short = True
+                request.offered, request.fell_short_at = min(request.offered, chunk), request.offered
         self.withdraw(offer.attachment, offer.request_id)
 
     def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:

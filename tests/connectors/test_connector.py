@@ -367,20 +367,48 @@ def test_without_a_server_everything_is_a_miss_and_it_is_found_when_it_comes(cap
                 assert rig.lookup("s", tokens) == 128
 
 
-def test_a_store_cut_short_offers_nothing_behind_the_gap() -> None:
-    """Chunks behind one that found no room could never be reached: they must not take what room there is."""
+def test_a_store_that_fell_short_is_offered_from_the_gap_on_once_there_is_more() -> None:
+    """Chunks behind one that found no room could not be found, so they come after it."""
     tokens, blocks = tokens_of(5, chunks=8), tuple(range(8 * PER_CHUNK))
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
         rig.wait_store("r", rig.connector.begin_store("r", tokens, [blocks], 7 * CHUNK))
         with Client(small.unix) as client:
             before = client.status().counters
-            assert 0 < before["stored_chunks"] < 7
-            assert rig.connector.begin_store("r", tokens, [blocks], len(tokens)) == ()
+            assert 0 < (stored := before["stored_chunks"]) < 7
+            assert rig.connector.begin_store("r", tokens, [blocks], 7 * CHUNK) == ()
             assert client.status().counters["reservations"] == before["reservations"]
-        rig.connector.finished("r")
-        held = rig.connector.begin_store("r", tokens, [blocks], CHUNK)
-        assert held, "a request that comes back may try again"
-        rig.wait_store("r", held)
+            held = rig.connector.begin_store("r", tokens, [blocks], len(tokens))
+            assert held == (blocks[stored * PER_CHUNK :],)
+            rig.wait_store("r", held)
+            assert client.status().counters["stored_chunks"] == 8
+
+
+def test_what_found_no_room_is_stored_when_its_request_ends() -> None:
+    tokens, blocks = tokens_of(5, chunks=8), tuple(range(8 * PER_CHUNK))
+    with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
+        rig.wait_store("r", rig.connector.begin_store("r", tokens, [blocks], len(tokens)))
+        stored = rig.lookup("look", tokens) // CHUNK
+        rig.connector.finished("look")
+        scheduler = rig.connector.scheduler
+        offer = scheduler.begin_last_store("r", [blocks])
+        assert offer is not None and offer.reads == (blocks[stored * PER_CHUNK :],)
+        offer.attachment.release()
+        assert scheduler.begin_last_store("r", [blocks]) is None, "it came again"
+
+
+def test_nothing_is_stored_behind_a_store_that_fell_short() -> None:
+    tokens, blocks = tokens_of(5, chunks=80), tuple(range(80 * PER_CHUNK))
+    with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
+        scheduler = rig.connector.scheduler
+        scheduler.exclusive = True
+        first = scheduler.begin_store("r", tokens, [blocks], len(tokens))
+        last = scheduler.begin_last_store("r", [blocks])
+        assert first is not None and last is not None and len(last.batches) == 3
+        scheduler.finished("r")
+        plans = [scheduler.reserve(last, batch) for batch in last.batches]
+        assert plans[0] is not None and plans[1:] == [None, None]
+        for offer in (first, last):
+            offer.attachment.release()
 
 
 def test_a_connector_beats_in_time_while_it_maps_what_the_pool_grows() -> None:

@@ -270,7 +270,7 @@ class Engine:
                 self._gpu.give_back(last.blocks)
                 last.blocks, last.computed, last.is_loaded, last.is_told = [], 0, False, False
                 self._waiting.appendleft(last)
-            if 0 < count and lacks <= len(self._gpu.free):
+            if count > 0 and lacks <= len(self._gpu.free):
                 request.blocks += self._gpu.take(max(0, lacks))
                 work[request] = count
         return work

@@ -7,9 +7,10 @@ hash to what the lease promised is reported and never counted as loaded (W3).
 A load is submit_load() (which only enqueues), finish_load() once its copies are done, and end_load(), whose words
 to the server nobody waits for; load() is all three. On a GPU it is verified before it is done, when all of its bytes
 have been hashed and the last ones are still being moved: what reads them is ordered after it on the reader's stream.
+A store is submit_store(), which only enqueues, and finish_store(); store() is both.
 
-Thread safety: loads may be submitted and finished by one thread while others call store() and end_load(); a copier of
-its own for each group and direction keeps a load from waiting behind stores.
+Thread safety: loads may be submitted and finished by one thread while others submit and finish stores and call
+end_load(); a copier of its own for each group and direction keeps a load from waiting behind stores.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, PartResult, StreamHandle
+from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
@@ -51,17 +52,12 @@ class Bands(NamedTuple):
     verified_after: int
 
 
-class Loading:
-    """A load under way: its copies, and what becomes of it. `copies`: (group, what of it, the copy)."""
+class _Copying(Generic[Piece]):
+    """Copies under way. `copies`: (group, what of it, the copy)."""
 
-    def __init__(self, attachment: Attachment, plan: LoadPlan, began_s: float) -> None:
-        self.attachment, self.plan, self.began_s = attachment, plan, began_s
-        self.copies: list[tuple[int, Sequence[LoadPiece], CopyHandle]] = []
-        self.holds_lease = False
-        self.lost = False
-        """It could not be submitted, or its copies failed: nothing is known of any byte."""
-        self.damaged: list[int] = []
-        """Chunks whose bytes did not hash to what was promised."""
+    def __init__(self, attachment: Attachment, began_s: float) -> None:
+        self.attachment, self.began_s = attachment, began_s
+        self.copies: list[tuple[int, Sequence[Piece], CopyHandle]] = []
 
     def done(self) -> bool:
         return all(handle.done() for _, _, handle in self.copies)
@@ -69,6 +65,34 @@ class Loading:
     def wait(self, timeout_s: float | None) -> bool:
         """True once the copies have ended."""
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
+
+    def order(self, stream: int) -> None:
+        """What is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
+        for _, _, handle in self.copies:
+            assert isinstance(handle, StreamHandle), "streams are a GPU's"
+            handle.order(stream)
+
+
+class Storing(_Copying[StorePiece]):
+    """A store under way."""
+
+    def __init__(self, attachment: Attachment, plan: StorePlan, began_s: float) -> None:
+        super().__init__(attachment, began_s)
+        self.plan, self.holds_reservation = plan, False
+        self.error: Exception | None = None
+        """Why a copy could not be submitted."""
+
+
+class Loading(_Copying[LoadPiece]):
+    """A load under way, and what becomes of it."""
+
+    def __init__(self, attachment: Attachment, plan: LoadPlan, began_s: float) -> None:
+        super().__init__(attachment, began_s)
+        self.plan, self.holds_lease = plan, False
+        self.lost = False
+        """It could not be submitted, or its copies failed: nothing is known of any byte."""
+        self.damaged: list[int] = []
+        """Chunks whose bytes did not hash to what was promised."""
 
     def verified(self, timeout_s: float) -> bool:
         """True once all that was promised is known to be there for work that is ordered after the load."""
@@ -89,12 +113,6 @@ class Loading:
             return not self.lost and all(result.ok for _, _, handle in self.copies for result in handle.result())
         except CopyFailed:
             return False
-
-    def order(self, stream: int) -> None:
-        """What is put on `stream` (a CUstream) from now on runs after the load, which is a GPU's."""
-        for _, _, handle in self.copies:
-            assert isinstance(handle, StreamHandle), "streams are a GPU's"
-            handle.order(stream)
 
 
 class WorkerConnector:
@@ -269,18 +287,48 @@ class WorkerConnector:
 
     def store(self, attachment: Attachment, plan: StorePlan) -> int:
         """Copies the plan's blocks into their slots and commits. Returns how many chunks are ready by then."""
-        if not attachment.grants.begin(plan.reservation):
-            return 0
-        began = self._clock()
-        ready = 0
+        return self.finish_store(self.submit_store(attachment, plan))
+
+    def submit_store(self, attachment: Attachment, plan: StorePlan, *, after: int | None = None) -> Storing:
+        """Enqueues the copies of all groups and returns. `after`: the stream whose work so far comes before them; None:
+        the one on which the engine computes."""
+        storing = Storing(attachment, plan, self._clock())
+        storing.holds_reservation = attachment.grants.begin(plan.reservation)
+        if not storing.holds_reservation:
+            return storing
+        after = self._stream if after is None else after
         try:
-            results = self._gather(attachment, plan.pieces)
+            for group, members in _by_group(plan.pieces).items():
+                own = [self._own_part(piece, piece.parts, self.rank) for piece in members]
+                slots = self._addresses(attachment, own)
+                parts = [PartCopy(slot, piece.block_ids) for piece, slot in zip(members, slots, strict=True)]
+                storing.copies.append((group, members, self._storers[group].gather(parts, after=after)))
+        except (*CopyFailed, *CallFailed) as error:
+            storing.error = error
+        return storing
+
+    def finish_store(self, storing: Storing, *, is_sound: bool = True) -> int:
+        """Waits for the copies and commits. Not `is_sound`: what they copied must not be published. Returns how many
+        chunks are ready by then."""
+        storing.wait(None)
+        if not storing.holds_reservation:
+            return 0
+        attachment, plan, ready = storing.attachment, storing.plan, 0
+        try:
+            if storing.error is not None:
+                raise storing.error
+            results = [
+                done for _, members, handle in storing.copies for done in zip(members, handle.result(), strict=True)
+            ]
+            if not is_sound:
+                self.session.abort(attachment, plan.reservation, [self.rank])
+                return 0
             done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
             # Once at least: the server waits for the rank's word.
             for start in range(0, max(1, len(done)), MAX_ENTRIES):
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready
-            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), began)
+            self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.began_s)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
             self.session.abort(attachment, plan.reservation, [self.rank])
@@ -290,22 +338,6 @@ class WorkerConnector:
         finally:
             attachment.grants.end(plan.reservation)
         return ready
-
-    def _gather(self, attachment: Attachment, pieces: Sequence[StorePiece]) -> list[tuple[StorePiece, PartResult]]:
-        """Copies of all groups side by side. Returns, or raises, once every one that was submitted has ended."""
-        submitted: list[tuple[list[StorePiece], CopyHandle]] = []
-        try:
-            for group, members in _by_group(pieces).items():
-                own = [self._own_part(piece, piece.parts, self.rank) for piece in members]
-                slots = self._addresses(attachment, own)
-                parts = [PartCopy(slot, piece.block_ids) for piece, slot in zip(members, slots, strict=True)]
-                submitted.append((members, self._storers[group].gather(parts, after=self._stream)))
-        finally:
-            for _, handle in submitted:
-                handle.wait(None)
-        return [
-            done for members, handle in submitted for done in zip(members, handle.result(), strict=True)
-        ]
 
     # ------------------------------------------------------------------ both
 

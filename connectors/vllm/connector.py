@@ -110,6 +110,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy,
             )
         self._worker: VllmWorker | None = None
+        self._computed: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
         self._waiting: list[Any] = []  # requests that came before the handshake
@@ -165,6 +166,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             weights_digest=self._settings.weights_digest, hashing=self._hashing(),
         )
         device = next(iter(kv_caches.values())).device
+        if device.type == "cuda":
+            self._computed = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
@@ -175,6 +178,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 hash_threads=hash_threads(cores_of(workers_here(self._config))),
             ),
             device=str(device), stream=_stream_of(str(device)),
+            computed=self._computed.cuda_stream if self._computed is not None else None,
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 
@@ -183,8 +187,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Metadata)
-        if self._worker is not None:
-            self._worker.fence(kv_connector_metadata.orders, _stream_of(self._worker.device))
+        orders = kv_connector_metadata.orders
+        if self._worker is None:
+            return
+        if self._computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
+            self._computed.wait_stream(torch.cuda.current_stream(self._computed.device))
+        self._worker.fence(orders, _stream_of(self._worker.device))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

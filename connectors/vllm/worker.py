@@ -1,14 +1,19 @@
 """In a worker's process: carries out the scheduler's orders and reports what ended.
 
 Loads are submitted, and found to have ended, by vLLM's own thread: a thread of ours would wait for the interpreter
-while vLLM's loop keeps it. What is said to the server afterwards, and all of a store, runs in the background.
+while vLLM's loop keeps it. What is said to the server afterwards runs in the background. So does a store: one thread
+submits its copies, and another sees to their end, so that no store waits for the end of the one before.
+
+A step may be given blocks that a store still reads. Then the CPU waits until the store's copies are submitted, and the
+GPU's later work comes after them; on the CPU the step waits for their end.
 
 A load in the background that begins in a step that computes nothing is reported in such a step once it is verified
 (Loading.verified): on a GPU while its last layers are on their way. The next step's work is ordered after them.
 
-Invariants: every load is reported once, also one that fails; no store reads a block after a fence named it and
-fence() returned; blocks that a failed load leaves behind are reported no later than its end; nothing that was computed
-from a load is published before its copies have ended and hashed to what was promised.
+Invariants: every load is reported once, also one that fails; what is put on the streams after a fence named a store,
+and fence() returned, writes after the store has read; blocks that a failed load leaves behind are reported no later
+than its end; nothing that was computed from a load is published before its copies have ended and hashed to what was
+promised.
 
 Threads: vLLM's worker thread calls everything; `_lock` guards what stores hand over.
 """
@@ -27,12 +32,12 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import ConnectorError
 from kvdock.connectors.plans import LoadPlan
-from kvdock.connectors.session import Identity, ServerEpoch
+from kvdock.connectors.session import Attachment, Identity, ServerEpoch
 from kvdock.connectors.vllm.figures import CopyFigures
 from kvdock.connectors.vllm.layers import Layers
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
-from kvdock.connectors.worker import Loading
+from kvdock.connectors.worker import Loading, Storing
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
@@ -63,6 +68,15 @@ class _Load:
     ordered: bool = False
 
 
+class _Store:
+    """`submitted`: ends once its copies are known, if there are any."""
+
+    def __init__(self, order: StoreOrder) -> None:
+        self.order = order
+        self.copies: Storing | None = None
+        self.submitted: Future[None]
+
+
 def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
     """What was measured for copies alone, for loads that others are computed beside."""
     return replace(measured, load_ctas=min(measured.load_ctas, BESIDE_STEPS), hash_threads=hash_threads)
@@ -70,12 +84,13 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
 
 class VllmWorker:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerConnector has
+    it. `computed`: a stream that holds, when fence() is called, what comes before the step's stores; None: `stream` is
     it."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], traits: EngineTraits, *, device: str, stream: int | None,
-        clock: Callable[[], float] = time.perf_counter,
+        computed: int | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
         self._traits = traits
@@ -88,8 +103,10 @@ class VllmWorker:
         self._session, self._connector = open_worker(of_engine, manifest, identity, layouts, stream=stream)
         self._groups, self._layers = len(layouts), Layers(planes)
         self.figures, self._clock = CopyFigures(manifest, identity.ranks[0]), clock
-        self._telling, self._storing = Background("kvdock-tell"), Background("kvdock-store")
-        self._stores: dict[str, Future[None]] = {}
+        self._stream, self._computed = stream, computed
+        self._telling = Background("kvdock-tell")
+        self._storing, self._publishing = Background("kvdock-store"), Background("kvdock-publish")
+        self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
         self._stored: Counter[str] = Counter()
         self._fell_short: dict[str, int] = {}
@@ -106,14 +123,25 @@ class VllmWorker:
     # ------------------------------------------------------------------ the worker's thread
 
     def fence(self, orders: Orders, stream: int | None) -> None:
-        """Before anything of the step is put on `stream`. Returns when no store in `orders.fences` reads any more."""
+        """Before anything of the step is put on `stream`: what is, and later loads, come after `orders.fences`."""
         fenced = [self._stores[store_id] for store_id in orders.fences if store_id in self._stores]
         if fenced:
             began = self._clock()
-            wait(fenced)
+            wait([store.submitted for store in fenced])
+            for store in fenced:
+                self._come_after(store.copies, stream)
             self.figures.add("fence_seconds", self._clock() - began)
         if not orders.is_idle:
             self._order_reported(orders.alone, stream)
+
+    def _come_after(self, copies: Storing | None, stream: int | None) -> None:
+        if copies is None:
+            return
+        if stream is None or self._stream is None:
+            copies.wait(None)
+            return
+        for later in {stream, self._stream}:
+            copies.order(later)
 
     def begin(self, orders: Orders) -> None:
         """Submits copies, before the step's forward pass or, if it reads none of them, after its launch. Those that it
@@ -121,8 +149,9 @@ class VllmWorker:
         self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
         unended = [load.loading for load in self._running if load.reported and load.loading is not None]
-        for store in orders.stores:
-            self._stores[store.store_id] = self._storing.run(self._store, store, unended)
+        for stored in orders.stores:
+            store = self._stores[stored.store_id] = _Store(stored)
+            store.submitted = self._storing.run(self._submit_store, store, unended)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
             is_early = order.is_async and orders.is_idle and self._reports_early
@@ -199,7 +228,7 @@ class VllmWorker:
         try:
             self._take_ended(lambda load: True)
         finally:
-            for background in (self._telling, self._storing):
+            for background in (self._telling, self._storing, self._publishing):
                 background.close()
             self._connector.close()
             self._session.close()
@@ -283,20 +312,27 @@ class VllmWorker:
             time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
             self._tell_of_ended()
 
-    def _store(self, order: StoreOrder, unended: Sequence[Loading]) -> None:
+    def _submit_store(self, store: _Store, unended: Sequence[Loading]) -> None:
         """`unended`: loads that what is stored may have been computed from."""
-        attachment = self._session.attachment_to(order.epoch)
+        attachment = self._session.attachment_to(store.order.epoch)
         try:
-            is_sound = self._lost is None and all(loading.is_whole() for loading in unended)
-            if attachment is not None and self._connector.writes and is_sound:
-                began = self._clock()
-                ready = self._connector.store(attachment, order.plan)
-                self.figures.stored(order.plan, ready, self._clock() - began)
+            if attachment is not None and self._connector.writes and self._lost is None:
+                store.copies = self._connector.submit_store(attachment, store.order.plan, after=self._computed)
+        finally:
+            self._publishing.run(self._publish, store, attachment, unended)
+
+    def _publish(self, store: _Store, attachment: Attachment | None, unended: Sequence[Loading]) -> None:
+        plan, copies = store.order.plan, store.copies
+        try:
+            if copies is not None:
+                is_sound = all(loading.is_whole() for loading in unended) and self._lost is None
+                ready = self._connector.finish_store(copies, is_sound=is_sound)
+                self.figures.stored(plan, ready, self._clock() - copies.began_s)
         finally:
             if attachment is not None:
                 attachment.release()
             with self._lock:
-                self._stored[order.store_id] += 1
+                self._stored[store.order.store_id] += 1
 
 
 def _blocks_behind(plan: LoadPlan, valid: int) -> set[int]:

@@ -56,6 +56,39 @@ def test_a_store_comes_after_what_was_on_the_stream_and_the_call_does_not_wait(w
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_store_does_not_wait_for_what_was_put_on_the_stream_since_it_was_noted(way: str) -> None:
+    paged, stream, noted = paged_kv(), new_stream(), new_stream()
+    size = paged.layout.part_bytes(8)
+    with slots_in("host", 1, size) as slots, cuda_copier(paged.layout, WAYS[way]) as copier:
+        fill(paged, 1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            fill(paged, 2)
+        noted.wait_stream(stream)
+        keep_busy(stream, 4 * LONG_CYCLES)
+        handle = copier.gather([PartCopy(slots.address(0), range(8))], after=stream_of(noted))
+        assert handle.wait(5.0) and not stream.query(), "the store has ended while the stream is at work"
+        assert slots.read(0) == b"\2" * size
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_work_ordered_after_a_store_writes_after_it_has_read(way: str) -> None:
+    paged, before, after = paged_kv(), new_stream(), new_stream()
+    size = paged.layout.part_bytes(64)
+    with slots_in("host", 1, size) as slots, cuda_copier(paged.layout, WAYS[way]) as copier:
+        for _ in range(5):
+            fill(paged, 3)
+            torch.cuda.synchronize()
+            keep_busy(before, LONG_CYCLES // 20)
+            handle = copier.gather([PartCopy(slots.address(0), range(64))], after=stream_of(before))
+            handle.order(stream_of(after))
+            with torch.cuda.stream(after):
+                fill(paged, 9)
+            after.synchronize()
+            assert handle.result()[0].checksum == checksum(b"\3" * size)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_work_ordered_after_a_load_reads_what_it_brought(way: str) -> None:
     paged, before, after = paged_kv(), new_stream(), new_stream()
     size = paged.layout.part_bytes(64)

@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "V4c", "the worker does not wait for fenced stores", WORKER,
-        "            wait(fenced)\n", "",
+        "            copies.wait(None)\n", "",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(

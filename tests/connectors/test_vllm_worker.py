@@ -1,0 +1,136 @@
+"""VllmWorker on the CPU with a real server: what a store may hold up, and what it may not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from api_helpers import ServerProcess, eventually, unique
+from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Spectator, continued, stopped, tokens_of
+from engine_helpers import config
+
+from kvdock.client.client import Client
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.vllm.setup import EngineTraits, Settings
+from kvdock.connectors.vllm.steps import Orders, StoreOrder
+from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.datapath.checksum import checksum
+from kvdock.datapath.copy import CpuCopier
+from kvdock.datapath.layout import paged_layout
+from kvdock.engine.kv_cache import KVCache
+from kvdock.engine.kvdock import manifest_of
+
+CHUNKS = 3
+BLOCKS = CHUNKS * PER_CHUNK
+TOKENS, OTHERS = tokens_of(1, CHUNKS), tokens_of(2, CHUNKS)
+TIMEOUT_S = 20.0
+TRAITS = EngineTraits(
+    takes_failed_requests=True, undoes_steps=False, loads_by_layer=False, reports_early=False, hash_threads=1
+)
+
+
+class Worker:
+    """A worker, and a scheduler process's half that reserves for it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.kv = KVCache(config(num_blocks=64))
+        for paged in (*self.kv.k, *self.kv.v):
+            paged.copy_(torch.randn(paged.shape))
+        self.layout = paged_layout(self.kv.format, self.kv.tensors, block_tokens=BLOCK)
+        self.manifest = msgspec.structs.replace(
+            manifest_of(self.kv.config, self.layout, CHUNK), cache_salt=unique("salt")
+        )
+        instance = unique("instance")
+        member = Identity(instance, unique("member"), ranks=(), scheduler=True)
+        self.session = EngineSession(Client(address), self.manifest, member)
+        self.session.start()
+        self.scheduler = SchedulerConnector(self.session)
+        self.half = VllmWorker(
+            Settings(address=address, timeout_s=TIMEOUT_S), self.manifest,
+            Identity(instance, unique("member"), ranks=(0,)), [self.layout], [{"layer": 0}], TRAITS, device="cpu",
+            stream=None,
+        )
+
+    def order(self, name: str, tokens: list[int], first_block: int) -> StoreOrder:
+        """A store of all chunks of `tokens`, whose slots are reserved."""
+        blocks = list(range(first_block, first_block + BLOCKS))
+        offer = self.scheduler.begin_store(name, tokens, [blocks], len(tokens))
+        assert offer is not None
+        plan = self.scheduler.reserve(offer, offer.batches[0])
+        assert plan is not None
+        offer.attachment.release()
+        return StoreOrder(offer.batches[0].store_id, offer.attachment.epoch, plan)
+
+    def overwrite(self, order: StoreOrder) -> None:
+        for piece in order.plan.pieces:
+            for paged in (*self.kv.k, *self.kv.v):
+                paged[list(piece.block_ids)] = 0
+
+    def expect_stored(self, tokens: list[int]) -> None:
+        """What the blocks held before anybody wrote zeros is there."""
+        with Client(self.address) as client, Spectator(client, self.manifest) as spectator:
+            parts = spectator.slots(tokens)
+            assert len(parts) == CHUNKS
+            for part in parts:
+                with memoryview(spectator.segments.mapping(part.segment)) as view:
+                    found = bytes(view[part.offset : part.offset + part.length])
+                assert checksum(found) == part.checksum_value and any(found)
+
+    def is_told(self) -> bool:
+        """Whether all stores were reported."""
+        self.half.report()
+        return not self.half._stores
+
+    def close(self) -> None:
+        self.half.close()
+        self.session.close()
+        self.session.client.close()
+
+
+@pytest.fixture
+def worker(server: ServerProcess) -> Iterator[Worker]:
+    made = Worker(server.unix)
+    yield made
+    made.close()
+
+
+def test_a_step_waits_for_a_stores_copies(worker: Worker) -> None:
+    order, may_copy = worker.order("r", TOKENS, 1), threading.Event()
+    copier = worker.half._connector._storers[0]
+    assert isinstance(copier, CpuCopier)
+    copier._thread.submit(may_copy.wait)  # it is at work for somebody else
+    worker.half.begin(Orders(stores=(order,)))
+    threading.Timer(0.3, may_copy.set).start()
+    worker.half.fence(Orders(fences=(order.store_id,)), None)
+    assert may_copy.is_set()
+    worker.overwrite(order)
+    eventually(worker.is_told)
+    worker.expect_stored(TOKENS)
+
+
+def test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_before(
+    worker: Worker, server: ServerProcess
+) -> None:
+    first, second = worker.order("first", TOKENS, 1), worker.order("second", OTHERS, 1 + BLOCKS)
+    stopped(server)
+    try:
+        began_s = time.monotonic()
+        worker.half.begin(Orders(stores=(first,)))
+        worker.half.fence(Orders(fences=(first.store_id,)), None)
+        worker.half.begin(Orders(stores=(second,)))
+        worker.half.fence(Orders(fences=(second.store_id,)), None)
+        assert time.monotonic() - began_s < TIMEOUT_S / 2, "the server answers nobody"
+        worker.overwrite(first)
+        worker.overwrite(second)
+        assert not worker.half.report().stores, "a store is over when the server knows"
+    finally:
+        continued(server)
+    eventually(worker.is_told)
+    worker.expect_stored(TOKENS)
+    worker.expect_stored(OTHERS)

@@ -37,7 +37,7 @@ class Chaos:
         half.verify = verifying
         worker = engine.worker._worker
         self._has_way_back = len(engine.windows) == 1 or worker._traits.takes_failed_requests
-        store, submit, begin = worker._connector.store, worker._submit, worker.begin
+        finish, submit, begin = worker._connector.finish_store, worker._submit, worker.begin
         self._in_step: list[Any] = []
 
         def begun(orders: Any) -> None:
@@ -45,9 +45,9 @@ class Chaos:
             self._in_step = [part for plan in plans for piece in plan.pieces for part in piece.parts]
             begin(orders)
 
-        def noted(attachment: Any, plan: Any) -> int:
-            self._parts += [(attachment, part) for piece in plan.pieces for part in piece.parts]
-            return int(store(attachment, plan))
+        def noted(storing: Any, **how: Any) -> int:
+            self._parts += [(storing.attachment, part) for piece in storing.plan.pieces for part in piece.parts]
+            return int(finish(storing, **how))
 
         def endangered(order: Any, is_early: bool) -> Any:
             if order.is_async and self._has_way_back and self._happens():
@@ -60,7 +60,7 @@ class Chaos:
                         self.seen["damaged_loads"] += 1
             return submit(order, is_early)
 
-        worker._connector.store, worker._submit, worker.begin = noted, endangered, begun
+        worker._connector.finish_store, worker._submit, worker.begin = noted, endangered, begun
 
     def step(self) -> None:
         engine = self._engine

@@ -139,16 +139,16 @@ def reset_during_store(address: str) -> dict[str, Any]:
     from kvdock.connectors.worker import WorkerConnector
 
     engine = own_engine(address)
-    real, begun, go_on = WorkerConnector.store, threading.Event(), threading.Event()
+    real, begun, go_on = WorkerConnector.finish_store, threading.Event(), threading.Event()
     published = []
 
-    def held(self: WorkerConnector, attachment: Any, plan: Any) -> int:
+    def held(self: WorkerConnector, storing: Any, **how: Any) -> int:
         begun.set()
         assert go_on.wait(20)
-        published.append(real(self, attachment, plan))
+        published.append(real(self, storing, **how))
         return published[-1]
 
-    WorkerConnector.store = held  # type: ignore[method-assign]  # the real store, a moment later
+    WorkerConnector.finish_store = held  # type: ignore[method-assign]  # the real store, a moment later
     try:
         engine.add("cold", prompt(1, 150), 2)
         while not begun.is_set():
@@ -159,7 +159,7 @@ def reset_during_store(address: str) -> dict[str, Any]:
         go_on.set()
         engine.run()
     finally:
-        WorkerConnector.store = real  # type: ignore[method-assign]  # as it was
+        WorkerConnector.finish_store = real  # type: ignore[method-assign]  # as it was
     hits, clearing = [], engine.scheduler.connector._scheduler._clearing
     with other_weights(engine):
         for name in ("after", "again", "more"):

@@ -72,15 +72,15 @@ class RanksEngine(SchedEngine):
 
     def _count_failed_stores(self, half: WorkerConnector) -> None:
         """They are nobody's error: what could not be stored is missed later."""
-        real = half.store
+        real = half.finish_store
 
-        def store(attachment: Any, plan: Any) -> int:
+        def finish_store(storing: Any, **how: Any) -> int:
             self.seen["failed_stores"] += 1
-            ready = real(attachment, plan)
+            ready = real(storing, **how)
             self.seen["failed_stores"] -= 1
             return ready
 
-        half.store = store  # type: ignore[method-assign]  # the real store, counted
+        half.finish_store = finish_store  # type: ignore[method-assign]  # the real store, counted
 
     @property
     def halves(self) -> list[WorkerConnector]:

@@ -134,13 +134,13 @@ class _Engine:
         at the end."""
         source = random.Random(secrets.randbits(64))
         self.tokens = [source.randrange(1 << 32) for _ in range(self.chunks * self.shape.chunk_tokens)]
-        offer = self._scheduler.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
+        offer = self._scheduler.stores.begin_store(REQUEST, self.tokens, [self._order], len(self.tokens))
         if offer is None:
             raise CommandError(_LOST, FAILED)
         keys = [key for batch in offer.batches for key in batch.keys]
         try:
             for batch in offer.batches:
-                if (plan := self._scheduler.reserve(offer, batch)) is not None:
+                if (plan := self._scheduler.stores.reserve(offer, batch)) is not None:
                     self._worker.store(offer.attachment, plan)
             yield offer.attachment, keys
         finally:

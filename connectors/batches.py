@@ -24,10 +24,6 @@ class Batches:
         self._member = member
         self._made = 0
 
-    @property
-    def has_windows(self) -> bool:
-        return len(self._full) < len(self._per_chunk)
-
     def of(
         self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS
     ) -> tuple[StoreBatch, ...]:

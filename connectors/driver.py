@@ -31,7 +31,7 @@ from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.wishes import Wish, tell
+from kvdock.connectors.wishes import Wish, tell_wishes
 from kvdock.protocol.schemas import BeingStored
 
 NO_LIMITS = LoadLimits()
@@ -245,9 +245,9 @@ class Driver:
         plan = None
         try:
             if is_wanted(batch):
-                plan = self.scheduler.reserve(offer, batch)
+                plan = self.scheduler.stores.reserve(offer, batch)
             else:
-                self.scheduler.withdraw(offer.attachment, offer.request_id)
+                self.scheduler.stores.withdraw(offer.attachment, offer.request_id, offer.request)
         finally:
             carry_out(batch, plan)
 
@@ -262,7 +262,7 @@ class Driver:
         which forgets them."""
         known = self.scheduler.known_keys(request_id) if wishes else None
         if known is not None:
-            self._storing.run(tell, self.scheduler.session, *known, wishes)
+            self._storing.run(tell_wishes, self.scheduler.session, *known, wishes)
 
     def finished(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""
@@ -270,9 +270,9 @@ class Driver:
         self._forget_question(request_id)
         if self._once is not None:
             self._once.forget(request_id)
-        owed = self.scheduler.owes(request_id)
+        owed = self.scheduler.stores.owes(request_id)
         if owed is not None:  # after the reservations of what was offered
-            self._storing.run(self.scheduler.withdraw, owed, request_id)
+            self._storing.run(self.scheduler.stores.withdraw, owed.attachment, request_id, owed)
         if self.statistics is not None:
             self.statistics.finished(request_id)
         self._cancel(self.scheduler.finished(request_id))

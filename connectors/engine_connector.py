@@ -101,7 +101,7 @@ class EngineConnector:
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
-        offer = self.scheduler.begin_store(request_id, token_ids, block_ids, computed_tokens)
+        offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
         self._driver.store(offer, lambda batch, plan: self._store(offer, batch, plan))

@@ -1,15 +1,15 @@
-"""What the scheduler connector knows of one request, and what it hands to the background."""
+"""What the scheduler connector knows of requests, and what it hands to the background."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from threading import Event
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
-from kvdock.connectors.session import Attachment
+from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -54,16 +54,18 @@ class RequestState:
     handed_out: str | None = None
     """The lease of the last plan, until the server has asked about it."""
     offered: int = 0
-    """Chunks [0, offered) are stored, being stored, or were refused."""
-    is_told: bool = False
-    """The server knows that the engine has these chunks in its own memory while the request runs."""
+    """Chunks [0, offered) are stored, or offered to be."""
+    reserved: int = 0
+    """Chunks [0, reserved) are at the server, or on their way to it. Nobody could find another one behind a gap."""
+    has_duplicates: bool = False
+    """Chunks were offered as duplicates: they may go first, and are stored once more when the request ends."""
     ceiling: int = MAX_KEYS
     """Chunks from here on are not asked for: one of them failed to load."""
     promised: int = 0
     """Chunks [0, promised) were named by a lookup that said that the request computes what is missing."""
     fell_short_at: int = 0
-    """How many chunks were offered when a store found no room for some of them. They are offered again once there are
-    more, or when the request ends; until then nothing is, for nobody could find it behind the gap. 0: none did."""
+    """How many chunks were offered when some of them could not be stored. These are offered again once there are more,
+    or when the request ends. 0: all were stored so far."""
 
     @property
     def lease(self) -> str | None:
@@ -89,6 +91,54 @@ class RequestState:
     def forget_lookup(self) -> None:
         self.forget_answer()
         self.epoch = 0
+
+    def falls_short(self, chunk: int) -> None:
+        """What was offered from `chunk` on is not stored."""
+        self.fell_short_at = max(self.offered, self.fell_short_at)
+        self.offered, self.reserved = min(self.offered, chunk), min(self.reserved, chunk)
+
+    def offer_anew(self) -> None:
+        """The engine has not computed what it has offered, or computes it again."""
+        self.offered = self.reserved = self.fell_short_at = 0
+        self.has_duplicates = False
+
+    def is_valid_to(self, chunks: int) -> None:
+        """Behind these, what was loaded is damaged."""
+        self.ceiling, self.offered, self.reserved, self.fell_short_at = (
+            min(chunks, of) for of in (self.ceiling, self.offered, self.reserved, self.fell_short_at)
+        )
+
+
+class ChunkObserver:
+    """Learns which chunks requests have, and which of them the server says are present. This one does not care."""
+
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        """Called before the request is sent; returns a callback that gets the keys the server says are present."""
+        return lambda keys: None
+
+
+class Requests(dict[str, RequestState]):
+    """By id; `lock` guards them all, and their states."""
+
+    def __init__(self, session: EngineSession, chain_of: ChainOf) -> None:
+        super().__init__()
+        self.session, self.lock, self._chain_of = session, threading.Lock(), chain_of
+
+    def known(self, request_id: str, tokens: Sequence[int]) -> RequestState | None:
+        """Under `lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
+        attachment = self.session.attachment
+        if attachment is None:
+            return None  # it may come back: what we know, a lease above all, may still hold
+        request = self.get(request_id)
+        if request is None or request.attachment is not attachment:  # nothing holds that we knew of another epoch
+            chain = self._chain_of(request_id, attachment.namespace, self.session.manifest.chunk_tokens)
+            request = RequestState(chain, attachment)
+            self[request_id] = request
+        request.chain.follow(tokens)
+        return request
 
 
 @dataclass(frozen=True)
@@ -116,9 +166,11 @@ class StoreOffer:
     it."""
 
     request_id: str
-    attachment: Attachment
+    request: RequestState
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
     duplicate: bool = False
-    fell_short: Event = field(default_factory=Event)
-    """Set once one of its stores found no room."""
+
+    @property
+    def attachment(self) -> Attachment:
+        return self.request.attachment

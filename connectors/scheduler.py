@@ -1,4 +1,4 @@
-"""The scheduler connector: tokens to keys, keys to leases and reservations, answers to plans.
+"""The scheduler connector: tokens to keys, keys to leases, answers to plans. What is stored is offers.py's part.
 
 It asks the server and remembers what was answered; it never touches a byte. It starts no thread: a lookup that
 the server has to answer is returned as a Fetch, which the driver (connectors/driver.py) sends in the background.
@@ -17,50 +17,32 @@ the server (marked "Background") hold it only before and after.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from kvdock.connectors.batches import LAST_STORE_KEYS, Batches
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
-from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePiece, StorePlan
-from kvdock.connectors.requests import MISS, ChainOf, Fetch, RequestState, StoreOffer, chain_of_tokens
+from kvdock.connectors.offers import StoreOffers
+from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.requests import MISS, ChainOf, ChunkObserver, Fetch, Requests, RequestState, chain_of_tokens
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.connectors.tell import tell
 from kvdock.connectors.verify import Verifier
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer, Reserve
-from kvdock.protocol.wire_types import MAX_KEYS
-
-
-class ChunkObserver:
-    """Learns which chunks requests have, and which of them the server says are present. This one does not care."""
-
-    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """The engine's thread is about to look up or store the first chunks of a request, which have these keys."""
-
-    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        """Called before the request is sent; returns a callback that gets the keys the server says are present."""
-        return lambda keys: None
+from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
 
 
 class SchedulerConnector:
-    """`readers`: how many ranks read each lease. `exclusive`: what a running request has in the engine's memory may go
-    from the pool first, and is stored once more when the request ends. `computes`: lookups promise to store what they
-    do not find."""
+    """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
-        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, exclusive: bool = False,
-        computes: bool = False,
+        chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, computes: bool = False,
     ) -> None:
         self.session, self.readers, self._computes = session, readers, computes
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
-        self._chain_of = chain_of
-        self._requests: dict[str, RequestState] = {}
-        self._lock = threading.Lock()
-        self._epoch = 0
-        self._batches = Batches(session.manifest, session.identity.member)
-        self.exclusive = exclusive and not self._batches.has_windows  # what they left behind is not stored once more
+        self._requests = Requests(session, chain_of)
+        self._lock, self._epoch = self._requests.lock, 0
+        self.stores = StoreOffers(self._requests, self._observer, computes=computes)
 
     @property
     def chunk_tokens(self) -> int:
@@ -73,7 +55,7 @@ class SchedulerConnector:
         if local_tokens % self.session.manifest.block_tokens:
             return Miss()
         with self._lock:
-            request = self._request(request_id, tokens)
+            request = self._requests.known(request_id, tokens)
             if request is None:
                 return Miss()
             keys = request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
@@ -147,6 +129,7 @@ class SchedulerConnector:
             self.session.lost(fetch.attachment, error)
         finally:
             unwanted = self._file(fetch, answer)
+        self.stores.withdraw(fetch.attachment, fetch.request_id, None)  # if it ended while we asked, or before
         return unwanted
 
     def _file(self, fetch: Fetch, answer: LookupAnswer) -> tuple[Attachment, str] | None:
@@ -236,6 +219,7 @@ class SchedulerConnector:
             request.forget_lookup()
             request.handed_out = answer.lease
             request.offered = max(request.offered, hit_tokens // self.chunk_tokens)
+            request.reserved = max(request.reserved, hit_tokens // self.chunk_tokens)
             plan = LoadPlan(request_id, answer.lease, local_tokens, hit_tokens, self.chunk_tokens, pieces)
             return request.attachment, plan
 
@@ -262,96 +246,7 @@ class SchedulerConnector:
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None:
-                request.ceiling = min(request.ceiling, valid_tokens // self.chunk_tokens)  # ranks tell one by one
-                request.offered = min(request.offered, request.ceiling)
-
-    # ------------------------------------------------------------------ storing
-
-    def begin_store(
-        self, request_id: str, tokens: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
-    ) -> StoreOffer | None:
-        """The whole chunks of [0, computed_tokens) not offered before; None when there are none. If exclusive, the
-        first offer has all of them, also those that were loaded."""
-        ready = computed_tokens // self.chunk_tokens
-        with self._lock:
-            known = self._requests.get(request_id)
-            tells = self.exclusive and (known is None or not known.is_told)
-            if known is not None and ready <= max(known.offered, known.fell_short_at) and not tells:
-                return None
-            request = self._request(request_id, tokens) if ready else None
-            if request is None or (ready := min(ready, len(request.chain.keys))) <= (0 if tells else request.offered):
-                return None
-            first = 0 if tells else request.offered
-            request.offered = max(request.offered, min(ready, first + MAX_KEYS))
-            request.is_told |= tells
-            request.fell_short_at = 0
-            batches = self._batches.of(request.chain.keys, block_ids, first, min(ready, request.offered))
-        return self._offer(request_id, request, batches, duplicate=self.exclusive)
-
-    def begin_last_store(self, request_id: str, block_ids: GroupBlocks) -> StoreOffer | None:
-        """The request ends or is preempted: what found no room, and all that was offered as duplicates, for those may
-        have gone. A chunk of which `block_ids` lacks a block ends it. Afterwards finished() is to be called."""
-        with self._lock:
-            request = self._requests.get(request_id)
-            if request is None or not (request.is_told or request.fell_short_at):
-                return None
-            first, end = 0 if request.is_told else request.offered, max(request.offered, request.fell_short_at)
-            request.fell_short_at = 0
-            batches = self._batches.of(request.chain.keys, block_ids, first, end, at_most=LAST_STORE_KEYS)
-        return self._offer(request_id, request, batches, duplicate=False)
-
-    def _offer(
-        self, request_id: str, request: RequestState, batches: tuple[StoreBatch, ...], *, duplicate: bool
-    ) -> StoreOffer | None:
-        if not batches or not request.attachment.acquire():
-            return None
-        self._observer.known(request_id, request.chain.keys[: batches[-1].first + len(batches[-1].keys)])
-        return StoreOffer(request_id, request.attachment, batches, self._batches.blocks_read(batches), duplicate)
-
-    def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
-        """Background: asks for slots. None when the server has it all, has no room, or is not there."""
-        body = Reserve(
-            session=offer.attachment.session,
-            member=offer.attachment.member,
-            store=batch.store_id,
-            parent=batch.parent.hex() if batch.parent is not None else None,
-            keys=b"".join(batch.keys),
-            groups=list(batch.groups),
-            duplicate=offer.duplicate,
-        )
-        if self.session.attachment is not offer.attachment:
-            return None  # nobody is there: the engine's blocks do not wait for a timeout
-        with self._lock:
-            request = self._requests.get(offer.request_id)
-            if offer.fell_short.is_set() or (request is not None and request.fell_short_at):
-                return None  # nobody could find it behind the gap
-        found = self._observer.asking(offer.attachment)
-        try:
-            answer = self.session.client.reserve(body)
-        except (ServerUnavailable, ApiError) as error:
-            self.session.lost(offer.attachment, error)
-            self._fell_short(offer, batch.first)
-            return None
-        if answer.limited_by is not None:
-            self._fell_short(offer, batch.first + len(answer.present) + len(answer.busy) + len(answer.chunks))
-        found([batch.keys[index] for index in answer.present])
-        if answer.reservation is None:
-            return None
-        pieces = tuple(
-            StorePiece(chunk.index, group, tuple(part for part in chunk.parts if part.group == group), blocks)
-            for chunk in answer.chunks
-            for group, blocks in zip(batch.groups, batch.block_ids[chunk.index], strict=True)
-        )
-        return StorePlan(offer.request_id, answer.reservation, len(answer.chunks) * self.chunk_tokens, pieces)
-
-    def _fell_short(self, offer: StoreOffer, chunk: int) -> None:
-        """From `chunk` on there was no room."""
-        offer.fell_short.set()
-        with self._lock:
-            request = self._requests.get(offer.request_id)
-            if request is not None and request.attachment is offer.attachment:
-                request.offered, request.fell_short_at = min(request.offered, chunk), request.offered
-        self.withdraw(offer.attachment, offer.request_id)
+                request.is_valid_to(valid_tokens // self.chunk_tokens)  # ranks tell one by one
 
     def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:
         """Those of the request's chunks, from its first; None when nobody looked for it or stored it."""
@@ -397,28 +292,9 @@ class SchedulerConnector:
                 return None
             return request.attachment, lease
 
-    def owes(self, request_id: str) -> Attachment | None:
-        """Where the request has promised chunks that it has not offered yet."""
-        with self._lock:
-            request = self._requests.get(request_id)
-            return request.attachment if request is not None and request.offered < request.promised else None
-
-    def withdraw(self, attachment: Attachment, request_id: str) -> None:
-        """Background: the request stores no more of what it has promised."""
-        if self._computes:
-            self._tell(attachment, self.session.client.withdraw, attachment.session, [request_id])
-
     def cancel(self, attachment: Attachment, lease: str) -> None:
         """Background."""
-        self._tell(attachment, self.session.client.cancel, lease, attachment.session, attachment.member)
-
-    def _tell(self, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
-        if self.session.attachment is not attachment:
-            return  # nobody listens; should that server return, it asks
-        try:
-            call(*arguments)
-        except (ServerUnavailable, ApiError) as error:
-            self.session.lost(attachment, error)
+        tell(self.session, attachment, self.session.client.cancel, lease, attachment.session, attachment.member)
 
     def keeps_lease(self, lease: str) -> bool:
         """Answers the server's question about an old lease. Keep it while the request waits, and once after the plan
@@ -436,15 +312,3 @@ class SchedulerConnector:
         """Under `_lock`: the request, if its lookup was answered with a lease."""
         request = self._requests.get(request_id)
         return request if request is not None and request.answer is not None and request.answer.lease else None
-
-    def _request(self, request_id: str, tokens: Sequence[int]) -> RequestState | None:
-        """Under `_lock`: the request's entry with keys for all of `tokens`; None while the server is lost."""
-        attachment = self.session.attachment
-        if attachment is None:
-            return None  # it may come back: what we know, a lease above all, may still hold
-        request = self._requests.get(request_id)
-        if request is None or request.attachment is not attachment:  # nothing holds that we knew of another epoch
-            request = RequestState(self._chain_of(request_id, attachment.namespace, self.chunk_tokens), attachment)
-            self._requests[request_id] = request
-        request.chain.follow(tokens)
-        return request

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.connectors.tell import tell
 from kvdock.protocol.schemas import Hint
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -22,20 +22,19 @@ class Wish:
     conversation_ended: bool = False
 
 
-def tell(session: EngineSession, attachment: Attachment, keys: Sequence[bytes], wishes: Sequence[Wish]) -> None:
+def tell_wishes(
+    session: EngineSession, attachment: Attachment, keys: Sequence[bytes], wishes: Sequence[Wish]
+) -> None:
     """Background. `keys`: a request's, from its first. Where they are more than one call may name, the first are
     retained, and the last are let go."""
     chunk_tokens = session.manifest.chunk_tokens
     for wish in wishes:
         meant = keys if wish.tokens is None else keys[: -(-wish.tokens // chunk_tokens)]
         meant = meant[:MAX_KEYS] if wish.priority > 0 else meant[-MAX_KEYS:]
-        if not meant or session.attachment is not attachment:
+        if not meant:
             continue
         body = Hint(
             session=attachment.session, member=attachment.member, keys=b"".join(meant), priority=wish.priority,
             duration_s=wish.duration_s, conversation_ended=wish.conversation_ended,
         )
-        try:
-            session.client.hint(body)
-        except (ServerUnavailable, ApiError) as error:
-            session.lost(attachment, error)
+        tell(session, attachment, session.client.hint, body)

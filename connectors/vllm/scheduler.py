@@ -1,24 +1,20 @@
-"""In the scheduler's process: answers lookups, plans loads and stores, and keeps blocks from being overwritten.
+"""In the scheduler's process: answers lookups, plans loads, and offers what is computed.
 
 A request is asked about when it arrives, if few wait before it (connectors/early.py), and by its lookup at the latest.
 "Ask again" costs a request a whole step, so a lookup waits a moment for its answer (connectors/patience.py). An
-admission begins a load. Each step offers the chunks that its end completes; their slots are reserved in the background,
-and the plan goes to the workers with a later step. vLLM frees blocks when it likes, so a store whose blocks are given
-out anew is dropped when it has not gone to the workers yet, and fenced when it has: the workers end it before that step
-writes.
+admission begins a load. Each step offers the chunks that its end completes (stores.py).
 
-Invariants: `_stores` has every store that may still read its blocks; a plan leaves with the step that is being
-built or never; loads that vLLM cannot preempt leave room for the largest other request (block_budget.py).
+Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
+largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
 
-Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
+Threads: vLLM's scheduler thread calls everything.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +25,9 @@ from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.patience import Patience
-from kvdock.connectors.plans import LoadPiece, LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.requests import Chain, StoreOffer, chain_of_tokens
-from kvdock.connectors.scheduler import ChunkObserver, SchedulerConnector
+from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.requests import Chain, ChunkObserver, chain_of_tokens
+from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer
@@ -42,7 +38,8 @@ from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
 from kvdock.connectors.vllm.setup import Settings
-from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
+from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
+from kvdock.connectors.vllm.stores import Stores
 from kvdock.protocol.keys import HashedChain
 
 LEAST_PROMPT = 64
@@ -52,9 +49,6 @@ FIRST_STEPS = 3
 
 SHORT_OF_BLOCKS_S = 60.0
 """For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
-
-RESERVED_S = 0.005
-"""How long a step may wait for the slots of what a request that has ended stores once more."""
 
 Table = list[list[int | None]]
 
@@ -72,14 +66,6 @@ class _Tracked:
     table: Table | None = None
     is_old: bool = False
     """The cache was reset since it was looked up: what it computes may rest on what was there before."""
-
-
-@dataclass
-class _Store:
-    blocks: frozenset[int]
-    sent: bool = False
-    dropped: bool = False
-    ranks_left: int = 1
 
 
 class _Announcing(ChunkObserver):
@@ -116,9 +102,10 @@ class VllmScheduler:
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=chain_of_tokens if hash_tokens is None else partial(self._chain_of_hashes, hash_tokens),
             observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
-            exclusive=settings.exclusive, computes=share > 0,
+            computes=share > 0,
         )
-        self._exclusive = self._connector.exclusive
+        # What windows have left behind cannot be stored once more.
+        self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
         self._speed = PrefillSpeed(clock)
         once = ComputeOnce(share, self._speed, clock, self._waited) if share > 0 else None
         self._driver = Driver(
@@ -132,11 +119,9 @@ class VllmScheduler:
         self._last_store: Future[None] | None = None
         self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
         self._loads: list[LoadOrder] = []
-        self._stores: dict[str, _Store] = {}
+        self._stores = Stores(self._driver, ranks, partial(self.figures.add, "stores_dropped", 1))
         self._fresh: set[int] = set()  # blocks given out since the last build
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
-        self._lock = threading.Lock()
-        self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
 
     def start(self) -> None:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
@@ -154,6 +139,7 @@ class VllmScheduler:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
+        self._begins_anew(request.request_id)
         if not _may_load(request):
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
@@ -179,6 +165,14 @@ class VllmScheduler:
         if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
             return None, False
         return found.tokens - local_tokens, tracked.is_async
+
+    def _begins_anew(self, request_id: str) -> None:
+        """vLLM looks up what it computes from the first token. If it had blocks, it has none any more: vLLM may take
+        them without a word, when its cache is reset."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.table is not None:
+            tracked.table = None
+            self._connector.stores.offer_anew([request_id])
 
     def _is_attached_everywhere(self) -> bool:
         """Every worker has said that it is attached to what this side is."""
@@ -245,20 +239,22 @@ class VllmScheduler:
         self.figures.state("attached", int(self._session.attachment is not None))
         late, self._driver.late = self._driver.late, 0
         self.figures.add("lookups_late", late)
-        self._note_tables(output)
+        self._note_given(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted_s = self._clock()
             self._store_once_more(request_id)
             self._forget(request_id)
-        self._connector.exclusive = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
-        if self._last_store is not None:  # before more steps are given its blocks
-            wait([self._last_store], RESERVED_S)
-            self._last_store = None
-        fences = self._guard()
-        stores = self._send()
+        self._note_tables(output)
+        duplicate = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
+        patience = self._driver.patience
+        if self._last_store is not None and patience is not None and not patience.is_open:
+            patience.spend(self._last_store)  # before more steps are given its blocks
+        self._last_store = None
+        fences = self._stores.guard(self._fresh)
+        stores = self._stores.send()
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
-            self._offer(request_id, count)
+            self._offer(request_id, count, duplicate=duplicate)
         loads, self._loads = tuple(self._loads), []
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
@@ -269,6 +265,14 @@ class VllmScheduler:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
 
+    def _note_given(self, output: Any) -> None:
+        """Blocks that the step's requests are given beside those of allocated()."""
+        cached = output.scheduled_cached_reqs
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if ids is not None and request_id not in cached.resumed_req_ids:
+                for more in ids:
+                    self._fresh.update(more)
+
     def _note_tables(self, output: Any) -> None:
         for new in output.scheduled_new_reqs:
             self._set_table(new.req_id, new.block_ids)
@@ -278,44 +282,18 @@ class VllmScheduler:
                 self._set_table(request_id, ids)
             elif ids is not None:
                 tracked = self._tracked.get(request_id)
-                for group, more in enumerate(ids):
-                    self._fresh.update(more)
-                    if tracked is not None and tracked.table is not None:
-                        tracked.table[group].extend(_or_none(more))
+                if tracked is not None and tracked.table is not None:
+                    for column, more in zip(tracked.table, ids, strict=True):
+                        column.extend(_or_none(more))
 
     def _set_table(self, request_id: str, ids: Sequence[Sequence[int]]) -> None:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table = [_or_none(column) for column in ids]
 
-    def _guard(self) -> list[str]:
-        """Drops or fences the stores that read a block which this step, or a load, may overwrite."""
-        fences = []
-        for store_id, store in self._stores.items():
-            if not store.blocks.isdisjoint(self._fresh):
-                if store.sent:
-                    fences.append(store_id)
-                store.dropped = True
-        return fences
-
-    def _send(self) -> list[StoreOrder]:
-        with self._lock:
-            reserved, self._reserved = self._reserved, []
-        orders = []
-        for store_id, attachment, plan in reserved:
-            store = self._stores[store_id]
-            if plan is None or store.dropped:
-                del self._stores[store_id]
-                self.figures.add("stores_dropped", int(store.dropped))
-                if plan is not None:
-                    self._driver.abort(attachment, plan)
-            else:
-                store.sent = True
-                orders.append(StoreOrder(store_id, attachment.epoch, plan))
-        return orders
-
-    def _offer(self, request_id: str, count: int) -> None:
-        """Chunks that are complete when this step has computed `count` tokens of the request."""
+    def _offer(self, request_id: str, count: int, *, duplicate: bool) -> None:
+        """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
+        from the pool while the request runs."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old or depends_on_more_than_tokens(tracked.request):
             return
@@ -331,31 +309,19 @@ class VllmScheduler:
         if is_new and computed // chunk <= tracked.local_tokens // chunk:
             return  # all of it was a local hit: it is offered again once the first token is out
         columns = self._whole_blocks(tracked.table, computed)
-        self._begin(self._connector.begin_store(request_id, request.all_token_ids, columns, computed))
+        self._stores.begin(self._connector.stores.begin_store(
+            request_id, request.all_token_ids, columns, computed, duplicate=duplicate
+        ))
 
-    def _store_once_more(self, request_id: str) -> None:
-        """The request ends, or was preempted. What was given to others since is not its own any more."""
+    def _store_once_more(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
+        """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
+        its own any more."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.table is None or tracked.is_old:
             return
         own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
-        self._last_store = self._begin(self._connector.begin_last_store(request_id, own)) or self._last_store
-
-    def _begin(self, offer: StoreOffer | None) -> Future[None] | None:
-        if offer is None:
-            return None
-        for batch in offer.batches:
-            blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
-            self._stores[batch.store_id] = _Store(blocks, ranks_left=self._ranks)
-        return self._driver.store(
-            offer, partial(self._take_reserved, offer.attachment),
-            is_wanted=lambda batch: not self._stores[batch.store_id].dropped,
-        )
-
-    def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
-        """Background."""
-        with self._lock:
-            self._reserved.append((batch.store_id, attachment, plan))
+        last = self._stores.begin(self._connector.stores.begin_last_store(request_id, own, computed_tokens))
+        self._last_store = last or self._last_store
 
     def _whole_blocks(self, table: Table, tokens: int) -> Table:
         """What of `table` holds nothing but the first `tokens` tokens."""
@@ -366,23 +332,20 @@ class VllmScheduler:
     def take(self, report: Report) -> None:
         self._epochs.update(report.epochs)
         if report.valid_tokens:  # steps that read what did not come are computed again: what they left is not stored
-            for store in self._stores.values():
-                store.dropped |= not store.sent
+            self._stores.drop_unsent()
+            self._connector.stores.offer_anew(self._tracked)
         for request_id, valid in report.valid_tokens.items():
             self._driver.load_failed(request_id, valid)
             self.figures.add("load_failures", 1)
-        for store_id, ranks in report.stores.items():
-            store = self._stores[store_id]
-            store.ranks_left -= ranks
-            if store.ranks_left <= 0:
-                del self._stores[store_id]
-                self._clearing.store_ended(store_id)
+        for store_id in self._stores.read(report.stores):
+            self._clearing.store_ended(store_id)
         self._clear_again()
 
     def finished(self, request_id: str, *, request: Any = None) -> None:
         """`request`: given if it ended by itself, so that its hints hold."""
         self._early.left(request_id)
-        self._store_once_more(request_id)
+        if request_id in self._tracked:
+            self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
         if request is not None and not depends_on_more_than_tokens(request):
             self._driver.hint(request_id, self._hints.of(request))
         self._forget(request_id)
@@ -398,9 +361,8 @@ class VllmScheduler:
         for request_id, tracked in self._tracked.items():
             self._forget(request_id)
             tracked.is_old = True
-        for store in self._stores.values():
-            store.dropped = True
-        cleared = self._clearing.ask(store_id for store_id, store in self._stores.items() if store.sent)
+        self._stores.drop_unsent()
+        cleared = self._clearing.ask(self._stores.sent)
         self._driver.run(self._clearing.tell_of_others)
         return cleared
 

@@ -324,8 +324,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
             engine.scheduler._driver._storing.run(time.sleep, 0.2)
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
-            for store in engine.scheduler._stores.values():
-                store.dropped = True
+            engine.scheduler._stores.drop_unsent()
         else:
             engine.compute("r", 2 * CHUNK)
             if end == "finished":

@@ -390,22 +390,21 @@ def test_what_found_no_room_is_stored_when_its_request_ends() -> None:
         stored = rig.lookup("look", tokens) // CHUNK
         rig.connector.finished("look")
         scheduler = rig.connector.scheduler
-        offer = scheduler.begin_last_store("r", [blocks])
+        offer = scheduler.stores.begin_last_store("r", [blocks], len(tokens))
         assert offer is not None and offer.reads == (blocks[stored * PER_CHUNK :],)
         offer.attachment.release()
-        assert scheduler.begin_last_store("r", [blocks]) is None, "it came again"
+        assert scheduler.stores.begin_last_store("r", [blocks], len(tokens)) is None, "it came again"
 
 
 def test_nothing_is_stored_behind_a_store_that_fell_short() -> None:
     tokens, blocks = tokens_of(5, chunks=80), tuple(range(80 * PER_CHUNK))
     with ServerProcess(pool_bytes=MIB, segment_bytes=MIB, session_cap=0.2) as small, Rig(small.unix) as rig:
         scheduler = rig.connector.scheduler
-        scheduler.exclusive = True
-        first = scheduler.begin_store("r", tokens, [blocks], len(tokens))
-        last = scheduler.begin_last_store("r", [blocks])
+        first = scheduler.stores.begin_store("r", tokens, [blocks], len(tokens), duplicate=True)
+        last = scheduler.stores.begin_last_store("r", [blocks], len(tokens))
         assert first is not None and last is not None and len(last.batches) == 3
         scheduler.finished("r")
-        plans = [scheduler.reserve(last, batch) for batch in last.batches]
+        plans = [scheduler.stores.reserve(last, batch) for batch in last.batches]
         assert plans[0] is not None and plans[1:] == [None, None]
         for offer in (first, last):
             offer.attachment.release()

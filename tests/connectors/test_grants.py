@@ -68,7 +68,7 @@ def test_what_an_engine_has_not_hashed_yet_is_neither_stored_nor_looked_up(curio
     tokens, hashes = tokens_of(40, 4), [unique("hash").encode() for _ in range(4)]
     with Rig(curious.unix) as rig:
         known = hashes[:2]
-        rig.connector.scheduler._chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
+        rig.connector.scheduler._requests._chain_of = lambda request_id, namespace, chunk_tokens: HashedChain(
             namespace, chunk_tokens, known, CHUNK
         )
         first = rig.connector.begin_store("s", tokens, [range(16)], 4 * CHUNK)

@@ -156,7 +156,7 @@ def test_a_plan_counts_blocks_of_each_group_in_its_own_size(pair: tuple[Mixed, M
 
 def test_a_store_counts_blocks_of_each_group_in_its_own_size(pair: tuple[Mixed, Mixed]) -> None:
     writer, _ = pair
-    offer = writer.connector.scheduler.begin_store(
+    offer = writer.connector.scheduler.stores.begin_store(
         "w", list(range(150)), [[10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [None, 21, 22, 23, 24]], 150
     )
     assert offer is not None

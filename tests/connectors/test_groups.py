@@ -133,12 +133,12 @@ def test_a_refused_reservation_ends_the_store_there() -> None:
         store(rig, tokens, table)
         assert rig.lookup("holder", tokens) == 256, "its lease is the one grant that a session may have"
         made = client.status().counters["reservations"]
-        offer = rig.connector.scheduler.begin_store("late", tokens_of(13, 4), without(table, 2, 1), 256)
+        offer = rig.connector.scheduler.stores.begin_store("late", tokens_of(13, 4), without(table, 2, 1), 256)
         assert offer is not None and len(offer.batches) > 1
-        assert rig.connector.scheduler.reserve(offer, offer.batches[0]) is None
+        assert rig.connector.scheduler.stores.reserve(offer, offer.batches[0]) is None
         rig.connector.finished("holder")
         eventually(lambda: not client.leases().leases)
-        assert rig.connector.scheduler.reserve(offer, offer.batches[1]) is None
+        assert rig.connector.scheduler.stores.reserve(offer, offer.batches[1]) is None
         assert client.status().counters["reservations"] == made
         offer.attachment.release()
         rig.connector.finished("late")

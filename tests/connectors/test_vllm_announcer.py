@@ -16,7 +16,7 @@ from adoption_helpers import next_at
 from api_helpers import ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, PATIENCE_S, PER_CHUNK, Rig, tokens_of
 
-from kvdock.connectors.scheduler import ChunkObserver
+from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, SessionObserver
 from kvdock.connectors.vllm import announcer as module
 from kvdock.connectors.vllm.announcer import Announcer, Told
@@ -57,7 +57,7 @@ class Telling:
         self.announcer = Announcer(self.rig.connector.session, CHUNK, BLOCK)
         # As vLLM's scheduler process wires them up; the small engine has no announcer.
         scheduler, session = self.rig.connector.scheduler, self.rig.connector.session
-        scheduler._observer = Asking(self.announcer)
+        scheduler._observer = scheduler.stores._observer = Asking(self.announcer)
         session._observer = SessionObserver(scheduler.keeps_lease, self.announcer.changed)
         self.told: set[bytes] = set()
         self.known: set[bytes] = set()

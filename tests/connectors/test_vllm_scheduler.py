@@ -73,7 +73,7 @@ def step(
 
 def offered(scheduler: VllmScheduler) -> list[set[int]]:
     """The blocks of each store under way, oldest first."""
-    return [set(store.blocks) for store in scheduler._stores.values()]
+    return [set(blocks) for blocks in scheduler._stores]
 
 
 def test_a_resumed_request_is_stored_from_its_new_blocks(scheduler: VllmScheduler) -> None:

@@ -60,9 +60,9 @@ class Worker:
     def order(self, name: str, tokens: list[int], first_block: int) -> StoreOrder:
         """A store of all chunks of `tokens`, whose slots are reserved."""
         blocks = list(range(first_block, first_block + BLOCKS))
-        offer = self.scheduler.begin_store(name, tokens, [blocks], len(tokens))
+        offer = self.scheduler.stores.begin_store(name, tokens, [blocks], len(tokens))
         assert offer is not None
-        plan = self.scheduler.reserve(offer, offer.batches[0])
+        plan = self.scheduler.stores.reserve(offer, offer.batches[0])
         assert plan is not None
         offer.attachment.release()
         return StoreOrder(offer.batches[0].store_id, offer.attachment.epoch, plan)

@@ -52,8 +52,8 @@ MUTANTS = (
     ),
     Mutant(
         "P19", "what failed to load is asked for again", "connectors/scheduler.py",
-        "request.ceiling = min(request.ceiling, valid_tokens // self.chunk_tokens)",
-        "request.ceiling = request.ceiling",
+        "request.is_valid_to(valid_tokens // self.chunk_tokens)",
+        "request.offered = min(request.offered, valid_tokens // self.chunk_tokens)",
         ("tests/vllm/test_parallel.py", "-k", "offered_again"),
         "test_what_one_worker_had_is_not_offered_again_when_another_had_less",
     ),

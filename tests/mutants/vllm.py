@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
+STORES = "connectors/vllm/stores.py"
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
 
@@ -43,11 +44,11 @@ MUTANTS = (
     ),
     Mutant(
         "V4", "blocks that a running request grows into do not fence stores", SCHEDULER,
-        "                    self._fresh.update(more)\n", "",
+        "                    self._fresh.update(more)\n", "                    pass\n",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(
-        "V4b", "a store that was sent is not fenced", SCHEDULER,
+        "V4b", "a store that was sent is not fenced", STORES,
         "                    fences.append(store_id)\n", "                    pass\n",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
@@ -80,8 +81,8 @@ MUTANTS = (
         BY_HAND, "test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_got_least",
     ),
     Mutant(
-        "V8", "stores of steps that read what did not come are kept", SCHEDULER,
-        "                store.dropped |= not store.sent\n", "                pass\n",
+        "V8", "stores of steps that read what did not come are kept", STORES,
+        "            store.is_dropped |= not store.is_sent\n", "            pass\n",
         ("tests/vllm/test_layers.py", "-k", "undone and 0.24.0"), "test_nothing_is_stored_of_a_step_that_was_undone",
     ),
     Mutant(

@@ -1,0 +1,112 @@
+"""In the scheduler's process: stores from their offer until no worker reads for them any more.
+
+Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM frees blocks when
+it likes, so a store whose blocks are given out anew is dropped when it has not gone to the workers yet, and fenced when
+it has: what that step writes comes after the store has read.
+
+Invariant: every store that may still read its blocks is known here.
+
+Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.plans import StoreBatch, StorePlan
+from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.session import Attachment
+from kvdock.connectors.vllm.steps import StoreOrder
+
+
+@dataclass
+class _Store:
+    blocks: frozenset[int]
+    ranks_left: int
+    is_sent: bool = False
+    is_dropped: bool = False
+
+
+class Stores:
+    """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
+    """
+
+    def __init__(self, driver: Driver, ranks: int, count_dropped: Callable[[], None]) -> None:
+        self._driver, self._ranks, self._count_dropped = driver, ranks, count_dropped
+        self._stores: dict[str, _Store] = {}
+        self._lock = threading.Lock()
+        self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._stores)
+
+    def __iter__(self) -> Iterator[frozenset[int]]:
+        """The blocks that each may still read."""
+        return (store.blocks for store in self._stores.values())
+
+    def begin(self, offer: StoreOffer | None) -> Future[None] | None:
+        """Ends when the offer's slots are reserved, or could not be."""
+        if offer is None:
+            return None
+        for batch in offer.batches:
+            blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
+            self._stores[batch.store_id] = _Store(blocks, self._ranks)
+        return self._driver.store(
+            offer, partial(self._take_reserved, offer.attachment),
+            is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
+        )
+
+    def _take_reserved(self, attachment: Attachment, batch: StoreBatch, plan: StorePlan | None) -> None:
+        """Background."""
+        with self._lock:
+            self._reserved.append((batch.store_id, attachment, plan))
+
+    def guard(self, given: Set[int]) -> list[str]:
+        """Drops or fences the stores that read a block of `given`, which this step, or a load, may overwrite."""
+        fences = []
+        for store_id, store in self._stores.items():
+            if not store.blocks.isdisjoint(given):
+                if store.is_sent:
+                    fences.append(store_id)
+                store.is_dropped = True
+        return fences
+
+    def drop_unsent(self) -> None:
+        for store in self._stores.values():
+            store.is_dropped |= not store.is_sent
+
+    @property
+    def sent(self) -> list[str]:
+        return [store_id for store_id, store in self._stores.items() if store.is_sent]
+
+    def send(self) -> list[StoreOrder]:
+        """Those whose slots were reserved since the last step."""
+        with self._lock:
+            reserved, self._reserved = self._reserved, []
+        orders = []
+        for store_id, attachment, plan in reserved:
+            store = self._stores[store_id]
+            if plan is None or store.is_dropped:
+                del self._stores[store_id]
+                if store.is_dropped:
+                    self._count_dropped()
+                if plan is not None:
+                    self._driver.abort(attachment, plan)
+            else:
+                store.is_sent = True
+                orders.append(StoreOrder(store_id, attachment.epoch, plan))
+        return orders
+
+    def read(self, ranks: Mapping[str, int]) -> Iterator[str]:
+        """`ranks`: how many more of them read no more, by store. Yields the stores that have ended."""
+        for store_id, count in ranks.items():
+            store = self._stores[store_id]
+            store.ranks_left -= count
+            if store.ranks_left <= 0:
+                del self._stores[store_id]
+                yield store_id

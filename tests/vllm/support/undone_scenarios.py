@@ -1,0 +1,169 @@
+"""vLLM takes back what a request had computed, with a word or without one, and the request ends before it has it again.
+
+What it stores then must be its own KV: each scenario asks for the same prompt afterwards, and says what was loaded and
+how much of that was wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sched_engine import SchedEngine
+from sched_scenarios import prompt
+from vllm.v1.request import RequestStatus
+
+from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.schemas import ReserveAnswer
+
+STORED = 320
+
+
+def engine_of(address: str, **settings: Any) -> SchedEngine:
+    return SchedEngine(address, seqs=8, weights_digest=os.urandom(8).hex(), **settings)
+
+
+def half_of(engine: SchedEngine) -> Any:
+    return engine.scheduler.connector._scheduler
+
+
+def step_until(engine: SchedEngine, holds: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < end_s, "it never came true"
+        engine.step()
+        time.sleep(0.002)
+
+
+def settle(engine: SchedEngine) -> None:
+    step_until(engine, lambda: not half_of(engine)._stores)
+
+
+def forget_all(engine: SchedEngine) -> None:
+    """The server holds nothing any more, as after an eviction, and vLLM takes the blocks of all that runs."""
+    session = half_of(engine)._session
+    session.client.clear(ClearCache(namespace=session.attachment.namespace.hex()))
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def abort(engine: SchedEngine, *names: str) -> None:
+    for name in names:
+        engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    settle(engine)
+
+
+def asked_again(engine: SchedEngine, tokens: list[int]) -> dict[str, int]:
+    engine.run()
+    engine.forget_prefixes()
+    loaded = engine.loaded_tokens
+    engine.add("again", tokens, 2)
+    engine.run()
+    found = {"loaded": engine.loaded_tokens - loaded, "wrong": len(engine.bad_reads) + engine.wrong_tokens}
+    engine.close()
+    return found
+
+
+def given_to_another(address: str) -> dict[str, int]:
+    """Its blocks were given to another request when it is aborted."""
+    engine = engine_of(address, blocks=66, budget=500, exclusive=True)
+    engine.add("first", prompt(1, 499), 300)
+    second = engine.add("second", prompt(2, 480), 300)
+    step_until(engine, lambda: second.num_computed_tokens >= 480)
+    settle(engine)
+    forget_all(engine)
+    engine.step()
+    abort(engine, "second", "first")
+    return asked_again(engine, prompt(2, 481))
+
+
+def computed_in_part(address: str) -> dict[str, int]:
+    """It is aborted when it has computed less than before, up to the middle of a chunk."""
+    engine = engine_of(address, blocks=66, budget=120, exclusive=True)
+    request = engine.add("r", prompt(2, 480), 300)
+    step_until(engine, lambda: request.num_computed_tokens >= 480)
+    settle(engine)
+    forget_all(engine)
+    engine.poison()
+    step_until(engine, lambda: 0 < request.num_computed_tokens < 480)
+    abort(engine, "r")
+    return asked_again(engine, prompt(2, 481))
+
+
+def goes_on(address: str, exclusive: bool) -> dict[str, int]:
+    """It is preempted and resumed in one step, and generates more."""
+    engine = engine_of(address, blocks=66, budget=128, exclusive=exclusive)
+    request = engine.add("r", prompt(1, 200), 300)
+    step_until(engine, lambda: request.num_computed_tokens > 200)
+    settle(engine)
+    forget_all(engine)
+    step_until(engine, lambda: request.num_computed_tokens >= 400)
+    tokens = list(request.all_token_ids)[:401]
+    engine.run()
+    return asked_again(engine, tokens)
+
+
+@contextmanager
+def damaging(engine: SchedEngine) -> Iterator[list[str]]:
+    """The fourth chunk of each load is damaged as it begins. Yields the requests whose loads were."""
+    worker, damaged = engine.worker._worker, []
+    submit = worker._submit
+
+    def submit_damaged(order: Any, is_early: bool) -> Any:
+        part, attachment = order.plan.pieces[3].parts[0], worker._session.attachment
+        address = attachment.segments.address(part.segment, part.offset, part.length)
+        ctypes.c_uint8.from_address(address).value ^= 1
+        damaged.append(order.plan.request_id)
+        return submit(order, is_early)
+
+    worker._submit = submit_damaged
+    try:
+        yield damaged
+    finally:
+        worker._submit = submit
+
+
+def stored_before(address: str, **settings: Any) -> SchedEngine:
+    """An engine that loads in the step that runs the request, and can load STORED tokens of prompt 1."""
+    engine = engine_of(address, load_async=False, **settings)
+    engine.add("cold", prompt(1, STORED + 1), 2)
+    engine.run()
+    engine.forget_prefixes()
+    return engine
+
+
+def damaged_and_no_room(address: str) -> dict[str, int]:
+    """What it loads is damaged, and what it computes from that finds no room at first."""
+    engine = stored_before(address, blocks=66, budget=64)
+    client = half_of(engine)._session.client
+    reserve = client.reserve
+    with damaging(engine) as damaged:
+        client.reserve = lambda body: ReserveAnswer(
+            reservation=None, present=[], busy=[], chunks=[], limited_by="memory"
+        )
+        engine.add("r", prompt(1, 400), 2)
+        step_until(engine, lambda: damaged)
+        time.sleep(0.2)  # the background hears that there is no room, and the server of the damage
+        client.reserve = reserve
+        abort(engine, "r")
+    return asked_again(engine, prompt(1, 400))
+
+
+def shares_what_is_damaged(address: str) -> dict[str, int]:
+    """Another request loads what is damaged; this one has the same blocks in the same step."""
+    engine = stored_before(address, blocks=80, budget=400, exclusive=True)
+    with damaging(engine) as damaged:
+        for number, name in enumerate(("loads", "shares")):
+            engine.add(name, prompt(1, STORED) + prompt(5 + number, 90), 2)
+        step_until(engine, lambda: damaged)
+        time.sleep(0.2)  # the server hears of the damage
+        abort(engine, "shares", "loads")
+    return asked_again(engine, prompt(1, STORED) + prompt(6, 90))
+
+
+SCENARIOS = {
+    made.__name__: made
+    for made in (given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged)
+}

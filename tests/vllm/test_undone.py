@@ -1,0 +1,37 @@
+"""A request ends after vLLM has taken back what it had computed: nothing is stored under its keys but its own KV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess
+from schedulers import Schedulers, every_version
+
+pytestmark = pytest.mark.vllm
+MIB = 1 << 20
+
+
+@pytest.fixture
+def roomy() -> Iterator[ServerProcess]:
+    with ServerProcess(pool_bytes=16 * MIB, segment_bytes=16 * MIB) as server:
+        yield server
+
+
+@every_version
+@pytest.mark.parametrize(
+    "scenario", ["given_to_another", "computed_in_part", "damaged_and_no_room", "shares_what_is_damaged"]
+)
+def test_a_request_that_ends_before_it_has_its_kv_again_stores_nothing_wrong(
+    version: str, scenario: str, roomy: ServerProcess, schedulers: Schedulers
+) -> None:
+    assert schedulers.run(version, scenario, roomy.unix, module="undone_scenarios")["wrong"] == 0
+
+
+@every_version
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_request_that_goes_on_stores_what_it_computes_again(
+    version: str, exclusive: bool, roomy: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "goes_on", roomy.unix, exclusive, module="undone_scenarios")
+    assert found["wrong"] == 0 and found["loaded"] >= 384

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from api_helpers import Engine as Member, ServerProcess, attach, manifest, unique
+from api_helpers import Engine as Member, ServerProcess, attach, eventually, manifest, unique
 from forks import forked
 
 from kvdock.client.client import Client
@@ -386,3 +387,38 @@ def test_off_is_as_if_nobody_else_computed(
             assert found is not None and found.tokens == 4 * CHUNK, "the engine that is off has promised nothing"
             client.leave(third.session, third.member)
             third.close()
+
+
+def test_a_request_that_ends_before_its_lookup_was_sent_promises_nothing(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    with consumer(server, described) as engine:
+        lookup = engine.client.lookup
+        sent = threading.Event()
+
+        def late(*arguments: Any, **named: Any) -> Any:
+            time.sleep(0.1)
+            try:
+                return lookup(*arguments, **named)
+            finally:
+                sent.set()
+
+        engine.client.lookup = late  # type: ignore[method-assign]  # the real one, a moment later
+        engine.scheduler.arrived(request_of("r"))
+        engine.scheduler.finished("r")
+        assert sent.wait(5.0)
+        eventually(lambda: member.lookup(keys).being_stored is None)
+
+
+def test_a_late_withdrawal_leaves_the_promise_of_the_request_that_came_back(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    with consumer(server, described) as engine:
+        assert engine.until_admitted("r") == (0, False)
+        engine.scheduler._driver._storing.run(time.sleep, 0.2)  # at work for others
+        engine.scheduler._forget("r")
+        assert engine.until_admitted("r") == (0, False)
+        engine.scheduler._driver._storing.run(lambda: None).result(5.0)
+        assert member.lookup(keys).being_stored is not None, "it computes"

@@ -3,6 +3,7 @@ played by hand, step by step; the server is real."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -128,3 +129,30 @@ def test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_go
     late = Report({"r": 0})
     late.add(one)
     assert late.valid_tokens["r"] == 0
+
+
+def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(server: ServerProcess) -> None:
+    scheduler, took = scheduler_of(server.unix, FULL), list[float]()
+    scheduler._exclusive = True
+    scheduler.start()
+    reserve = scheduler._session.client.reserve
+
+    def slow(body: Any) -> Any:
+        time.sleep(0.05)
+        return reserve(body)
+
+    scheduler._session.client.reserve = slow  # type: ignore[method-assign]  # the real one, later
+    patience = scheduler._driver.patience
+    assert patience is not None
+    patience.is_open = True
+    for number in range(10):
+        request = request_of(64)
+        request.request_id = f"r{number}"
+        scheduler.allocated(request, [[1, 2, 3, 4]], 0)
+        began_s = time.perf_counter()
+        step(scheduler, request, 64, new=[[1, 2, 3, 4]])
+        took.append(time.perf_counter() - began_s)
+        scheduler.finished(request.request_id)
+    scheduler._session.client.reserve = reserve  # type: ignore[method-assign]  # as it was
+    scheduler.close()
+    assert sorted(took)[5] < Settings.lookup_wait_s / 2

@@ -48,8 +48,12 @@ class PrefillSpeed:
         self._began_s, self._computing = now_s, tokens
 
     @property
+    def is_known(self) -> bool:
+        return self._seconds > 0
+
+    @property
     def tokens_per_s(self) -> float:
-        return self._tokens / self._seconds if self._seconds > 0 else START_TOKENS_PER_S
+        return self._tokens / self._seconds if self.is_known else START_TOKENS_PER_S
 
 
 @dataclass

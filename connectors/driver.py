@@ -25,7 +25,8 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.compute_once import ASK_S, ComputeOnce
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
-from kvdock.connectors.limits import LoadLimits
+from kvdock.connectors.limits import UNLIMITED, LoadLimits
+from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
@@ -43,15 +44,17 @@ class Driver:
     """`answered`: called in the background with the seconds that each lookup took. `verifies_all`: each answer is
     verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
     `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there. `once`: how long
-    a request waits for what another engine computes; None: it does not."""
+    a request waits for what another engine computes; None: it does not. `cost`: says which hits are computed instead;
+    None: none is. `declined`: called with the reason for each request whose hit is not loaded."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
         verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
-        once: ComputeOnce | None = None, clock: Callable[[], float] = time.perf_counter,
+        once: ComputeOnce | None = None, cost: LoadOrCompute | None = None,
+        declined: Callable[[str], None] = lambda why: None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler, self.statistics, self.patience, self._once = scheduler, statistics, patience, once
-        self._verifies_all = verifies_all
+        self._verifies_all, self._cost, self._tell_declined = verifies_all, cost, declined
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
         self._asking, self._verifying = Background("kvdock-ask"), Background("kvdock-verify")
@@ -73,7 +76,7 @@ class Driver:
             self._send(found)
 
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult:
-        """As interface.py has it, within the limits. What was declined for being too short stays declined until
+        """As interface.py has it, within the limits. A request whose hit was declined is not asked about until
         `finished`."""
         if request_id in self._declined:
             return Miss()
@@ -88,17 +91,25 @@ class Driver:
         hit_tokens = found.tokens if isinstance(found, Hit) else 0
         if self._once is not None and self._once.waits(request_id, stored, hit_tokens, local_tokens):
             return Pending()
-        if isinstance(found, Hit) and found.tokens - local_tokens < self._limits.min_load_tokens:
+        least = max(1, self._limits.min_load_tokens)
+        if isinstance(found, Hit) and (why := self._why_not(found.tokens - local_tokens)):
             question = self._questions.get(request_id)
             if question is None or question.answered.done():  # else more may be found
                 self._declined.add(request_id)
-            found = Miss()
+                self._tell_declined(why)
+            found, least = Miss(), UNLIMITED
         if isinstance(found, Miss):  # perhaps because another request computed it meanwhile
-            least = max(1, self._limits.min_load_tokens)
             self._cancel(self.scheduler.give_up_lease(request_id, local_tokens, min_load_tokens=least))
         if self.statistics is not None:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
+
+    def _why_not(self, tokens: int) -> str:
+        """Why so many tokens are not loaded: they are too few ("short"), or it would take longer than computing them
+        ("dear"). "": they are."""
+        if tokens < self._limits.min_load_tokens:
+            return "short"
+        return "dear" if self._cost is not None and self._cost.is_dearer(tokens) else ""
 
     def _being_stored(self, request_id: str) -> BeingStored | None:
         """What the newest answer says that other engines store."""

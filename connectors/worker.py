@@ -66,6 +66,12 @@ class _Copying(Generic[Piece]):
         """True once the copies have ended."""
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
+    def took_s(self) -> float | None:
+        """The longest of the copies, in seconds; None where one of them is not known."""
+        took = [handle.took_s() for _, _, handle in self.copies]
+        known = [seconds for seconds in took if seconds is not None]
+        return max(known) if known and len(known) == len(took) else None
+
     def order(self, stream: int) -> None:
         """What is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
         for _, _, handle in self.copies:

@@ -13,6 +13,7 @@ is in cuda.py; devices.py chooses.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,6 +67,9 @@ class CopyHandle(Protocol):
 
     def result(self) -> list[PartResult]:
         """Waits for the end; one result for each part, in order. Raises the copy's error."""
+
+    def took_s(self) -> float | None:
+        """Seconds from when what comes before the copy had ended, to its own end. None: not known, or not ended."""
 
 
 @runtime_checkable
@@ -150,8 +154,17 @@ def results_of(found: Sequence[int], parts: Sequence[PartCopy]) -> list[PartResu
 
 
 class _CpuHandle:
-    def __init__(self, copied: Future[list[PartResult]]) -> None:
-        self._copied = copied
+    def __init__(self, submit: Callable[[Callable[[], list[PartResult]]], Future[list[PartResult]]],
+                 copy: Callable[[], list[PartResult]]) -> None:
+        self._began_s, self._ended_s = time.perf_counter(), 0.0
+
+        def timed() -> list[PartResult]:
+            try:
+                return copy()
+            finally:
+                self._ended_s = time.perf_counter()
+
+        self._copied = submit(timed)
 
     def done(self) -> bool:
         return self._copied.done()
@@ -165,6 +178,9 @@ class _CpuHandle:
 
     def result(self) -> list[PartResult]:
         return self._copied.result()
+
+    def took_s(self) -> float | None:
+        return self._ended_s - self._began_s if self.done() else None
 
 
 def _refuse_stream(after: int | None) -> None:
@@ -200,6 +216,6 @@ class CpuCopier:
 
     def _submit(self, parts: Sequence[PartCopy], work: Callable[[], list[int]]) -> CopyHandle:
         try:
-            return _CpuHandle(self._thread.submit(lambda: results_of(work(), parts)))
+            return _CpuHandle(self._thread.submit, lambda: results_of(work(), parts))
         except RuntimeError as error:
             raise CopierClosed("copier", found="closed", wanted="open") from error

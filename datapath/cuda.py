@@ -105,6 +105,11 @@ class CudaHandle:
         """Waits for the end; one result for each part, in order. CudaError when the copy failed: no byte is certain."""
         return results_of(self._copy.checksums(), self._parts)
 
+    def took_s(self) -> float | None:
+        """Seconds of the GPU's clock from when the work that came before the copy had ended, to the copy's end; without
+        such work, from the call. None: it has not ended, or failed."""
+        return self._copy.took_s()
+
 
 class CudaCopier:
     """A Copier for blocks in the memory of GPU `device`. Copiers of further layouts, opened with beside(), share its

@@ -41,6 +41,8 @@ METRICS: Mapping[str, Metric] = {
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
     "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
     "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
+    "declined_short": Metric("counter", "Requests whose hit was shorter than min_load_tokens, and was computed."),
+    "declined_dear": Metric("counter", "Requests whose hit was computed because to load it would have taken longer."),
     "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
     "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),

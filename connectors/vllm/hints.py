@@ -21,6 +21,8 @@ MOST_ACTIONS = 16
 """In one envelope; the others are ignored."""
 MOST_DIRECTIVES = 64
 """In one `kv.retain`."""
+MOST_WISHES = 64
+"""Of one request: each is a call to the server, before the stores of other requests."""
 VERSION = "1"
 """That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
 
@@ -43,7 +45,9 @@ class Hints:
                 wishes += read()
             except Exception as error:  # whatever an orchestrator sends, the request goes on
                 self._ignore(name, error)
-        return wishes
+        if len(wishes) > MOST_WISHES:
+            self._ignore("kv_hints", Unreadable(f"found {len(wishes)} wishes, wanted at most {MOST_WISHES}"))
+        return wishes[:MOST_WISHES]
 
     def _ignore(self, name: str, error: Exception) -> None:
         self._ignored(1)

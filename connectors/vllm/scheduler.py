@@ -24,6 +24,7 @@ from kvdock.connectors.compute_once import ComputeOnce, PrefillSpeed
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
+from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.requests import Chain, ChunkObserver, chain_of_tokens
@@ -107,11 +108,13 @@ class VllmScheduler:
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
         self._speed = PrefillSpeed(clock)
+        self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         once = ComputeOnce(share, self._speed, clock, self._waited) if share > 0 else None
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
+            cost=self._cost, declined=lambda why: self.figures.add(f"declined_{why}", 1),
         )
         self._early = EarlyQuestions(self._expect)
         self._clearing = Clearing(session)
@@ -334,6 +337,9 @@ class VllmScheduler:
         if report.valid_tokens:  # steps that read what did not come are computed again: what they left is not stored
             self._stores.drop_unsent()
             self._connector.stores.offer_anew(self._tracked)
+        if self._cost is not None:
+            for tokens, seconds in report.took_s.values():
+                self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
             self._driver.load_failed(request_id, valid)
             self.figures.add("load_failures", 1)

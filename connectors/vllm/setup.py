@@ -37,6 +37,8 @@ class Settings(LoadLimits):
     compute_once: float = 0.0
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (connectors/compute_once.py)."""
+    load_if_cheaper: bool = True
+    """A hit is computed instead of loaded where that is expected to take less time (connectors/load_cost.py)."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True

@@ -55,6 +55,8 @@ class Report:
     """How many ranks no longer read for a store."""
     epochs: dict[int, ServerEpoch] = field(default_factory=dict)
     """What ranks are attached to, when that has changed; NOWHERE: to nothing."""
+    took_s: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Loads that brought all, by request: their tokens, and the seconds that they took on the slowest rank."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
@@ -62,7 +64,9 @@ class Report:
             assert joined is not None, "two ranks"
             self.valid_tokens[request_id] = joined
         self.stores.update(other.stores)
+        for request_id, (tokens, seconds) in other.took_s.items():
+            self.took_s[request_id] = tokens, max(seconds, self.took_s.get(request_id, (tokens, 0.0))[1])
         self.epochs.update(other.epochs)
 
     def __bool__(self) -> bool:
-        return bool(self.valid_tokens or self.stores or self.epochs)
+        return bool(self.valid_tokens or self.stores or self.took_s or self.epochs)

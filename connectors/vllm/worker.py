@@ -110,6 +110,7 @@ class VllmWorker:
         self._lock = threading.Lock()
         self._stored: Counter[str] = Counter()
         self._fell_short: dict[str, int] = {}
+        self._took_s: dict[str, tuple[int, float]] = {}
         self._running: list[_Load] = []
         self._reported_epoch: ServerEpoch | None = None
         self._ended: deque[Loading] = deque()
@@ -217,7 +218,7 @@ class VllmWorker:
             stored, self._stored = self._stored, Counter()
         for store_id in stored:
             self._stores.pop(store_id, None)
-        report, self._fell_short = Report(self._fell_short, stored), {}
+        report, self._fell_short, self._took_s = Report(self._fell_short, stored, took_s=self._took_s), {}, {}
         attachment = self._session.attachment
         epoch = attachment.epoch if attachment is not None else NOWHERE
         if epoch != self._reported_epoch:
@@ -263,6 +264,9 @@ class VllmWorker:
     def _finish(self, load: _Load, loading: Loading) -> None:
         valid, plan = self._connector.finish_load(loading), load.order.plan
         self.figures.loaded(plan, valid, self._clock() - loading.began_s)
+        took_s = loading.took_s()
+        if valid == plan.hit_tokens and took_s is not None:
+            self._took_s[plan.request_id] = valid - plan.local_tokens, took_s
         if not load.reported:
             self._file(load.order, valid)
         elif valid < plan.hit_tokens:

@@ -76,6 +76,7 @@ void bind_copier(py::module_& m) {
            "timeout_s"_a = py::none(), Nogil())
       .def("order", &Copy::order, "stream"_a, "band"_a = py::none(), Nogil())
       .def("checksums", &Copy::checksums, Nogil())
+      .def("took_s", &Copy::took_s)
       .def("verified_checksums", &Copy::verified_checksums, Nogil());
   py::class_<Copier>(m, "CudaCopier")
       .def(py::init([](int device, size_t piece_bytes, int buffers, int load_ctas, int store_ctas, int direct_ctas,

@@ -123,7 +123,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
 
 Event Copier::take_event() {
   if (idle_events_.empty()) {
-    all_events_.push_back(make_event(device_));
+    all_events_.push_back(make_event(device_, kEventWithTime));
     return all_events_.back().get();
   }
   const Event event = idle_events_.back();

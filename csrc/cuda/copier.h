@@ -20,6 +20,7 @@
 // Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order of submission.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -68,6 +69,9 @@ class Copy {
   void order(uintptr_t stream, std::optional<size_t> band);
   // Waits; each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
+  // Seconds of the GPU's clock from the end of what comes before the copy to its own end; without anything before, from
+  // the call. Nothing while it has not ended, and when it failed.
+  std::optional<double> took_s() const;
   // Like wait() and checksums(), but for a verified copy: the sums cover the bytes already copied, and the others as
   // the CPU found them in the slots.
   bool wait_verified(double timeout_s) const;
@@ -87,6 +91,8 @@ class Copy {
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first_batches: those of the first bands
   Event after_ = nullptr;     // the copier's, like those of bands_; null when not needed any more
   std::vector<Event> bands_;  // the end of each band
+  std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
+  std::optional<double> took_s_;
   std::string error_;
 };
 
@@ -136,6 +142,7 @@ class Copier {
   bool can_advance();
   void advance(std::unique_lock<std::mutex>& lock, size_t most_pieces);
   void finish(Batch& batch);
+  void note_time(Copy& copy, Event done);
   Event take_event();
   void start_hashers();
   void hash_the_rest(const std::shared_ptr<Copy>& copy, const PagedLayout& layout, std::span<const Part> parts,

@@ -23,6 +23,7 @@ inline constexpr Result kSuccess = 0;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventWithTime = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;  // cuMemHostAlloc and cuMemHostRegister
 inline constexpr unsigned kHostDeviceMap = 2;

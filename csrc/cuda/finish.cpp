@@ -61,6 +61,17 @@ void Copier::wait_for_streams() {
     unless_gone(device_, [&](const Driver& cu) { cu.cuStreamSynchronize(stream->get()); });
 }
 
+void Copier::note_time(Copy& copy, Event done) {
+  if (copy.after_ == nullptr) {
+    copy.took_s_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - copy.called_).count();
+    return;
+  }
+  float ms = 0;
+  unless_gone(device_, [&](const Driver& cu) {
+    if (cu.cuEventElapsedTime(&ms, copy.after_, done) == kSuccess) copy.took_s_ = ms / 1e3;
+  });
+}
+
 void Copier::finish(Batch& batch) {
   Copy& copy = *batch.copy;
   if (batch.error.empty()) {
@@ -83,6 +94,7 @@ void Copier::finish(Batch& batch) {
   if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // it has ended, and its event may serve another copy
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
+  if (copy.error_.empty()) note_time(copy, batch.done);
   if (copy.after_ != nullptr) idle_events_.push_back(copy.after_);
   copy.after_ = nullptr;
   const uint64_t one = 1;

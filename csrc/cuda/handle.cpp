@@ -45,6 +45,11 @@ std::vector<uint64_t> Copy::checksums() const {
   return verified_checksums();
 }
 
+std::optional<double> Copy::took_s() const {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  return took_s_;
+}
+
 void Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (bands_.empty()) return;  // a copy of nothing

@@ -125,6 +125,9 @@ def test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_go
     one = Report({"r": 64, "one": 32}, Counter({"s": 1}), {0: ServerEpoch("p", "s")})
     one.add(Report({"r": 32, "other": 0}, Counter({"s": 1, "t": 1})))
     assert one.valid_tokens == {"r": 32, "one": 32, "other": 0}
+    one.add(Report(took_s={"quick": (32, 0.1), "slow": (64, 0.2)}))
+    one.add(Report(took_s={"quick": (32, 0.05), "slow": (64, 0.5)}))
+    assert one.took_s == {"quick": (32, 0.1), "slow": (64, 0.5)}
     assert one.stores == Counter({"s": 2, "t": 1}) and one.epochs == {0: ServerEpoch("p", "s")}
     late = Report({"r": 0})
     late.add(one)
@@ -141,7 +144,7 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         time.sleep(0.05)
         return reserve(body)
 
-    scheduler._session.client.reserve = slow  # type: ignore[method-assign]  # the real one, later
+    scheduler._session.client.reserve = slow  # type: ignore[method-assign,assignment]  # the real one, later
     patience = scheduler._driver.patience
     assert patience is not None
     patience.is_open = True

@@ -72,6 +72,20 @@ def test_a_store_does_not_wait_for_what_was_put_on_the_stream_since_it_was_noted
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_what_a_copy_took_leaves_out_what_came_before_it(way: str) -> None:
+    paged, stream = paged_kv(), new_stream()
+    size = paged.layout.part_bytes(64)
+    with slots_in("host", 1, size) as slots, cuda_copier(paged.layout, WAYS[way]) as copier:
+        free = copier.gather([PartCopy(slots.address(0), range(64))])
+        assert free.wait(5.0) and 0 < (free.took_s() or 0) < 0.1
+        keep_busy(stream, 4 * LONG_CYCLES)
+        began_s = time.perf_counter()
+        handle = copier.gather([PartCopy(slots.address(0), range(64))], after=stream_of(stream))
+        assert handle.took_s() is None and handle.wait(10.0)
+        assert 0 < (handle.took_s() or 0) < 0.2 * (time.perf_counter() - began_s)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_work_ordered_after_a_store_writes_after_it_has_read(way: str) -> None:
     paged, before, after = paged_kv(), new_stream(), new_stream()
     size = paged.layout.part_bytes(64)

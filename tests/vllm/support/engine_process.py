@@ -126,6 +126,7 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
         extra = {
             "address": said["address"], "chunk_tokens": 64,
             "timeout_s": 20.0, "lookup_wait_s": 1.0,  # a busy machine is no lost server
+            "load_if_cheaper": False,  # a tiny model computes as fast as it loads
             **said.get("extra", {}),
         }
         transfer = {"kv_transfer_config": {

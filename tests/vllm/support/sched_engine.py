@@ -140,7 +140,8 @@ class SchedEngine:
                     kv_role="kv_both", kv_load_failure_policy="recompute",
                     kv_connector_extra_config={
                         "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
-                        "timeout_s": 20.0, "lookup_wait_s": 1.0, **extra,  # a busy machine is no lost server
+                        "timeout_s": 20.0, "lookup_wait_s": 1.0,  # a busy machine is no lost server
+                        "load_if_cheaper": False, **extra,  # nothing is computed here, and that takes no time
                     },
                 ) if address else None,
                 device_config=DeviceConfig("cpu"),

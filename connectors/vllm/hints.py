@@ -22,7 +22,7 @@ MOST_ACTIONS = 16
 MOST_DIRECTIVES = 64
 """In one `kv.retain`."""
 MOST_WISHES = 64
-"""Of one request: each is a call to the server, before the stores of other requests."""
+"""For one request: each is a call to the server, before the stores of other requests."""
 VERSION = "1"
 """That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
 
@@ -165,7 +165,7 @@ def _whole(payload: Mapping[str, Any], name: str, *, least: int | None = None, d
 
 
 def _seconds(payload: Mapping[str, Any], name: str) -> float:
-    """None: without an end, which is as long as the server takes."""
+    """Absent or null: as long as the server takes."""
     found = payload.get(name)
     if found is None:
         return MAX_HINT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, Hints
+from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_WISHES, Hints
 from kvdock.connectors.wishes import Wish
 from kvdock.protocol.wire_types import MAX_HINT_S
 
@@ -109,6 +109,12 @@ def test_an_envelope_that_is_none_is_counted(envelope: Any) -> None:
 def test_an_envelope_of_too_many_actions_is_read_as_far_as_it_may_be() -> None:
     one = action("kv.evict", {})
     assert read(request(*[one] * (MOST_ACTIONS + 5))) == ([ENDED] * MOST_ACTIONS, 1)
+
+
+def test_of_too_many_wishes_the_first_are_told() -> None:
+    full = retain(*[{"priority": 1}] * MOST_DIRECTIVES)
+    wishes, ignored = read(request(full, full))
+    assert len(wishes) == MOST_WISHES and ignored == 1
 
 
 def test_a_version_without_hints_has_none() -> None:

@@ -10,6 +10,7 @@ GRANTS = ("tests/table/test_grants.py",)
 QUOTAS = ("tests/table/test_quotas.py",)
 DUPLICATES = ("tests/table/test_duplicates.py",)
 HINTS = ("tests/table/test_hints.py",)
+PROMISES = ("tests/table/test_promises.py",)
 
 MUTANTS = (
     Mutant(

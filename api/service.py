@@ -194,6 +194,8 @@ class CacheService:
                 some = keys[start : start + SLICE_HINT_BYTES]
                 retained, too_many = self._table.retain(space, some, body.priority, until_ms)
                 chunks, refused = chunks + retained, refused + too_many
+                if retained + too_many < len(some) // KEY_BYTES:
+                    break  # a key is missing there, and nothing behind a gap is retained
                 await asyncio.sleep(0)
                 session.member(body.member)  # it may have left meanwhile
             return s.HintAnswer(chunks=chunks, refused=refused)

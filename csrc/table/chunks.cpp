@@ -266,7 +266,8 @@ void Chunks::publish_chunk(uint32_t id) {
     set_kept(id, record(old).kept_until_ms);
     set_kept(old, 0);
   }
-  if (info_[old].priority > 0 && info_[id].priority <= 0) set_wish(id, info_[old].priority, wished_until(old));
+  int8_t wished = info_[old].priority;
+  uint64_t until_ms = wished_until(old);
   set_wish(old, 0, 0);
   retire(old);
 }
@@ -280,6 +281,7 @@ void Chunks::add_pin(uint32_t id, uint32_t session) {
   if (in.pins++ == 0) {
     held_bytes_ += bytes_of(id);
     for (uint32_t p = 0; p < r.part_count; ++p) slots_.pin(r.parts[p].slab);
+  if (wished > 0 && info_[id].priority <= 0 && may_retain(id)) set_wish(id, wished, until_ms);
     in.sole = session;
     held_by(session) += bytes_of(id);
     return;

@@ -123,9 +123,10 @@ class Chunks {
   uint64_t kept_bytes() const { return kept_bytes_; }
 
   // -- what engines wish: chunks of a lower priority go first; 0 is that of chunks for which nobody wishes anything
-  // Raises the chunk's priority and its end, but neither above its parent's. False: it would have been more than
-  // `room_bytes` of retained chunks, or its parent is not retained.
-  bool retain(uint32_t id, int8_t priority, uint64_t until_ms, uint64_t room_bytes);
+  // Raises the chunk's priority and its end, but neither above its parent's. no_room: more would be retained than may
+  // be; no_parent: its parent is not retained.
+  enum class Retained { yes, no_room, no_parent };
+  Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
   // Sets a priority of 0 or less; until_ms 0: until a request names the chunk.
   void lower(uint32_t id, int8_t priority, uint64_t until_ms);
   void expire_wishes(uint64_t now);
@@ -181,6 +182,7 @@ class Chunks {
 
   void retire(uint32_t id);
   void set_segment(uint32_t segment, SegmentState state);
+  bool may_retain(uint32_t id) const;
   void free_record(uint32_t id);
   void unpinned(uint32_t id);
 

@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "C23", "any share of the pool is retained", "csrc/table/hints.cpp",
-        "} else if (retained_bytes_ + bytes_of(id) > room_bytes) {", "} else if (room_bytes == 0) {",
+        "if (info_[id].priority <= 0 && !may_retain(id)) return", "if (false) return",
         HINTS, "test_only_so_much_of_the_pool_is_retained_and_the_rest_is_counted",
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "C28", "a chunk that takes another's place is not retained", "csrc/table/chunks.cpp",
-        "if (info_[old].priority > 0 && info_[id].priority <= 0)", "if (info_[old].kept)",
+        "if (wished > 0 && info_[id].priority <= 0 &&", "if (info_[old].kept &&",
         HINTS, "test_a_chunk_that_is_replaced_stays_retained",
     ),
     Mutant(

@@ -75,6 +75,7 @@ def test_what_is_stored_once_more_is_a_duplicate_no_longer() -> None:
 def test_a_chunk_that_is_being_written_is_unmarked_too() -> None:
     engine = engine_of()
     running = chain("running", 16)
+    store(engine, chain("old", 16))
     engine.stores += 1
     got = engine.table.reserve(
         engine.session, engine.member, key("slow")[:16], b"", b"".join(running), groups=0, temporary=False,
@@ -82,10 +83,8 @@ def test_a_chunk_that_is_being_written_is_unmarked_too() -> None:
     )
     assert store(engine, running) == 0
     engine.table.commit(engine.session, got.grant, 0, [(at, 0, 1) for at in range(16)], 0)
-    store(engine, chain("old", 16))
-    use(engine, running, "r")
-    store(engine, chain("new", 16))
-    assert count(engine, running) == 16
+    store(engine, chain("new", 10))
+    assert count(engine, running) == 16 and count(engine, chain("old", 16)) == 6
 
 
 def test_a_lookup_that_finds_a_duplicate_unmarks_it() -> None:
@@ -106,10 +105,13 @@ def test_beside_another_engine_of_the_namespace_nothing_is_a_duplicate() -> None
     store(engine, chain("running", 16), duplicate=True)
     store(engine, chain("new", 10))
     assert count(engine, chain("running", 16)) == 16
+    store(engine, chain("beside it", 6), duplicate=True)
     table.leave(second.member)
-    store(engine, chain("running", 16), duplicate=True)
-    store(engine, chain("newer", 10))
-    assert count(engine, chain("running", 16)) == 6
+    store(engine, chain("newer", 6))
+    assert count(engine, chain("beside it", 6)) == 6, "also when the other has left"
+    store(engine, chain("alone", 6), duplicate=True)
+    store(engine, chain("newest", 6))
+    assert count(engine, chain("alone", 6)) == 0
 
 
 def test_an_engine_of_another_namespace_does_not_matter() -> None:

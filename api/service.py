@@ -26,7 +26,7 @@ from kvdock.api.pool.attach import attach
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import Names, Registry, SessionRecord
+from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
 from kvdock.api.tokens import keys_of
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
@@ -166,7 +166,7 @@ class CacheService:
     async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
         session = self._registry.session(body.session, peer.tenant)
         for request in body.withdraws:
-            self._table.withdraw(session.table_id, self._names.digest(request))
+            self._table.withdraw(session.table_id, digest16(request))
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
@@ -194,6 +194,8 @@ class CacheService:
                 some = keys[start : start + SLICE_HINT_BYTES]
                 retained, too_many = self._table.retain(space, some, body.priority, until_ms)
                 chunks, refused = chunks + retained, refused + too_many
+                if retained + too_many < len(some) // KEY_BYTES:
+                    break  # a key is missing there, and nothing behind a gap is retained
                 await asyncio.sleep(0)
                 session.member(body.member)  # it may have left meanwhile
             return s.HintAnswer(chunks=chunks, refused=refused)

@@ -229,6 +229,7 @@ class Engine:
         self._running: list[Request] = []
         self._loading: list[tuple[float, Request]] = []
         self._ended: list[Request] = []
+        self._preempted: list[tuple[Request, int]] = []  # and how many tokens of it were computed
         self.now_s, self._left = 0.0, len(requests)
 
     @property
@@ -237,8 +238,7 @@ class Engine:
 
     def step(self) -> None:
         for request in self._ended:  # what it stores last leaves with the next step, if nobody was given its blocks
-            whole = len(self._gpu.found(request.names[: request.computed // BLOCK])) * BLOCK
-            self._pool.ended(request, whole, self.now_s)
+            self._store_once_more(request, request.computed)
         self._ended = []
         while self._queue and len(self._running) + len(self._waiting) + len(self._loading) < self._concurrency:
             self._queue[0].arrived_s = self.now_s
@@ -250,11 +250,19 @@ class Engine:
                 self._gpu.know(request, request.local, request.computed)
                 self._waiting.appendleft(request)
         work = self._go_on()
+        for request, computed in self._preempted:  # what this step did not give to others
+            self._store_once_more(request, computed)
+        self._preempted = []
         self._admit(work)
         if work:
             self._compute(work)
         else:
             self.now_s = max(self.now_s + 0.001, min((done_s for done_s, _ in self._loading), default=0.0))
+
+    def _store_once_more(self, request: Request, computed: int) -> None:
+        whole = len(self._gpu.found(request.names[: computed // BLOCK])) * BLOCK
+        self._pool.ended(request, whole, self.now_s)
+        request.is_told = False
 
     def _go_on(self) -> dict[Request, int]:
         """Tokens of the step by request, of those that run."""
@@ -268,7 +276,8 @@ class Engine:
                 last = self._running.pop()
                 work.pop(last, None)
                 self._gpu.give_back(last.blocks)
-                last.blocks, last.computed, last.is_loaded, last.is_told = [], 0, False, False
+                self._preempted.append((last, last.computed))
+                last.blocks, last.computed, last.is_loaded = [], 0, False
                 self._waiting.appendleft(last)
             if count > 0 and lacks <= len(self._gpu.free):
                 request.blocks += self._gpu.take(max(0, lacks))

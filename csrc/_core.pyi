@@ -114,13 +114,13 @@ class Table:
 
     def __init__(
         self, region: Mapping, *, pool_id: int, incarnation: int, limit_bytes: int, max_records: int, max_grants: int,
-        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.25,
+        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
         total_cap: float = 0.75, lock_inode: int = 0,
     ) -> None: ...
     @staticmethod
     def adopt(
         region: Mapping, *, pool_id: int, lock_inode: int, segments: Sequence[tuple[int, int, int]], limit_bytes: int,
-        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.25,
+        ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
         total_cap: float = 0.75,
     ) -> tuple[Table, dict[str, int]]:
         """Takes over what an earlier server of the pool left behind; the capacities are the region's.

@@ -335,11 +335,11 @@ void bind_making(py::class_<BoundTable>& c) {
                          ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap};
     return BoundTable{region, std::make_unique<Table>(region.cast<const Mapping&>(), options)};
   }), "region"_a, py::kw_only(), "pool_id"_a, "incarnation"_a, "limit_bytes"_a, "max_records"_a, "max_grants"_a,
-      "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000, "session_cap"_a = 0.25, "total_cap"_a = 0.75,
+      "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000, "session_cap"_a = 0.5, "total_cap"_a = 0.75,
       "lock_inode"_a = 0)
       .def_static("adopt", &adopt, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a, "segments"_a,
                   "limit_bytes"_a, "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000,
-                  "session_cap"_a = 0.25, "total_cap"_a = 0.75)
+                  "session_cap"_a = 0.5, "total_cap"_a = 0.75)
       .def_static("stored_segments", &stored_segments, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a)
       .def_static("region_bytes", &Region::bytes_for, "max_records"_a, "max_grants"_a)
       .def_property_readonly("incarnation", [](const BoundTable& t) { return t.table->incarnation(); })

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "base/pause.h"
 #include "table/body_crc.h"
@@ -79,7 +80,7 @@ bool Chunks::may_go(uint32_t id) const {
 // A wish would be lost with the chunk, so what engines wish to retain waits its turn.
 bool Chunks::goes_first(uint32_t id) const {
   const Info& in = info_[id];
-  return in.duplicate && !in.kept && in.priority <= 0;
+  return in.marked_by && !in.kept && in.priority <= 0;
 }
 
 // Of duplicates that were stored or named together, the deepest goes first.
@@ -90,7 +91,7 @@ Leaf Chunks::leaf_of(uint32_t id) const {
 
 void Chunks::offer(uint32_t id) {
   if (info_[id].listed || !may_go(id)) return;
-  if (next_ && info_[id].priority < next_->priority) next_.reset();
+  next_.reset();  // this one may be worth less
   const Record& r = record(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   info_[id].listed = true;
@@ -127,16 +128,25 @@ void Chunks::stamp(uint32_t id, uint64_t tick) {
 
 void Chunks::use(uint32_t id, uint64_t tick) {
   unlist(id);
-  info_[id].duplicate = false;
+  info_[id].marked_by = 0;
   info_[id].kind = policy_->used(described(id), tick);
   stamp(id, tick);
 }
 
-void Chunks::set_duplicate(uint32_t id, bool duplicate, uint32_t depth) {
+void Chunks::set_duplicate(uint32_t id, uint64_t session, uint32_t depth) {
   unlist(id);
-  info_[id].duplicate = duplicate;
+  info_[id].marked_by = session;
   info_[id].depth = static_cast<uint16_t>(std::min<uint64_t>(depth, kMaxDepth));
   offer(id);
+}
+
+void Chunks::unmark(uint32_t id) {
+  if (info_[id].marked_by) set_duplicate(id, 0, info_[id].depth);
+}
+
+void Chunks::unmark(const KeyEntry& key) {
+  for (uint32_t id : {key.ready, key.reserved})
+    if (id != kNone) unmark(id);
 }
 
 uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
@@ -155,12 +165,13 @@ void Chunks::set_kind(uint32_t id) {
 }
 
 // A chunk is never older than what is stored under it.
-void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick) {
+void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks) {
   while (!key.is_root()) {
     const KeyEntry* e = index_.find(space, key);
     uint32_t id = e ? e->any() : kNone;
     if (id == kNone || record(id).last_used == tick) return;
     stamp(id, tick);
+    if (unmarks) unmark(*e);
     key = record(id).parent;
   }
 }
@@ -168,7 +179,8 @@ void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick) {
 // ---- FREE → RESERVED → READY
 
 Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
-  add_child(chunk.space, chunk.parent);  // first, so that making room never takes the parent
+  add_child(chunk.space, chunk.parent);  // first: making room takes no parent, unless it and the new one are duplicates
+  if (chunk.tick != std::exchange(stale_tick_, chunk.tick)) stale_left_ = kMostStale;
   if (!make_room_in_quota(chunk)) {
     drop_child(chunk.space, chunk.parent);
     return {kNone, Limit::quota};
@@ -192,7 +204,7 @@ std::optional<uint32_t> Chunks::new_id(uint32_t space, uint32_t parts) {
   for (int tries = 0; !(id = pages_.take(parts)) && tries < 64; ++tries) {
     auto victim = least(spaces_.shape_of(space));
     if (!victim || record(victim->leaf.record).part_count != parts) break;  // it would not make room for this record
-    evict_one(victim->leaf.record);
+    evict_least(*victim);
   }
   if (id && *id >= info_.size()) info_.resize(pages_.end());
   return id;
@@ -240,7 +252,7 @@ void Chunks::write_record(const NewChunk& chunk, uint32_t id, std::span<const St
   uint64_t bytes = 0;
   for (const StoredPart& p : parts) bytes += round_slot(p.length);
   info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
-  set_duplicate(id, chunk.duplicate, chunk.depth);
+  set_duplicate(id, chunk.marked_by, chunk.depth);
   KVDOCK_PAUSE("reserve.body_written");
   publish(r.word, record_word(generation, RecordState::kReserved));
   KVDOCK_PAUSE("reserve.reserved");
@@ -266,8 +278,10 @@ void Chunks::publish_chunk(uint32_t id) {
     set_kept(id, record(old).kept_until_ms);
     set_kept(old, 0);
   }
-  if (info_[old].priority > 0 && info_[id].priority <= 0) set_wish(id, info_[old].priority, wished_until(old));
+  int8_t wished = info_[old].priority;
+  uint64_t until_ms = wished_until(old);
   set_wish(old, 0, 0);
+  if (wished > 0 && info_[id].priority <= 0 && may_retain(id)) set_wish(id, wished, until_ms);
   retire(old);
 }
 

@@ -32,8 +32,9 @@ struct NewChunk {
   uint32_t space;
   Key key, parent;
   uint32_t groups;
-  bool temporary, duplicate;
-  uint32_t depth;  // as Info has it
+  bool temporary;
+  uint64_t marked_by;  // as Info has it
+  uint32_t depth;      // as Info has it
   uint64_t tick;
   uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
@@ -82,9 +83,11 @@ class Chunks {
   void publish_chunk(uint32_t id);  // RESERVED → READY; a record that the key named before is QUARANTINED
   void use(uint32_t id, uint64_t tick);    // a lookup found it: it is no duplicate
   void stamp(uint32_t id, uint64_t tick);  // a store names it
-  void stamp_path(uint32_t space, Key key, uint64_t tick);  // from `key` to its root
-  // Whether a running request has the chunk in its engine's memory as well, and stores it again when it ends.
-  void set_duplicate(uint32_t id, bool duplicate, uint32_t depth = 0);
+  void stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks);  // from `key` to its root
+  // A running request has the chunk in its engine's memory as well, and stores it again when it ends. A mark counts
+  // while its session, named by its id, is the only one in the namespace. Session 0: it is no duplicate.
+  void set_duplicate(uint32_t id, uint64_t session, uint32_t depth);
+  void unmark(const KeyEntry& key);  // what is there, and what is being written
   uint32_t depth_below(uint32_t space, const Key& parent) const;  // of a duplicate that is stored under it
 
   // -- pins: bytes that a session holds are counted once, however many of its grants name them
@@ -123,9 +126,10 @@ class Chunks {
   uint64_t kept_bytes() const { return kept_bytes_; }
 
   // -- what engines wish: chunks of a lower priority go first; 0 is that of chunks for which nobody wishes anything
-  // Raises the chunk's priority and its end, but neither above its parent's. False: it would have been more than
-  // `room_bytes` of retained chunks, or its parent is not retained.
-  bool retain(uint32_t id, int8_t priority, uint64_t until_ms, uint64_t room_bytes);
+  // Raises the chunk's priority and its end, but neither above its parent's. no_room: more would be retained than may
+  // be; no_parent: its parent is not retained.
+  enum class Retained { yes, no_room, no_parent };
+  Retained retain(uint32_t id, int8_t priority, uint64_t until_ms);
   // Sets a priority of 0 or less; until_ms 0: until a request names the chunk.
   void lower(uint32_t id, int8_t priority, uint64_t until_ms);
   void expire_wishes(uint64_t now);
@@ -144,18 +148,19 @@ class Chunks {
 
  private:
   struct Info {
+    uint64_t marked_by = 0;  // the id of the session of which it is a duplicate; 0: none
     uint32_t pins = 0;
     uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
     uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
     bool kept = false;      // not to be evicted until kept_until_ms
-    bool duplicate = false;
     uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
     bool listed = false;    // in the list that list_of() names
     uint8_t kind = kNoKind; // what the policy takes it for
     int8_t priority = 0;    // what engines wish for it
   };
   static constexpr uint32_t kMany = kNone - 1;
+  static constexpr uint32_t kMostStale = 256;
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
 
   void count_state(uint32_t id, int sign);
@@ -166,6 +171,8 @@ class Chunks {
   void unlist(uint32_t id);
   bool may_go(uint32_t id) const;
   bool goes_first(uint32_t id) const;
+  bool mark_counts(uint32_t id) const;
+  void unmark(uint32_t id);
   LeafLists& list_of(uint32_t id) {
     return info_[id].kept ? kept_ : goes_first(id) ? duplicates_ : evictions_[info_[id].priority];
   }
@@ -175,6 +182,7 @@ class Chunks {
   void set_kept(uint32_t id, uint64_t until_ms);
   void set_wish(uint32_t id, int8_t priority, uint64_t until_ms);
   uint64_t wished_until(uint32_t id) const;
+  bool may_retain(uint32_t id) const;
   std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
   bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
   void write_record(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);
@@ -185,9 +193,12 @@ class Chunks {
   void unpinned(uint32_t id);
 
   void evict_one(uint32_t id);
+  void evict_least(const Choice& least);
   std::optional<Choice> least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const;
-  std::optional<Choice> least(uint32_t shape) const;
-  std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes) const;
+  template <class F>
+  std::optional<Choice> first_duplicate(F&& first);
+  std::optional<Choice> least(uint32_t shape);
+  std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes);
   bool evict_for(uint64_t bytes);
   bool make_room(uint64_t bytes, const NewChunk& chunk);
   bool evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk);
@@ -212,7 +223,9 @@ class Chunks {
   SlotAllocator slots_;
   KeyIndex index_;
   std::unique_ptr<Policy> policy_ = make_policy("adaptive");
-  LeafLists duplicates_;
+  LeafLists duplicates_;       // also of marks that do not count any more
+  uint32_t stale_left_ = 0;    // how many of those the present call may take off
+  uint64_t stale_tick_ = 0;    // … if it is a store of that tick
   std::map<int8_t, LeafLists> evictions_;  // by priority; only that of 0 may be empty
   LeafLists kept_;  // kept chunks, for quotas
   // The parent of the last that went, if it is as old and of its kind: it goes next, and nothing need be compared.

@@ -9,22 +9,28 @@ namespace kvdock {
 void Chunks::evict_one(uint32_t id) {
   const Record& r = record(id);
   Chunk went = described(id);
-  uint32_t space = r.space;
-  Key parent = r.parent;
-  int8_t priority = info_[id].priority;
-  if (goes_first(id)) policy_->set_aside(went);
+  if (goes_first(id) && mark_counts(id)) policy_->set_aside(went);
   else policy_->evicted(went, header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
   take_out(id);
   ++counters_.evicted_chunks;
   next_.reset();
+}
+
+// For what least() or least_with() chose: then its parent, if it is as old and of its kind, is the next least.
+void Chunks::evict_least(const Choice& least) {
+  const Record& r = record(least.leaf.record);
+  uint32_t space = r.space;
+  uint64_t used = r.last_used;
+  Key parent = r.parent;
+  evict_one(least.leaf.record);
   const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
   if (!above || above->ready == kNone) return;
-  const Info& in = info_[above->ready];
-  if (!in.listed || in.kept || goes_first(above->ready) || in.priority != priority) return;
-  if (in.kind != went.kind || record(above->ready).last_used != went.used) return;
-  next_ = {policy_->worth(in.kind, went.used, header_.use_tick), leaf_of(above->ready), in.kind, priority};
+  const Info& in = info_[above->ready];  // never of a duplicate's priority
+  if (!in.listed || in.kept || goes_first(above->ready) || in.priority != least.priority) return;
+  if (in.kind != least.kind || record(above->ready).last_used != used) return;
+  next_ = {policy_->worth(in.kind, used, header_.use_tick), leaf_of(above->ready), in.kind, in.priority};
   next_shape_ = spaces_.shape_of(space);
   next_tick_ = header_.use_tick;
 }
@@ -36,16 +42,34 @@ std::optional<Choice> Chunks::least_in(int8_t priority, const LeafLists& leaves,
   return c;
 }
 
+// Another engine of the namespace would miss the chunk; one that has ended does not store it once more.
+bool Chunks::mark_counts(uint32_t id) const {
+  return info_[id].marked_by == spaces_.only_session(record(id).space);
+}
+
+// The duplicate that `first` names. Marks that do not count any more are taken off when they are met, so many in one
+// call: beyond them there is none.
+template <class F>
+std::optional<Choice> Chunks::first_duplicate(F&& first) {
+  std::optional<Choice> c = first();
+  for (; c && !mark_counts(c->leaf.record); c = first()) {
+    if (stale_left_ == 0) return std::nullopt;
+    --stale_left_;
+    unmark(c->leaf.record);
+  }
+  return c;
+}
+
 // A duplicate, if there is one: it is worth nothing until its request ends.
-std::optional<Choice> Chunks::least(uint32_t shape) const {
-  if (auto c = duplicates_.first_of_shape(shape)) return c;
+std::optional<Choice> Chunks::least(uint32_t shape) {
+  if (auto c = first_duplicate([&] { return duplicates_.first_of_shape(shape); })) return c;
   for (auto& [priority, leaves] : evictions_)
     if (auto c = least_in(priority, leaves, shape)) return c;
   return std::nullopt;
 }
 
 // Of all chunks, or of those of namespaces that have slots of that size.
-std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) const {
+std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) {
   std::optional<Choice> best;
   auto look = [&](const LeafLists& lists, auto&& least_of) {
     lists.for_each_shape([&](uint32_t shape) {
@@ -53,7 +77,9 @@ std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) con
       if (auto c = least_of(shape); c && (!best || c->goes_before(*best))) best = c;
     });
   };
-  look(duplicates_, [&](uint32_t shape) { return duplicates_.first_of_shape(shape); });
+  look(duplicates_, [&](uint32_t shape) {
+    return first_duplicate([&] { return duplicates_.first_of_shape(shape); });
+  });
   for (auto it = evictions_.begin(); it != evictions_.end() && !best; ++it)
     look(it->second, [&](uint32_t shape) { return least_in(it->first, it->second, shape); });
   return best;
@@ -68,7 +94,7 @@ bool Chunks::evict_for(uint64_t bytes) {
   std::optional<SlotAllocator::Window> window;
   if (slots_.has_other_sizes(bytes) && !(own && own->priority < 0)) window = slots_.oldest_window(bytes, own_use);
   if (own && (!window || (own->priority == 0 && own->leaf.used <= window->newest))) {
-    evict_one(own->leaf.record);
+    evict_least(*own);
     return true;
   }
   if (!window || window->records.empty()) return false;
@@ -123,7 +149,7 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 // The tenant's leaf that is worth least, of the lowest priority that it has; one that an administrator keeps only if
 // there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
-  std::optional<Choice> c = duplicates_.first_of_tenant(tenant);
+  std::optional<Choice> c = first_duplicate([&] { return duplicates_.first_of_tenant(tenant); });
   for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)
     c = it->second.of_tenant(tenant, *policy_, header_.use_tick);
   if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
@@ -145,6 +171,7 @@ bool Chunks::make_room_in_quota(const NewChunk& chunk) {
 
 uint32_t Chunks::evict_over_quota(uint32_t max_chunks) {
   uint32_t gone = 0;
+  stale_left_ = kMostStale;
   for (uint32_t tenant = 0; tenant < spaces_.tenants().end(); ++tenant)
     while (gone < max_chunks && spaces_.tenants().is_over(tenant) && evict_of(tenant)) ++gone;
   return gone;
@@ -160,6 +187,7 @@ uint64_t Chunks::room_bytes() const {
 
 // First for the sizes that stores had to make room for: what is free elsewhere is of no use to them.
 uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
+  stale_left_ = kMostStale;
   uint64_t until = counters_.evicted_chunks + max_chunks, before = counters_.evicted_chunks;
   while (counters_.evicted_chunks < until) {
     auto lacks = [&](uint64_t size) { return slots_.room_for(size, target_room_bytes) < target_room_bytes; };
@@ -172,7 +200,7 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
     if (slots_.free_bytes() >= target_room_bytes) break;
     std::optional<Choice> best = least_with(std::nullopt);
     if (!best) break;
-    evict_one(best->leaf.record);
+    evict_least(*best);
   }
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }

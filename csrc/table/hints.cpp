@@ -33,25 +33,29 @@ void Chunks::set_wish(uint32_t id, int8_t priority, uint64_t until_ms) {
   wishes_end_.emplace(until_ms, id);
 }
 
+bool Chunks::may_retain(uint32_t id) const {
+  double room = kRetainedShare * static_cast<double>(header_.limit_bytes);
+  return static_cast<double>(retained_bytes_ + bytes_of(id)) <= room;
+}
+
 // A chunk keeps all before it from going. As none is retained longer, or more, than the one before it, what is counted
 // is all that a wish keeps.
-bool Chunks::retain(uint32_t id, int8_t priority, uint64_t until_ms, uint64_t room_bytes) {
+Chunks::Retained Chunks::retain(uint32_t id, int8_t priority, uint64_t until_ms) {
+  if (info_[id].priority <= 0 && !may_retain(id)) return Retained::no_room;
   const Record& r = record(id);
   if (!r.parent.is_root()) {
     const KeyEntry* e = index_.find(r.space, r.parent);
-    if (!e || e->any() == kNone || info_[e->any()].priority <= 0) return false;
+    if (!e || e->any() == kNone || info_[e->any()].priority <= 0) return Retained::no_parent;
     priority = std::min(priority, info_[e->any()].priority);
     until_ms = std::min(until_ms, wished_until(e->any()));
   }
   if (info_[id].priority > 0) {
     priority = std::max(priority, info_[id].priority);
     until_ms = std::max(until_ms, wished_until(id));
-  } else if (retained_bytes_ + bytes_of(id) > room_bytes) {
-    return false;
   }
   set_wish(id, priority, until_ms);
   offer(id);
-  return true;
+  return Retained::yes;
 }
 
 void Chunks::lower(uint32_t id, int8_t priority, uint64_t until_ms) {
@@ -69,12 +73,13 @@ RetainResult Table::retain(uint32_t space, const std::vector<Key>& keys, int pri
     throw TableError("bad_argument", "a priority of retained chunks is out of range", priority,
                      "1.." + std::to_string(kMostPriority));
   if (until_ms == 0) throw TableError("bad_argument", "chunks are retained until some time", 0, "milliseconds");
-  auto room = static_cast<uint64_t>(cap_bytes(kRetainedShare));
   RetainResult out;
   for (const Key& key : keys) {
     const KeyEntry* e = chunks_.find(space, key);
     if (!e || e->any() == kNone) break;
-    ++(chunks_.retain(e->any(), static_cast<int8_t>(priority), until_ms, room) ? out.chunks : out.refused);
+    Chunks::Retained done = chunks_.retain(e->any(), static_cast<int8_t>(priority), until_ms);
+    out.chunks += done == Chunks::Retained::yes;
+    out.refused += done == Chunks::Retained::no_room;
   }
   counters_.refused_retains += out.refused;
   return out;

@@ -99,7 +99,7 @@ uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) 
   publish(s.word, sealed((s.use() + 1) << 1 | 1));
   KVDOCK_PAUSE("attach.session_open");
   open_[cell];
-  ++spaces_.usage(space).sessions;
+  spaces_.enter_session(space, session_id(cell));
   return session_id(cell);
 }
 
@@ -222,7 +222,7 @@ void Members::close_session(uint32_t cell) {
   }
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
-  --spaces_.usage(sessions_[cell].space).sessions;
+  spaces_.leave_session(sessions_[cell].space, session_id(cell));
   free_sessions_.push_back(cell);
 }
 
@@ -248,12 +248,6 @@ std::vector<bool> Members::namespaces() const {
   std::vector<bool> out(kMaxNamespaces);
   for (auto& [cell, open] : open_) out[sessions_[cell].space] = true;
   return out;
-}
-
-bool Members::is_alone(uint32_t session) const {
-  for (const auto& [cell, open] : open_)
-    if (cell != session && sessions_[cell].space == sessions_[session].space) return false;
-  return true;
 }
 
 std::vector<MemberInfo> Members::views(const std::optional<std::vector<uint64_t>>& sessions) const {
@@ -282,7 +276,7 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
     if (s.crc != body_crc(s) || s.space >= namespaces.size() || !namespaces[s.space])
       refuse_adoption("a session is damaged", cell);
     open_[cell];
-    ++spaces_.usage(s.space).sessions;
+    spaces_.enter_session(s.space, session_id(cell));
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;
   }
@@ -334,6 +328,11 @@ std::vector<uint32_t> Members::sessions_without_members() const {
 void Members::check() const {
   require(open_.size() + free_sessions_.size() == kMaxSessions, "a session cell is lost", 0);
   require(member_count() + free_members_.size() == kMaxMembers, "a member cell is lost", 0);
+  std::map<uint32_t, std::set<uint64_t>> in;  // by namespace
+  for (auto& [session, open] : open_) in[sessions_[session].space].insert(session_id(session));
+  for (auto& [space, ids] : in)
+    require(spaces_.only_session(space) == (ids.size() == 1 ? *ids.begin() : 0), "a namespace's sessions are counted "
+            "wrongly", space);
   for (auto& [session, open] : open_) {
     require(sessions_[session].live(), "an open session is not live", session);
     require(open.pinned_through == least_pinned(open), "a session's pinned segments are counted wrongly", session);

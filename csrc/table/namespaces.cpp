@@ -72,9 +72,22 @@ void Namespaces::enter(uint32_t space) {
   if (space >= shape_of_.size()) {
     shape_of_.resize(space + 1, kNone);
     tenant_of_.resize(space + 1, kNone);
+    sessions_.resize(space + 1);
   }
   shape_of_[space] = shape_number(entries_[space]);
   tenant_of_[space] = tenants_.enter(entries_[space].tenant);
+}
+
+void Namespaces::enter_session(uint32_t space, uint64_t id) {
+  ++usage(space).sessions;
+  ++sessions_[space].count;
+  sessions_[space].ids += id;
+}
+
+void Namespaces::leave_session(uint32_t space, uint64_t id) {
+  --usage(space).sessions;
+  --sessions_[space].count;
+  sessions_[space].ids -= id;
 }
 
 uint32_t Namespaces::shape_number(const Namespace& ns) {

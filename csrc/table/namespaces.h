@@ -39,16 +39,26 @@ class Namespaces {
   uint32_t tenant_of(uint32_t space) const { return tenant_of_[space]; }
   Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // its tenant's
 
+  void enter_session(uint32_t space, uint64_t id);
+  void leave_session(uint32_t space, uint64_t id);
+  // The id of the session that alone is open in it; 0: there is none, or more.
+  uint64_t only_session(uint32_t space) const { return sessions_[space].count == 1 ? sessions_[space].ids : 0; }
+
   uint32_t shape_of(uint32_t space) const { return shape_of_[space]; }
   bool shape_has(uint32_t shape, uint64_t slot_bytes) const;
 
  private:
+  struct Sessions {
+    uint32_t count = 0;
+    uint64_t ids = 0;  // their sum
+  };
   void enter(uint32_t space);
   uint32_t shape_number(const Namespace& ns);
 
   Namespace* entries_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live
   std::vector<uint32_t> tenant_of_;
+  std::vector<Sessions> sessions_;
   std::vector<std::vector<uint64_t>> shapes_;
   Tenants tenants_;
 };

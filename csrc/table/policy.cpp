@@ -22,6 +22,7 @@ class Lru : public Policy {
   void touched(const Chunk&, uint64_t) override {}
   void evicted(const Chunk&, uint64_t) override {}
   void removed(const Chunk&) override {}
+  void set_aside(const Chunk&) override {}
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
   std::optional<Choice> least(const Leaves& leaves, uint64_t) const override {
     if (leaves[0].empty()) return std::nullopt;
@@ -38,7 +39,7 @@ class Arc : public Policy {
   void asked(uint64_t, uint64_t resident, size_t) override { room_ = resident; }
 
   uint8_t stored(const Chunk& chunk, std::optional<uint8_t>) override {
-    uint8_t kind = kOnce;
+    uint8_t kind = aside_.take(chunk).value_or(kOnce);
     if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
       uint8_t was = ghost->second.kind;
       double mine = static_cast<double>(gone_[was].size()), others = static_cast<double>(gone_[1 - was].size());
@@ -66,6 +67,10 @@ class Arc : public Policy {
     while (gone_[kOnce].size() + gone_[kAgain].size() > room_ && !gone_[kAgain].empty()) forget_oldest(kAgain);
   }
   void removed(const Chunk& chunk) override { --count_[chunk.kind]; }
+  void set_aside(const Chunk& chunk) override {
+    removed(chunk);
+    aside_.put(chunk, room_);
+  }
 
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
   std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const override {
@@ -95,6 +100,7 @@ class Arc : public Policy {
   uint64_t count_[2] = {};
   std::list<uint64_t> gone_[2];  // names, the first that went first
   Ghosts ghosts_;
+  Aside aside_;
 };
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 namespace kvdock {
 
@@ -50,6 +51,22 @@ struct Chunk {
   uint64_t used;  // tick of its last use, before the present one
 };
 
+// The kinds of duplicates that went, for when they are stored once more.
+class Aside {
+ public:
+  void put(const Chunk& chunk, uint64_t most) {
+    if (kinds_.size() >= most) kinds_.clear();  // of those engines that ended before they stored them again
+    kinds_[chunk.name] = chunk.kind;
+  }
+  std::optional<uint8_t> take(const Chunk& chunk) {
+    auto known = kinds_.extract(chunk.name);
+    return known.empty() ? std::nullopt : std::optional(known.mapped());
+  }
+
+ private:
+  std::unordered_map<uint64_t, uint8_t> kinds_;  // by name
+};
+
 class Policy {
  public:
   virtual ~Policy() = default;
@@ -64,7 +81,7 @@ class Policy {
   virtual void touched(const Chunk& chunk, uint64_t tick) = 0;
   virtual void evicted(const Chunk& chunk, uint64_t tick) = 0;
   virtual void removed(const Chunk& chunk) = 0;  // for another reason
-  virtual void set_aside(const Chunk& chunk) { removed(chunk); }  // a duplicate, which is to come back
+  virtual void set_aside(const Chunk& chunk) = 0;  // a duplicate, which is to come back
 
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;

@@ -42,8 +42,6 @@ void Promises::drop(uint32_t space, const Key& key) {
   if (auto at = at_.find({space, key}); at != at_.end()) remove(at);
 }
 
-void Promises::withdraw(uint64_t session, const Id16& request) { forget({session, request}); }
-
 void Promises::remove(std::map<std::pair<uint32_t, Key>, Name>::iterator key) {
   auto promise = promises_.find(key->second);
   auto of_session = keys_of_.find(key->second.first);
@@ -53,11 +51,13 @@ void Promises::remove(std::map<std::pair<uint32_t, Key>, Name>::iterator key) {
   if (promise->second.keys.empty()) promises_.erase(promise);
 }
 
-void Promises::forget(Name name) {
+uint32_t Promises::forget(Name name, uint32_t most) {
   auto it = promises_.find(name);
-  if (it == promises_.end()) return;
-  for (size_t left = it->second.keys.size(); left > 0; --left)  // the last removal ends the promise
+  if (it == promises_.end()) return 0;
+  auto count = static_cast<uint32_t>(std::min<size_t>(it->second.keys.size(), most));
+  for (uint32_t left = count; left > 0; --left)  // the removal of its last key ends the promise
     remove(at_.find({it->second.space, *it->second.keys.begin()}));
+  return count;
 }
 
 void Promises::check() const {

@@ -5,6 +5,7 @@
 //   kMostKeys, and kMostKeysOf of one session. A promise pins and reserves nothing.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <span>
@@ -34,14 +35,19 @@ class Promises {
   void make(const Promise& wanted, std::span<const Key> keys, uint64_t now);
   void stored(uint32_t space, const Key& key, uint64_t now);  // the rest of its promise lasts longer
   void drop(uint32_t space, const Key& key);
-  void withdraw(uint64_t session, const Id16& request);
-  // Drops promises that are over, and those of which `holds` says so.
+  void withdraw(uint64_t session, const Id16& request) { forget({session, request}, kMostKeysOf); }
+  // Looks at some promises, where the last call ended, and drops those that `holds` is false for. At most kMostSwept
+  // keys go in one call, so that no other call waits long.
   template <class F>
-  void keep_if(F&& holds) {
-    for (auto it = promises_.begin(); it != promises_.end();) {
-      auto next = std::next(it);
-      if (!holds(it->second)) forget(it->first);
-      it = next;
+  void sweep(F&& holds) {
+    uint32_t left = kMostSwept;
+    for (size_t looks = std::min<size_t>(kMostSwept, promises_.size()); looks > 0 && left > 0; --looks) {
+      auto it = promises_.lower_bound(swept_to_);
+      if (it == promises_.end()) it = promises_.begin();
+      auto following = std::next(it);
+      swept_to_ = it->first;
+      if (!holds(it->second)) left -= forget(swept_to_, left);
+      if (left > 0) swept_to_ = following == promises_.end() ? Name{} : following->first;
     }
   }
 
@@ -49,12 +55,14 @@ class Promises {
 
  private:
   using Name = std::pair<uint64_t, Id16>;  // session, request
-  void forget(Name name);
+  static constexpr uint32_t kMostSwept = 2048;
+  uint32_t forget(Name name, uint32_t most);  // returns how many of its keys went
   void remove(std::map<std::pair<uint32_t, Key>, Name>::iterator key);
 
   std::map<Name, Promise> promises_;
   std::map<std::pair<uint32_t, Key>, Name> at_;  // by namespace and key
   std::map<uint64_t, uint32_t> keys_of_;         // by session: how many keys
+  Name swept_to_{};                              // the next to look at
 };
 
 }  // namespace kvdock

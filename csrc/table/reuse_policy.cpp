@@ -31,10 +31,7 @@ void ReusePolicy::learn(uint64_t tick) {
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {
   uint8_t kind = line ? std::min(*line, kInherited) : 0;
-  if (auto known = aside_.find(chunk.name); known != aside_.end()) {
-    kind = known->second;
-    aside_.erase(known);
-  }
+  if (auto known = aside_.take(chunk)) kind = *known;
   if (auto ghost = ghosts_.find(chunk.name); ghost != ghosts_.end()) {
     Ghost was = ghost->second;
     kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
@@ -103,8 +100,7 @@ void ReusePolicy::removed(const Chunk& chunk) {
 
 void ReusePolicy::set_aside(const Chunk& chunk) {
   removed(chunk);
-  if (aside_.size() >= resident_) aside_.clear();  // of those engines that ended before they stored them again
-  aside_[chunk.name] = chunk.kind;
+  aside_.put(chunk, resident_);
 }
 
 // ---- samples

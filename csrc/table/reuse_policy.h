@@ -65,7 +65,7 @@ class ReusePolicy : public Policy {
   std::vector<uint32_t> sample_of_;  // by record
   std::unordered_map<uint64_t, Ghost> ghosts_;                // by name
   std::deque<std::pair<uint64_t, uint64_t>> ghosts_in_order_;  // name and last use
-  std::unordered_map<uint64_t, uint8_t> aside_;                // by name: the kinds of duplicates that went
+  Aside aside_;
 };
 
 }  // namespace kvdock

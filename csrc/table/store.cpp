@@ -118,17 +118,18 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
   uint32_t space = members_.session(asker.session).space;
   const Namespace& ns = chunks_.namespaces()[space];
   uint64_t tick = ++region_.header.use_tick, bytes = 0;
-  chunks_.stamp_path(space, call.parent, tick);
   for (uint32_t g = 0; g < ns.group_count; ++g)
     if (groups >> g & 1) bytes += round_slot(ns.groups[g].part_bytes) * ns.writers;
   uint32_t below = segments_in_reach(asker.session);
-  bool duplicate = call.duplicate && members_.is_alone(asker.session);  // another engine would miss them meanwhile
+  uint64_t marked_by = 0;  // beside another engine nobody: it would miss them meanwhile
+  if (call.duplicate && members_.is_alone(asker.session)) marked_by = members_.session_id(asker.session);
+  chunks_.stamp_path(space, call.parent, tick, marked_by == 0);
   Grant* grant = nullptr;
-  uint32_t depth = duplicate ? chunks_.depth_below(space, call.parent) : 0;
+  uint32_t depth = marked_by ? chunks_.depth_below(space, call.parent) : 0;
   for (uint32_t i = 0; i < call.keys.size(); ++i, ++depth) {
     const KeyEntry* e = chunks_.find(space, call.keys[i]);
+    if (e && !marked_by) chunks_.unmark(*e);
     if (e && e->reserved != kNone) {
-      if (!duplicate) chunks_.set_duplicate(e->reserved, false);
       out->busy.push_back(i);
       continue;
     }
@@ -136,7 +137,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       uint32_t has = chunks_.record(e->ready).groups;
       if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of what is there
         chunks_.stamp(e->ready, tick);
-        chunks_.set_duplicate(e->ready, duplicate, depth);
+        chunks_.set_duplicate(e->ready, marked_by, depth);
         out->present.push_back(i);
         continue;
       }
@@ -147,7 +148,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
     NewChunk wanted{space,     call.keys[i], parent_of(call, i), groups, call.temporary,
-                    duplicate, depth,        tick,               bytes,  below};
+                    marked_by, depth,        tick,               bytes,  below};
     auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;

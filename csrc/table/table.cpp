@@ -100,7 +100,7 @@ void Table::tick(uint64_t now) {
   chunks_.expire_kept(now);
   chunks_.expire_wishes(now);
   grants_.close_late(now);
-  promises_.keep_if([&](const Promise& promise) { return holds(promise, now); });
+  promises_.sweep([&](const Promise& promise) { return holds(promise, now); });
   for (uint32_t session : due.empty) members_.close_session(session);
   for (uint32_t member : due.settled) gone(member);
 }

@@ -73,6 +73,16 @@ def test_no_more_is_retained_than_may_be(small: Engine) -> None:
     assert found(small, long) == RETAINED
 
 
+def test_what_lies_behind_a_gap_is_not_counted_as_too_much(small: Engine) -> None:
+    """The gap is in one of the pieces in which a long prompt is looked at, and there are chunks in the next."""
+    chain = keys(600, "chain")
+    small.store(chain[:10])
+    small.store(chain[512:522], parent=chain[511])
+    assert hint(small, chain, priority=5, duration_s=60) == s.HintAnswer(chunks=10, refused=0)
+    status = small.client.status()
+    assert status.pool.retained_bytes == 10 * CHUNK_BYTES and status.counters["refused_retains"] == 0
+
+
 def test_a_quota_evicts_what_is_retained() -> None:
     with ServerProcess(pool_bytes=2 * MIB, segment_bytes=2 * MIB) as server, Client(server.unix) as client:
         engine = attach(client)

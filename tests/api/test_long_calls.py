@@ -28,11 +28,13 @@ from kvdock.api.settings import Settings
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MAX_QUOTAS
 from kvdock.protocol.forms import JSON
-from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_ENTRIES, MAX_KEYS, MAX_STORE_KEYS
+from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_ENTRIES, MAX_KEYS, MAX_RELEASES, MAX_STORE_KEYS
 
 pytestmark = pytest.mark.security
 
 SESSIONS = 300
+MAX_PROMISED = 8192
+"""Chunks, of one session."""
 CHAIN = keys(MAX_KEYS, "long")
 
 
@@ -125,6 +127,10 @@ async def fill(parts: Parts) -> str:
 
 CALLS: dict[str, tuple[str, str, Any]] = {
     "lookup": ("POST", "/v1/lookups", {"session": "{s}", "member": "m", "request": "{n}", "keys": CHAIN}),
+    "computes": ("POST", "/v1/lookups", {
+        "session": "{s}", "member": "m", "request": "{n}", "keys": keys(MAX_KEYS, "computed"), "computes": True,
+    }),
+    "withdraws": ("POST", "/v1/releases", {"session": "{s}", "withdraws": "{w}"}),
     "reserve": ("POST", "/v1/reservations", {
         "session": "{s}", "member": "m", "store": "{n}", "keys": keys(MAX_STORE_KEYS, "t"),
     }),
@@ -158,8 +164,20 @@ TURN_MS = 6.0
 """Several times what a quiet machine needs. Before there were slices and shorter pages, some took 7 to 16 ms."""
 
 
-async def prepared(rig: Rig, name: str, unique: str) -> dict[str, str]:
-    """{r}: a reservation for `commit`; {l}: a lease for `mismatch`."""
+async def promised(rig: Rig, unique: str) -> list[str]:
+    """As many requests as a call may name, which promise all that one session may."""
+    requests = [f"{unique}-{number}" for number in range(MAX_RELEASES)]
+    each = MAX_PROMISED // MAX_RELEASES
+    for request in requests:
+        body = s.Lookup(session=rig.session, member="m", request=request, keys=keys(each, request), computes=True)
+        await rig.parts.handlers.service.lookup(OWN, body, JSON)
+    return requests
+
+
+async def prepared(rig: Rig, name: str, unique: str) -> dict[str, Any]:
+    """{r}: a reservation for `commit`; {l}: a lease for `mismatch`; {w}: requests that `withdraws` names."""
+    if name == "withdraws":
+        return {"{w}": await promised(rig, unique)}
     if name not in ("commit", "mismatch"):
         return {}
     keys_now = keys(MAX_STORE_KEYS, unique)
@@ -178,7 +196,7 @@ def test_the_largest_call_leaves_turns_to_others(name: str, rig: Rig) -> None:
     took_ms = []
     for number in range(3):
         answers: list[tuple[int, bytes]] = []
-        words = {"{s}": rig.session, "{n}": f"n{number}"} | asyncio.run(prepared(rig, name, f"{name}-{number}"))
+        words = {"{s}": rig.session, "{n}": f"{name}-{number}"} | asyncio.run(prepared(rig, name, f"{name}-{number}"))
         again = body and {key: words.get(str(value), value) for key, value in body.items()}
         there = path.replace("{s}", rig.session).replace("{r}", words.get("{r}", ""))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from admin_helpers import ok
 from api_helpers import Engine, ServerProcess, attach, keys, post, unique
 
 from kvdock.client.client import Client
@@ -49,6 +50,17 @@ def test_a_request_takes_its_promise_back_and_no_other(pair: tuple[Engine, Engin
         assert second.lookup(keys(2, "b"), "b").being_stored is not None
     client.withdraw(second.session, ["b"])
     assert second.lookup(keys(2, "b"), "b").being_stored is not None, "it was not the second's"
+
+
+def test_names_that_are_withdrawn_push_out_none_that_people_read() -> None:
+    with ServerProcess(table_grants=16) as small, Client(small.unix) as client:
+        engine = attach(client)
+        engine.store(keys(1))
+        assert engine.lookup(keys(1), "read by people").lease is not None
+        client.withdraw(engine.session, [f"never asked {at}" for at in range(256)])
+        leases = ok(small.http, "GET", "/v1/leases")["leases"]
+        assert [lease["request"] for lease in leases] == ["read by people"]
+        engine.close()
 
 
 def test_an_engine_in_another_namespace_hears_nothing(pair: tuple[Engine, Engine], client: Client) -> None:

@@ -10,6 +10,7 @@ GRANTS = ("tests/table/test_grants.py",)
 QUOTAS = ("tests/table/test_quotas.py",)
 DUPLICATES = ("tests/table/test_duplicates.py",)
 HINTS = ("tests/table/test_hints.py",)
+PROMISES = ("tests/table/test_promises.py",)
 
 MUTANTS = (
     Mutant(
@@ -115,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "C23", "any share of the pool is retained", "csrc/table/hints.cpp",
-        "} else if (retained_bytes_ + bytes_of(id) > room_bytes) {", "} else if (room_bytes == 0) {",
+        "if (info_[id].priority <= 0 && !may_retain(id)) return", "if (false) return",
         HINTS, "test_only_so_much_of_the_pool_is_retained_and_the_rest_is_counted",
     ),
     Mutant(
@@ -140,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "C28", "a chunk that takes another's place is not retained", "csrc/table/chunks.cpp",
-        "if (info_[old].priority > 0 && info_[id].priority <= 0)", "if (info_[old].kept)",
+        "if (wished > 0 && info_[id].priority <= 0 &&", "if (info_[old].kept &&",
         HINTS, "test_a_chunk_that_is_replaced_stays_retained",
     ),
     Mutant(
@@ -155,27 +156,52 @@ MUTANTS = (
     ),
     Mutant(
         "C31", "a duplicate goes like any other chunk", "csrc/table/chunks.cpp",
-        "return in.duplicate && !in.kept &&", "return false && !in.kept &&",
+        "return in.marked_by && !in.kept &&", "return false && !in.kept &&",
         DUPLICATES, "test_duplicates_go_before_what_was_used_longer_ago_and_their_ends_first",
     ),
     Mutant(
         "C32", "a duplicate stays one when a lookup has found it", "csrc/table/chunks.cpp",
-        "  info_[id].duplicate = false;\n", "",
+        "  info_[id].marked_by = 0;\n", "",
         DUPLICATES, "test_a_lookup_that_finds_a_duplicate_unmarks_it",
     ),
     Mutant(
         "C33", "an engine marks duplicates that another engine of the namespace wants", "csrc/table/store.cpp",
-        "call.duplicate && members_.is_alone(asker.session)", "call.duplicate",
+        "if (call.duplicate && members_.is_alone(asker.session))", "if (call.duplicate)",
         DUPLICATES, "test_beside_another_engine_of_the_namespace_nothing_is_a_duplicate",
     ),
     Mutant(
-        "C34", "a duplicate that is being written is not unmarked", "csrc/table/store.cpp",
-        "if (!duplicate) chunks_.set_duplicate(e->reserved, false);", "",
+        "C34", "a duplicate that is being written is not unmarked", "csrc/table/chunks.cpp",
+        "for (uint32_t id : {key.ready, key.reserved})\n    if (id", "for (uint32_t id : {key.ready})\n    if (id",
         DUPLICATES, "test_a_chunk_that_is_being_written_is_unmarked_too",
     ),
     Mutant(
         "C35", "a shared prefix goes because one request has it", "csrc/table/chunks.cpp",
         "goes_first(id) ? 1 : 0;", "goes_first(id) ? 99 : 0;",
         DUPLICATES, "test_what_an_earlier_turn_ended_with_does_not_keep_a_duplicate_and_a_shared_prefix_is_kept",
+    ),
+    Mutant(
+        "C36", "what a duplicate continued goes right after it", "csrc/table/evict.cpp",
+        "|| in.priority != least.priority) return;", ") return;",
+        DUPLICATES, "test_what_a_duplicate_continued_waits_its_turn_when_the_duplicate_went",
+    ),
+    Mutant(
+        "C37", "marks of an engine that has ended still count", "csrc/table/evict.cpp",
+        "return info_[id].marked_by == spaces_.only_session(record(id).space);", "return info_[id].marked_by != 0;",
+        DUPLICATES, "test_an_engine_that_has_ended_has_no_duplicates",
+    ),
+    Mutant(
+        "C38", "all marks that do not count are taken off in one call", "csrc/table/evict.cpp",
+        "    --stale_left_;\n", "",
+        DUPLICATES, "test_marks_that_no_longer_count_are_taken_off_some_at_a_time",
+    ),
+    Mutant(
+        "C39", "a store takes what it continues to make room", "csrc/table/chunks.cpp",
+        "    if (unmarks) unmark(*e);\n", "",
+        DUPLICATES, "test_a_store_of_what_follows_unmarks_what_it_continues",
+    ),
+    Mutant(
+        "C40", "one tick drops all promises that are over", "csrc/table/promises.h",
+        "left -= forget(swept_to_, left);", "forget(swept_to_, left);",
+        PROMISES, "test_promises_that_are_over_go_some_at_a_time",
     ),
 )

@@ -105,7 +105,8 @@ def test_the_end_of_a_chain_is_not_retained_without_its_beginning() -> None:
     """Else a wish for one chunk would keep more than is counted."""
     engine = engine_of()
     long = stored(engine, "long", 32)
-    assert retain(engine, long[31:]) == (0, 1)
+    assert retain(engine, long[31:]) == (0, 0), "there was room"
+    assert engine.table.stats()["refused_retains"] == 0
     assert retain(engine, long[:4], until=500) == (4, 0)
     assert retain(engine, long[4:8], priority=50, until=EVER) == (4, 0)
     engine.table.tick(500)
@@ -195,8 +196,8 @@ def test_what_makes_room_for_slots_of_another_size_takes_what_is_retained_last()
     table.check_integrity()
 
 
-def test_a_chunk_that_is_replaced_stays_retained() -> None:
-    table = new_table(ROOM * PAGE)
+def of_two_groups(table: Table) -> Client:
+    """An engine whose chunks may lack a window."""
     engine = Client(table, PAGE)
     groups = [("full", 0, PAGE), ("window", 16, PAGE)]
     engine.space = table.add_namespace(
@@ -204,20 +205,40 @@ def test_a_chunk_that_is_replaced_stays_retained() -> None:
     )
     engine.session = table.open_session(key("two")[:16], engine.space, 0)
     engine.member = table.add_member(engine.session, key("m")[:16], [0], True, 0)
-    for store, mask in enumerate((1, 3)):
-        granted = table.reserve(
-            engine.session, engine.member, key(store)[:16], b"", key("chunk"), groups=mask, temporary=False,
-            deadline_ms=1000, now_ms=0,
-        )
-        if mask == 1:
-            table.commit(engine.session, granted.grant, 0, [(0, 0, 7)], 0)
-            assert retain(engine, [key("chunk")], until=1000) == (1, 0)
-        else:
-            table.commit(engine.session, granted.grant, 0, [(0, 0, 7), (0, 1, 7)], 0)
+    return engine
+
+
+def store_groups(engine: Client, keys: list[bytes], mask: int) -> None:
+    engine.stores += 1
+    granted = engine.table.reserve(
+        engine.session, engine.member, key(engine.stores)[:16], b"", b"".join(keys), groups=mask, temporary=False,
+        deadline_ms=1000, now_ms=0,
+    )
+    parts = [(at, group, 7) for at in range(len(keys)) for group in range(2) if mask >> group & 1]
+    engine.table.commit(engine.session, granted.grant, 0, parts, 0)
+
+
+def test_a_chunk_that_is_replaced_stays_retained() -> None:
+    table = new_table(ROOM * PAGE)
+    engine = of_two_groups(table)
+    store_groups(engine, [key("chunk")], 1)
+    assert retain(engine, [key("chunk")], until=1000) == (1, 0)
+    store_groups(engine, [key("chunk")], 3)
     assert retained_bytes(table) == 2 * PAGE, "of the chunk that took its place"
     table.check_integrity()
     table.tick(1000)
     assert retained_bytes(table) == 0
+
+
+def test_a_larger_chunk_that_takes_anothers_place_is_retained_within_the_bound_only() -> None:
+    table = new_table(ROOM * PAGE)
+    engine, wanted = of_two_groups(table), chain("wanted", RETAINED - 2)
+    store_groups(engine, wanted, 1)
+    assert retain(engine, wanted) == (RETAINED - 2, 0)
+    store_groups(engine, wanted, 3)
+    assert [engine.has(one) for one in wanted] == [True] * len(wanted)
+    assert RETAINED - 1 <= retained_bytes(table) // PAGE <= RETAINED
+    table.check_integrity()
 
 
 def test_a_conversation_that_another_one_continues_is_not_at_its_end() -> None:

@@ -9,7 +9,8 @@ from kvdock._core import Lookup, Table
 
 CHUNK = 16
 LASTS_MS = 30_000
-MOST_OF_A_SESSION = 8192
+MOST, MOST_OF_A_SESSION = 1 << 16, 8192
+MOST_OF_A_TICK = 2048
 
 
 @pytest.fixture
@@ -137,6 +138,29 @@ def test_one_session_promises_no_more_than_its_share(table: Table) -> None:
     table.withdraw(first.session, key("long 0")[:16])
     ask(first, prefix(1, "one too many"), "one too many")
     assert stored_by_others(ask(second, prefix(1, "one too many"), computes=False)) == (1, 0)
+    table.check_integrity()
+
+
+def test_promises_that_are_over_go_some_at_a_time(table: Table) -> None:
+    """So that a tick leaves other calls a turn. Until they have gone they only take room."""
+    for at in range(MOST // MOST_OF_A_SESSION):
+        engine, = engines(table, f"engine {at}")
+        for long in range(MOST_OF_A_SESSION // 4096):
+            ask(engine, prefix(4096, f"{at} {long}"), f"{long}")
+    late, (last, other) = LASTS_MS + 1, engines(table, "last", "other")
+    for engine in (last, other):
+        table.heartbeat(engine.member, late)
+    room = []
+    for _ in range(3):
+        ask(last, prefix(4096), now=late)
+        room.append(stored_by_others(ask(other, prefix(4096), now=late, computes=False))[0])
+        table.tick(late)
+        table.check_integrity()
+    assert room == [0, MOST_OF_A_TICK, 2 * MOST_OF_A_TICK]
+    for _ in range(MOST // MOST_OF_A_TICK):
+        table.tick(late)
+    ask(other, prefix(4096, "other"), now=late)
+    assert stored_by_others(ask(last, prefix(4096, "other"), now=late, computes=False)) == (4096, 0)
     table.check_integrity()
 
 

@@ -129,6 +129,9 @@ class LateCopy:
     def wait(self, timeout_s: float | None) -> bool:
         return self.done()
 
+    def took_s(self) -> float | None:
+        return None
+
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return self.result() if self.done() else None
 

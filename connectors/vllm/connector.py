@@ -36,6 +36,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of
+from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -49,6 +50,7 @@ from kvdock.connectors.vllm.setup import (
     reports_early,
     undoes_steps,
     workers_here,
+    zeroes_blocks,
 )
 from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.worker import VllmWorker
@@ -58,6 +60,8 @@ from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.vllm")
 
+STEPS_AHEAD = 2
+"""vLLM has one step more under way than it has pipeline stages, at the most; another one is for safety."""
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Failed loads can be reported by request (since 0.33's line)."""
 
@@ -176,6 +180,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 loads_by_layer=loads_by_layer(self._config, self._settings, self._groups),
                 reports_early=reports_early(self._config, self._cache, place),
                 hash_threads=hash_threads(cores_of(workers_here(self._config))),
+                zeroes_blocks=zeroes_blocks(self._cache),
             ),
             device=str(device), stream=_stream_of(str(device)),
             computed=self._computed.cuda_stream if self._computed is not None else None,
@@ -260,6 +265,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = VllmScheduler(
             session, self._groups, budget, self._settings, ranks=len(metadata),
+            in_flight=InFlight(STEPS_AHEAD + self._config.parallel_config.pipeline_parallel_size),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,

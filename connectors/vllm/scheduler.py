@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
+from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
@@ -84,12 +85,13 @@ class _Announcing(ChunkObserver):
 
 class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
-    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events."""
+    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
+    `in_flight`: None if no step is ever under way when the next one begins."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
-        fails_closed: bool, announcer: Announcer | None = None, hash_tokens: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        fails_closed: bool, in_flight: InFlight | None = None, announcer: Announcer | None = None,
+        hash_tokens: int | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
@@ -124,6 +126,7 @@ class VllmScheduler:
         self._loads: list[LoadOrder] = []
         self._stores = Stores(self._driver, ranks, partial(self.figures.add, "stores_dropped", 1))
         self._fresh: set[int] = set()  # blocks given out since the last build
+        self._in_flight = in_flight if in_flight is not None else InFlight(1)
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
 
     def start(self) -> None:
@@ -245,6 +248,9 @@ class VllmScheduler:
         self._note_given(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted_s = self._clock()
+            tracked = self._tracked.get(request_id)
+            for column in tracked.table or () if tracked is not None else ():
+                self._in_flight.uses(column)
             self._store_once_more(request_id)
             self._forget(request_id)
         self._note_tables(output)
@@ -255,10 +261,13 @@ class VllmScheduler:
         self._last_store = None
         fences = self._stores.guard(self._fresh)
         stores = self._stores.send()
+        loads = tuple(replace(load, waits=self._waits(load.plan)) for load in self._loads)
+        self._loads = []
+        self._in_flight.begin_step()
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
+            self._note_used(request_id)
             self._offer(request_id, count, duplicate=duplicate)
-        loads, self._loads = tuple(self._loads), []
         self._fresh.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
@@ -267,6 +276,22 @@ class VllmScheduler:
         if is_idle:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
+
+    def _waits(self, plan: LoadPlan) -> bool:
+        """Whether steps under way, or stores, may still use blocks that the load writes."""
+        blocks = {block for piece in plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
+        return self._in_flight.touches(blocks) or any(not read.isdisjoint(blocks) for read in self._stores)
+
+    def _note_used(self, request_id: str) -> None:
+        """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
+        may have left behind when the next step is planned."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.table is None:  # its table was forgotten when the cache was reset
+            self._in_flight.uses_any()
+            return
+        for column, group in zip(tracked.table, self._groups, strict=True):
+            first = max(0, tracked.request.num_computed_tokens - (group.window_tokens or 0))
+            self._in_flight.uses(column[first // group.block_tokens :])
 
     def _note_given(self, output: Any) -> None:
         """Blocks that the step's requests are given beside those of allocated()."""

@@ -135,6 +135,8 @@ class EngineTraits:
     """A load may be reported before it has ended, on a GPU."""
     hash_threads: int
     """CPU threads that hash the end of a load that is reported early."""
+    zeroes_blocks: bool = False
+    """vLLM zeroes the blocks that it gives out, on its own stream: loads come after that."""
 
 
 def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
@@ -228,8 +230,12 @@ def reports_early(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
     """Whether a load may be reported before it has ended. Not if other ranks store on this rank's behalf: they would
     publish bytes that only this rank has verified. Not in a pipeline, where another stage may be waiting although a
     step computes nothing. Not where vLLM zeroes the blocks that it gives out, which is not ordered after loads."""
-    zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    return place.ranks == place.writers and vllm_config.parallel_config.pipeline_parallel_size == 1 and not zeroes
+    one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
+    return place.ranks == place.writers and one_stage and not zeroes_blocks(kv_cache_config)
+
+
+def zeroes_blocks(kv_cache_config: Any) -> bool:
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def undoes_steps(vllm_config: Any) -> bool:

@@ -17,11 +17,13 @@ NOWHERE = ServerEpoch("", "")
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """`is_async`: the request does not run in this step."""
+    """`is_async`: the request does not run in this step. `waits`: steps under way may still use some of its blocks, so
+    it comes after them."""
 
     epoch: ServerEpoch
     plan: LoadPlan
     is_async: bool
+    waits: bool = True
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,10 @@ class VllmWorker:
         attachment = self._session.attachment_to(order.epoch)
         if attachment is None:
             return None
-        return self._connector.submit_load(attachment, order.plan, self._layers.bands if is_early else None)
+        bands = self._layers.bands if is_early else None
+        return self._connector.submit_load(
+            attachment, order.plan, bands, waits=order.waits or self._traits.zeroes_blocks
+        )
 
     def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""

@@ -25,6 +25,9 @@ class Copy:
     def wait(self, timeout_s: float | None) -> bool:
         return True
 
+    def took_s(self) -> float | None:
+        return None
+
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return []
 

@@ -13,9 +13,11 @@ import pytest
 from api_helpers import ServerProcess, eventually, manifest, unique
 
 from kvdock.client.client import Client
+from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
@@ -159,3 +161,78 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
     scheduler._session.client.reserve = reserve  # type: ignore[method-assign]  # as it was
     scheduler.close()
     assert sorted(took)[5] < Settings.lookup_wait_s / 2
+
+
+# ---------------------------------------------------------------------- steps under way
+
+STEPS = 3
+
+
+def waits(scheduler: VllmScheduler, *blocks: int, skip: int = 0) -> bool:
+    return scheduler._waits(LoadPlan("l", "lease", 0, CHUNK, CHUNK, (LoadPiece(0, 0, (), blocks, skip),)))
+
+
+@pytest.fixture
+def ahead(server: ServerProcess) -> Iterator[VllmScheduler]:
+    """Plans while STEPS steps may be under way."""
+    made = scheduler_of(server.unix, FULL)
+    made._in_flight = InFlight(STEPS)
+    yield made  # never started: it stores nothing
+    made._session.client.close()
+
+
+def test_a_load_comes_after_a_step_that_writes_its_blocks(ahead: VllmScheduler) -> None:
+    request = request_of(64)
+    ahead.allocated(request, [[1, 2, 3, 4]], 0)
+    step(ahead, request, 32, new=[[1, 2, 3, 4]])
+    assert waits(ahead, 1) and waits(ahead, 9, 4) and not waits(ahead, 9)
+    assert not waits(ahead, 1, 9, skip=1), "what is skipped is not written"
+    for _ in range(STEPS):
+        step(ahead, request, 4)
+    assert waits(ahead, 3) and not waits(ahead, 1), "32 tokens were computed before, which fill two blocks"
+
+
+def test_a_load_comes_after_steps_that_a_preempted_request_was_in(ahead: VllmScheduler) -> None:
+    request = request_of(64)
+    ahead.allocated(request, [[1, 2, 3, 4]], 0)
+    step(ahead, request, 60, new=[[1, 2, 3, 4]])
+    for _ in range(STEPS):
+        step(ahead, request, 1)
+    assert not waits(ahead, 1)
+    request.num_computed_tokens = 0
+    step(ahead, request, preempted=True)
+    assert waits(ahead, 1)
+
+
+def test_a_load_comes_after_a_step_whose_blocks_are_not_known(ahead: VllmScheduler) -> None:
+    request = request_of(64)
+    step(ahead, request, 1, more=[[1]])
+    assert waits(ahead, 9)
+
+
+def test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next(server: ServerProcess) -> None:
+    scheduler, request = scheduler_of(server.unix, FULL, WINDOW), request_of(160)
+    scheduler._in_flight = InFlight(STEPS)
+    scheduler.allocated(request, [[*range(1, 11)], [*range(11, 21)]], 0)
+    step(scheduler, request, 96, new=[[*range(1, 11)], [*range(11, 21)]])
+    for _ in range(STEPS):
+        step(scheduler, request, 1)
+    assert waits(scheduler, 16) and not waits(scheduler, 6), "tokens 80 to 95: the window of 24 reads them"
+    assert not waits(scheduler, 14)
+    scheduler._session.client.close()
+
+
+def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProcess) -> None:
+    scheduler, request = scheduler_of(server.unix, FULL), request_of(64)
+    scheduler._in_flight = InFlight(STEPS)
+    scheduler.start()
+    scheduler.allocated(request, [[1, 2, 3, 4]], 0)
+    step(scheduler, request, 64, new=[[1, 2, 3, 4]])
+    scheduler.finished("r")
+    other = request_of(8)
+    other.request_id = "other"
+    scheduler.allocated(other, [[5]], 0)
+    for _ in range(STEPS + 1):
+        step(scheduler, other, 1, more=[[]])
+    assert waits(scheduler, 2) and not waits(scheduler, 6), "no worker has said that it ended"
+    scheduler.close()

@@ -150,6 +150,29 @@ def test_a_store_comes_after_the_step_that_is_still_under_way_on_the_engines_str
         assert torch.equal(rig.blocks(range(64, 64 + BLOCKS)), written)
 
 
+def test_a_load_that_need_not_wait_ends_while_the_engines_stream_is_at_work(
+    server: ServerProcess, writer: GpuRig
+) -> None:
+    tokens, into, stream = stored(writer, 18), list(range(64, 64 + BLOCKS)), new_stream()
+    worker = writer.connector.worker
+    worker._stream = stream_of(stream)
+    try:
+        for waits in (False, True):
+            request = writer.hit(tokens)
+            begun = writer.connector.scheduler.begin_load(request, [[*into]], 0, len(tokens))
+            assert begun is not None
+            torch.cuda.synchronize()
+            keep_busy(stream, 1_600_000_000)
+            loading = worker.submit_load(*begun, waits=waits)
+            assert loading.wait(5.0) and stream.query() == waits
+            assert worker.finish_load(loading) == len(tokens)
+            worker.end_load(loading)
+            assert torch.equal(writer.blocks(into), writer.blocks(range(BLOCKS)))
+            torch.cuda.synchronize()
+    finally:
+        worker._stream = None
+
+
 def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_end(
     server: ServerProcess, writer: GpuRig
 ) -> None:

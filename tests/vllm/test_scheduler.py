@@ -156,6 +156,17 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
 
 
 @every_version
+@pytest.mark.parametrize("windows", [ONE, TWO], ids=["1group", "2groups"])
+def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
+    version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
+) -> None:
+    """connectors/vllm/in_flight.py tells which loads must come after the step, and the others come before it."""
+    found = schedulers.run(version, "pressure", server.unix, windows, 0, SEEDS, likely=0.2, overlap=True, late=True)
+    assert found["wrong"] == {}
+    assert found["loaded"] > 0 and found["preempted"] > 0 and found["loads_at_once"] > 0 and found["loads_after"] > 0
+
+
+@every_version
 def test_blocks_filled_in_the_wrong_order_are_seen(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:

@@ -29,6 +29,14 @@ def test_a_request_that_ends_before_it_has_its_kv_again_stores_nothing_wrong(
 
 
 @every_version
+def test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it(
+    version: str, roomy: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "left_behind_in_a_step", roomy.unix, module="undone_scenarios")
+    assert found == {"loaded": 64, "wrong": 0, "after": 1}
+
+
+@every_version
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_request_that_goes_on_stores_what_it_computes_again(
     version: str, exclusive: bool, roomy: ServerProcess, schedulers: Schedulers

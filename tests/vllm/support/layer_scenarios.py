@@ -62,9 +62,9 @@ def beside(address: str, left: bool = False, **settings: Any) -> dict[str, Any]:
     half = engine.worker._worker._connector
     submit = half.submit_load
 
-    def noted(attachment: Any, plan: Any, of_load: Any) -> Any:
+    def noted(attachment: Any, plan: Any, of_load: Any, **how: Any) -> Any:
         bands.append(of_load is not None)
-        return submit(attachment, plan, of_load)
+        return submit(attachment, plan, of_load, **how)
 
     half.submit_load = noted
     engine.add("other", prompt(8, 40), 40)
@@ -107,8 +107,8 @@ def changed(address: str, **settings: Any) -> dict[str, Any]:
     into_lockstep(engine, random.Random(0), 0, verified=True)
     report, submit = worker._report_verified, worker._connector.submit_load
 
-    def late(*arguments: Any) -> Any:
-        loading = submit(*arguments)
+    def late(*arguments: Any, **how: Any) -> Any:
+        loading = submit(*arguments, **how)
         loading.steps_left = 16  # until what was computed from it could have been stored
         return loading
 

@@ -83,12 +83,17 @@ class LateLoading(Loading):
     when its bytes are seen to be whole, `unsure` questions after it was submitted."""
 
     def __init__(
-        self, submit: Callable[..., Loading], steps: int, unsure: int, attachment: Any, plan: Any, bands: Any = None
+        self, engine: SchedEngine, submit: Callable[..., Loading], steps: int, unsure: int, attachment: Any, plan: Any,
+        bands: Any = None, *, waits: bool,
     ) -> None:
         super().__init__(attachment, plan, 0.0)
+        self._engine, self._waits = engine, waits
         self._submit, self.steps_left, self._unsure, self._copied = submit, steps, unsure, False
         groups = sorted({piece.group for piece in plan.pieces})
         self.copies = [(group, (), LateCopy(self)) for group in groups]
+        engine.seen["loads_after" if waits else "loads_at_once"] += 1
+        if engine.is_late and not waits:
+            self.wait(None)
 
     def done(self) -> bool:
         self.steps_left -= 1
@@ -97,6 +102,8 @@ class LateLoading(Loading):
     def wait(self, timeout_s: float | None) -> bool:
         if timeout_s is None and not self._copied:
             self._copied = True
+            if self._waits:
+                self._engine.computes()
             made = self._submit(self.attachment, self.plan)
             made.wait(None)
             self.holds_lease, self.lost = made.holds_lease, made.lost
@@ -185,7 +192,16 @@ def into_lockstep(
     worker = engine.worker._worker
     submit = worker._connector.submit_load
     least = LEAST_QUESTIONS if verified else 0
-    worker._connector.submit_load = lambda *arguments: LateLoading(submit, least + delay(), delay(), *arguments)
+    worker._connector.submit_load = lambda *arguments, **how: LateLoading(
+        engine, submit, least + delay(), delay(), *arguments, **how
+    )
+    submit_store = worker._connector.submit_store
+
+    def submit_computed(*arguments: Any, **how: Any) -> Any:
+        engine.computes()
+        return submit_store(*arguments, **how)
+
+    worker._connector.submit_store = submit_computed
     worker._reports_early = verified
     if verified and hasty:
         into_haste(worker)

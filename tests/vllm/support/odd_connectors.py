@@ -26,11 +26,11 @@ class OneDamaged(KvdockConnector):
             return
         real = half.submit_load
 
-        def submit_load(attachment: Any, plan: Any, bands: Any = None) -> Loading:
+        def submit_load(attachment: Any, plan: Any, bands: Any, **how: Any) -> Loading:
             part = next(part for part in plan.pieces[1].parts if part.writer == half.rank)
             byte = ctypes.c_uint8.from_address(attachment.segments.address(part.segment, part.offset, part.length) + 5)
             byte.value ^= 1
-            return real(attachment, plan, bands)
+            return real(attachment, plan, bands, **how)
 
         half.submit_load = submit_load
 

@@ -94,14 +94,17 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 class SchedEngine:
     """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
-    of the connector. `events`: KV cache events are published, at an endpoint of this process. `algorithm`: of vLLM's
-    hashes of blocks. `step_s`: how long a step takes that computes something. An `address` of "" is no connector."""
+    of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads that do not wait
+    for it come before it; for engines in lockstep that overlap. `events`: KV cache events are published, at an endpoint
+    of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes that computes something.
+    An `address` of "" is no connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
-        events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, **extra: Any,
+        events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False, **extra: Any,
     ) -> None:
+        self.is_late, self._compute = late, list[Callable[[], None]]()
         self.windows, self.blocks, self.steps = windows, blocks, 0
         self._step_s, self._is_connected = step_s, bool(address)
         self.sizes = tuple(sizes) or (BLOCK,) * len(windows)
@@ -251,6 +254,8 @@ class SchedEngine:
     def _learn(self) -> None:
         """The scheduler is told the outcome of the oldest step."""
         out, result = self._under_way.popleft()
+        if all(later.req_ids == [] for _, later in self._under_way):
+            self.computes()
         told = result.kv_connector_output
         if told is not None and told.invalid_block_ids:
             # A synchronous load's step runs before its errors are looked at, and vLLM throws its outcome away.
@@ -330,26 +335,38 @@ class SchedEngine:
     def _forward(self, out: Any) -> ModelRunnerOutput:
         if not self._is_connected:
             time.sleep(self._step_s)
+        self.computes()
         starts = self._note(out)
-        ids, sampled = [], []
+        ids, sampled = list(out.num_scheduled_tokens), list[list[int]]()
+        if self.asks_for_layers and ids:
+            for worker in self.workers:
+                for layer in range(len(self.windows)):
+                    worker.wait_for_layer_load(f"layer.{layer}")
+        self._compute.append(lambda: sampled.extend(self._computed(out, starts)))
+        if not self.is_late:
+            self.computes()
+        return ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={name: at for at, name in enumerate(ids)}, sampled_token_ids=sampled
+        )
+
+    def computes(self) -> None:
+        """The step that was launched last is computed by now."""
+        while self._compute:
+            self._compute.pop()()
+
+    def _computed(self, out: Any, starts: dict[str, int]) -> list[list[int]]:
+        sampled = []
         for request_id, count in out.num_scheduled_tokens.items():
             tokens, start = self._tokens[request_id], starts[request_id]
-            if self.asks_for_layers:
-                for worker in self.workers:
-                    for layer in range(len(self.windows)):
-                        worker.wait_for_layer_load(f"layer.{layer}")
             # Every layer reads before the next one writes, but all of them are wrong once one has read wrongly.
             reads = [self._reads(request_id, group, start) for group in range(len(self.windows))]
             for group in range(len(self.windows)):
                 self._writes(request_id, group, start, count, all(reads))
-            ids.append(request_id)
             ended = start + count == len(tokens)
             if ended:
                 tokens.append(next_token(self._prints[request_id, 0]) if all(reads) else WRONG_TOKEN)
             sampled.append(tokens[-1:] if ended else [])
-        return ModelRunnerOutput(
-            req_ids=ids, req_id_to_index={name: at for at, name in enumerate(ids)}, sampled_token_ids=sampled
-        )
+        return sampled
 
     def _reads(self, request_id: str, group: int, start: int) -> bool:
         """Whether all is right that a chunk from `start` on reads."""

@@ -201,10 +201,10 @@ def one_damaged(address: str, rank: int, **how: Any) -> dict[str, Any]:
     half = next(half for half in engine.halves if half.rank == rank)
     real, loads = half.submit_load, []
 
-    def submit_load(attachment: Any, plan: Any, bands: Any = None) -> Loading:
+    def submit_load(attachment: Any, plan: Any, bands: Any, **how: Any) -> Loading:
         damage(half, attachment, plan)
         loads.append(plan.hit_tokens)
-        return real(attachment, plan, bands)
+        return real(attachment, plan, bands, **how)
 
     half.submit_load = submit_load  # type: ignore[method-assign]  # the real load, with the pool damaged under it
     warmed(engine)
@@ -230,10 +230,10 @@ def two_short(address: str, **how: Any) -> dict[str, Any]:
     half, waits = engine.halves[1], iter([False] * 5)
     real, loads = half.submit_load, []
 
-    def submit_load(attachment: Any, plan: Any, bands: Any = None) -> Loading:
+    def submit_load(attachment: Any, plan: Any, bands: Any, **how: Any) -> Loading:
         damage(half, attachment, plan)
         loads.append(plan.hit_tokens)
-        loading = real(attachment, plan, bands)
+        loading = real(attachment, plan, bands, **how)
         done = loading.done
         loading.done = lambda: next(waits, True) and done()  # type: ignore[method-assign]  # later than it is
         return loading

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep import into_lockstep
 from sched_engine import SchedEngine
 from sched_scenarios import prompt
 from vllm.v1.request import RequestStatus
@@ -163,7 +165,29 @@ def shares_what_is_damaged(address: str) -> dict[str, int]:
     return asked_again(engine, prompt(1, STORED) + prompt(6, 90))
 
 
+def left_behind_in_a_step(address: str) -> dict[str, int]:
+    """A step is under way that writes blocks which its request's window has left behind when the next one is planned:
+    vLLM gives them to a request that loads."""
+    engine = engine_of(address, windows=(None, 48), blocks=25, budget=200, overlap=True, late=True)
+    into_lockstep(engine, random.Random(0), 0)
+    engine.add("cold", prompt(1, 65), 2)
+    engine.run()
+    engine.forget_prefixes()
+    loaded = engine.loaded_tokens
+    engine.add("runs", prompt(2, 137), 10)
+    engine.add("loads", prompt(1, 83), 2)
+    engine.run()
+    found = {
+        "loaded": engine.loaded_tokens - loaded, "wrong": len(engine.bad_reads) + engine.wrong_tokens,
+        "after": engine.seen["loads_after"],
+    }
+    engine.close()
+    return found
+
+
 SCENARIOS = {
     made.__name__: made
-    for made in (given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged)
+    for made in (
+        left_behind_in_a_step, given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged
+    )
 }

@@ -69,4 +69,22 @@ MUTANTS = (
         "            self._active[grant] -= 1\n", "            self._active[grant] = 0\n",
         ("tests/connectors/test_grants.py",), "test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended",
     ),
+    Mutant(
+        "P27", "a store behind a gap is made", "connectors/offers.py",
+        "if not is_there or batch.first > offer.request.reserved:", "if not is_there:",
+        ("tests/connectors/test_offers.py",),
+        "test_what_lies_between_two_offers_that_found_no_room_is_offered_again",
+    ),
+    Mutant(
+        "P28", "more is stored when a request ends than was computed", "connectors/offers.py",
+        "max(request.offered, request.fell_short_at), computed_tokens // self._chunk_tokens)",
+        "max(request.offered, request.fell_short_at), 1 << 30)",
+        ("tests/connectors/test_offers.py",), "test_no_more_is_stored_when_a_request_ends_than_was_computed",
+    ),
+    Mutant(
+        "P29", "a dear hit is loaded", "connectors/load_cost.py",
+        "load_s * self._speed.tokens_per_s <= tokens:", "True:",
+        ("tests/connectors/test_load_cost.py",),
+        "test_a_short_hit_is_dearer_than_computing_and_a_long_one_is_not",
+    ),
 )

@@ -101,4 +101,27 @@ MUTANTS = (
         ("tests/vllm/test_scheduler.py", "-k", "damaged_as_its_load and 0.24.0"),
         "test_a_chunk_damaged_as_its_load_begins_is_computed",
     ),
+    Mutant(
+        "V12", "a load never waits for steps under way", SCHEDULER,
+        "return self._in_flight.touches(blocks) or any(", "return any(",
+        ("tests/vllm/test_undone.py", "-k", "under_way and 0.33.0"),
+        "test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it",
+    ),
+    Mutant(
+        "V12b", "what a window leaves behind next is not used by its step", SCHEDULER,
+        "num_computed_tokens - (group.window_tokens or 0))", "num_computed_tokens)",
+        BY_HAND, "test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next",
+    ),
+    Mutant(
+        "V13", "a request that vLLM begins anew keeps what it had offered", SCHEDULER,
+        "            self._connector.stores.offer_anew([request_id])\n", "",
+        ("tests/vllm/test_undone.py", "-k", "goes_on and 0.24.0"),
+        "test_a_request_that_goes_on_stores_what_it_computes_again",
+    ),
+    Mutant(
+        "V14", "a store begins when the one before is published", WORKER,
+        "self._publishing.run(self._publish, store", "self._storing.run(self._publish, store",
+        ("tests/connectors/test_vllm_worker.py",),
+        "test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_before",
+    ),
 )

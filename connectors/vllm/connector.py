@@ -195,9 +195,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         orders = kv_connector_metadata.orders
         if self._worker is None:
             return
+        self._worker.fence(orders, _stream_of(self._worker.device))
         if self._computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
             self._computed.wait_stream(torch.cuda.current_stream(self._computed.device))
-        self._worker.fence(orders, _stream_of(self._worker.device))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -84,7 +84,7 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
 
 class VllmWorker:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerConnector has
-    it. `computed`: a stream that holds, when fence() is called, what comes before the step's stores; None: `stream` is
+    it. `computed`: a stream that holds, when begin() is called, what comes before the step's stores; None: `stream` is
     it."""
 
     def __init__(

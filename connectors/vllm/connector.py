@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvdock.client.client import Client
@@ -265,7 +266,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = VllmScheduler(
             session, self._groups, budget, self._settings, ranks=len(metadata),
-            in_flight=InFlight(STEPS_AHEAD + self._config.parallel_config.pipeline_parallel_size),
+            in_flight=InFlight(
+                STEPS_AHEAD + self._config.parallel_config.pipeline_parallel_size,
+                keeps_back=hasattr(Scheduler, "_drain_deferred_frees"),
+            ),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,

@@ -4,8 +4,7 @@ vLLM plans steps ahead. It keeps the blocks of a request that ended or was preem
 planned before (defer_block_free in its scheduler; since 0.24), but gives away at once what a window has left behind. A
 load into such a block must come after those steps on the GPU. All other loads need not wait for what is computed.
 
-What a step uses of a group lies behind what its request has computed, less the window. Preempted requests are noted as
-well, so that nothing depends on what vLLM keeps back of them.
+What a step uses of a group lies behind what its request has computed, less the window.
 
 Threads: vLLM's scheduler thread, alone.
 """
@@ -17,9 +16,11 @@ from collections.abc import Iterable, Set
 
 
 class InFlight:
-    """`steps`: the most that may be under way when another one begins."""
+    """`steps`: the most that may be under way when another one begins. `keeps_back`: vLLM keeps back what requests lose
+    when they end or are preempted, so that only what windows leave behind is to be noted."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, keeps_back: bool) -> None:
+        self.keeps_back = keeps_back
         self._used: deque[set[int] | None] = deque([set()], maxlen=steps)
         """By step; None: it may use any."""
 

@@ -126,7 +126,7 @@ class VllmScheduler:
         self._loads: list[LoadOrder] = []
         self._stores = Stores(self._driver, ranks, partial(self.figures.add, "stores_dropped", 1))
         self._fresh: set[int] = set()  # blocks given out since the last build
-        self._in_flight = in_flight if in_flight is not None else InFlight(1)
+        self._in_flight = in_flight if in_flight is not None else InFlight(1, keeps_back=True)
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
 
     def start(self) -> None:
@@ -248,9 +248,7 @@ class VllmScheduler:
         self._note_given(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted_s = self._clock()
-            tracked = self._tracked.get(request_id)
-            for column in tracked.table or () if tracked is not None else ():
-                self._in_flight.uses(column)
+            self._note_used(request_id, is_preempted=True)
             self._store_once_more(request_id)
             self._forget(request_id)
         self._note_tables(output)
@@ -259,8 +257,8 @@ class VllmScheduler:
         if self._last_store is not None and patience is not None and not patience.is_open:
             patience.spend(self._last_store)  # before more steps are given its blocks
         self._last_store = None
-        fences = self._stores.guard(self._fresh)
         stores = self._stores.send()
+        fences = self._stores.guard(self._fresh)
         loads = tuple(replace(load, waits=self._waits(load.plan)) for load in self._loads)
         self._loads = []
         self._in_flight.begin_step()
@@ -282,16 +280,21 @@ class VllmScheduler:
         blocks = {block for piece in plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
         return self._in_flight.touches(blocks) or any(not read.isdisjoint(blocks) for read in self._stores)
 
-    def _note_used(self, request_id: str) -> None:
+    def _note_used(self, request_id: str, *, is_preempted: bool = False) -> None:
         """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
-        may have left behind when the next step is planned."""
+        may have left behind when the next step is planned. Steps under way may use all that a preempted one had."""
+        noted = [not self._in_flight.keeps_back or group.window_tokens is not None for group in self._groups]
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None:  # its table was forgotten when the cache was reset
+        if not any(noted):
+            return
+        if tracked is None or tracked.table is None:  # it was forgotten when the cache was reset
             self._in_flight.uses_any()
             return
-        for column, group in zip(tracked.table, self._groups, strict=True):
-            first = max(0, tracked.request.num_computed_tokens - (group.window_tokens or 0))
-            self._in_flight.uses(column[first // group.block_tokens :])
+        computed = 0 if is_preempted else tracked.request.num_computed_tokens
+        for column, group, is_noted in zip(tracked.table, self._groups, noted, strict=True):
+            if is_noted:
+                first = max(0, computed - (group.window_tokens or 0)) // group.block_tokens
+                self._in_flight.uses(column[first:])
 
     def _note_given(self, output: Any) -> None:
         """Blocks that the step's requests are given beside those of allocated()."""

@@ -1,8 +1,8 @@
 """In the scheduler's process: stores from their offer until no worker reads for them any more.
 
 Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM frees blocks when
-it likes, so a store whose blocks are given out anew is dropped when it has not gone to the workers yet, and fenced when
-it has: what that step writes comes after the store has read.
+it likes, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest, and
+what the step writes comes after the store has read. It is dropped when its slots are not reserved yet.
 
 Invariant: every store that may still read its blocks is known here.
 
@@ -67,7 +67,8 @@ class Stores:
             self._reserved.append((batch.store_id, attachment, plan))
 
     def guard(self, given: Set[int]) -> list[str]:
-        """Drops or fences the stores that read a block of `given`, which this step, or a load, may overwrite."""
+        """Fences the stores that read a block of `given`, which this step, or a load, may overwrite; drops those that
+        send() has not sent."""
         fences = []
         for store_id, store in self._stores.items():
             if not store.blocks.isdisjoint(given):

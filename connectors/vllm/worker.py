@@ -72,7 +72,8 @@ class _Store:
     """`submitted`: ends once its copies are known, if there are any."""
 
     def __init__(self, order: StoreOrder) -> None:
-        self.order = order
+        self.order, self.is_late = order, False
+        """vLLM may have zeroed its blocks before its copies had read them."""
         self.copies: Storing | None = None
         self.submitted: Future[None]
 
@@ -125,11 +126,15 @@ class VllmWorker:
 
     def fence(self, orders: Orders, stream: int | None) -> None:
         """Before anything of the step is put on `stream`: what is, and later loads, come after `orders.fences`."""
+        for order in orders.stores:
+            if order.store_id in orders.fences:  # this step is given their blocks: they come before it
+                self._begin_store(order, self._stream)
         fenced = [self._stores[store_id] for store_id in orders.fences if store_id in self._stores]
         if fenced:
             began = self._clock()
             wait([store.submitted for store in fenced])
             for store in fenced:
+                store.is_late = self._traits.zeroes_blocks
                 self._come_after(store.copies, stream)
             self.figures.add("fence_seconds", self._clock() - began)
         if not orders.is_idle:
@@ -149,10 +154,9 @@ class VllmWorker:
         reads have ended when it returns."""
         self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
-        unended = [load.loading for load in self._running if load.reported and load.loading is not None]
         for stored in orders.stores:
-            store = self._stores[stored.store_id] = _Store(stored)
-            store.submitted = self._storing.run(self._submit_store, store, unended)
+            if stored.store_id not in orders.fences:
+                self._begin_store(stored, self._computed)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
             is_early = order.is_async and orders.is_idle and self._reports_early
@@ -162,6 +166,11 @@ class VllmWorker:
             lambda load: not load.order.is_async or (load.reported and load.order.plan.request_id in orders.gone)
         )
         self._raise_what_was_lost()
+
+    def _begin_store(self, order: StoreOrder, after: int | None) -> None:
+        unended = [load.loading for load in self._running if load.reported and load.loading is not None]
+        store = self._stores[order.store_id] = _Store(order)
+        store.submitted = self._storing.run(self._submit_store, store, after, unended)
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
         """The step may read what was reported, or write to its blocks if its request is gone."""
@@ -319,12 +328,12 @@ class VllmWorker:
             time.sleep(after_s)  # the step that runs the request is being launched: leave it the interpreter
             self._tell_of_ended()
 
-    def _submit_store(self, store: _Store, unended: Sequence[Loading]) -> None:
+    def _submit_store(self, store: _Store, after: int | None, unended: Sequence[Loading]) -> None:
         """`unended`: loads that what is stored may have been computed from."""
         attachment = self._session.attachment_to(store.order.epoch)
         try:
             if attachment is not None and self._connector.writes and self._lost is None:
-                store.copies = self._connector.submit_store(attachment, store.order.plan, after=self._computed)
+                store.copies = self._connector.submit_store(attachment, store.order.plan, after=after)
         finally:
             self._publishing.run(self._publish, store, attachment, unended)
 
@@ -332,7 +341,7 @@ class VllmWorker:
         plan, copies = store.order.plan, store.copies
         try:
             if copies is not None:
-                is_sound = all(loading.is_whole() for loading in unended) and self._lost is None
+                is_sound = all(loading.is_whole() for loading in unended) and self._lost is None and not store.is_late
                 ready = self._connector.finish_store(copies, is_sound=is_sound)
                 self.figures.stored(plan, ready, self._clock() - copies.began_s)
         finally:

@@ -8,7 +8,7 @@ STEPS = 3
 
 
 def test_what_a_step_uses_is_free_once_as_many_steps_have_followed_as_may_be_under_way() -> None:
-    in_flight = InFlight(STEPS)
+    in_flight = InFlight(STEPS, keeps_back=True)
     in_flight.begin_step()
     in_flight.uses([1, None, 2])
     for _ in range(STEPS):
@@ -18,7 +18,7 @@ def test_what_a_step_uses_is_free_once_as_many_steps_have_followed_as_may_be_und
 
 
 def test_a_step_of_which_nothing_is_known_may_use_any_block() -> None:
-    in_flight = InFlight(STEPS)
+    in_flight = InFlight(STEPS, keeps_back=True)
     in_flight.begin_step()
     in_flight.uses_any()
     in_flight.uses([1])

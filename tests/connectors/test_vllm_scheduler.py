@@ -176,7 +176,7 @@ def waits(scheduler: VllmScheduler, *blocks: int, skip: int = 0) -> bool:
 def ahead(server: ServerProcess) -> Iterator[VllmScheduler]:
     """Plans while STEPS steps may be under way."""
     made = scheduler_of(server.unix, FULL)
-    made._in_flight = InFlight(STEPS)
+    made._in_flight = InFlight(STEPS, keeps_back=False)
     yield made  # never started: it stores nothing
     made._session.client.close()
 
@@ -212,7 +212,7 @@ def test_a_load_comes_after_a_step_whose_blocks_are_not_known(ahead: VllmSchedul
 
 def test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next(server: ServerProcess) -> None:
     scheduler, request = scheduler_of(server.unix, FULL, WINDOW), request_of(160)
-    scheduler._in_flight = InFlight(STEPS)
+    scheduler._in_flight = InFlight(STEPS, keeps_back=False)
     scheduler.allocated(request, [[*range(1, 11)], [*range(11, 21)]], 0)
     step(scheduler, request, 96, new=[[*range(1, 11)], [*range(11, 21)]])
     for _ in range(STEPS):
@@ -224,7 +224,7 @@ def test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next
 
 def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProcess) -> None:
     scheduler, request = scheduler_of(server.unix, FULL), request_of(64)
-    scheduler._in_flight = InFlight(STEPS)
+    scheduler._in_flight = InFlight(STEPS, keeps_back=False)
     scheduler.start()
     scheduler.allocated(request, [[1, 2, 3, 4]], 0)
     step(scheduler, request, 64, new=[[1, 2, 3, 4]])

@@ -37,6 +37,14 @@ def test_a_load_into_blocks_that_a_step_under_way_still_writes_comes_after_it(
 
 
 @every_version
+def test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written(
+    version: str, roomy: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "blocks_go_as_it_ends", roomy.unix, module="undone_scenarios")
+    assert found == {"loaded": 192, "wrong": 0}
+
+
+@every_version
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_request_that_goes_on_stores_what_it_computes_again(
     version: str, exclusive: bool, roomy: ServerProcess, schedulers: Schedulers

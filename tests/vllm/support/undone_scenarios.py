@@ -81,6 +81,19 @@ def given_to_another(address: str) -> dict[str, int]:
     return asked_again(engine, prompt(2, 481))
 
 
+def blocks_go_as_it_ends(address: str) -> dict[str, int]:
+    """What it stores when it ends is in blocks that the next step gives to another request."""
+    engine = engine_of(address, blocks=15, budget=256, exclusive=True)
+    engine.add("r", prompt(2, 193), 8)
+    request = engine.requests["r"]
+    step_until(engine, lambda: request.num_output_tokens >= 4)
+    settle(engine)
+    session = half_of(engine)._session
+    session.client.clear(ClearCache(namespace=session.attachment.namespace.hex()))
+    engine.add("next", prompt(3, 220), 2)  # waits for the blocks
+    return asked_again(engine, prompt(2, 193))
+
+
 def computed_in_part(address: str) -> dict[str, int]:
     """It is aborted when it has computed less than before, up to the middle of a chunk."""
     engine = engine_of(address, blocks=66, budget=120, exclusive=True)
@@ -188,6 +201,6 @@ def left_behind_in_a_step(address: str) -> dict[str, int]:
 SCENARIOS = {
     made.__name__: made
     for made in (
-        left_behind_in_a_step, given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged
+        left_behind_in_a_step, blocks_go_as_it_ends, given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged
     )
 }

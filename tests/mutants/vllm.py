@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "V12b", "what a window leaves behind next is not used by its step", SCHEDULER,
-        "num_computed_tokens - (group.window_tokens or 0))", "num_computed_tokens)",
+        "max(0, computed - (group.window_tokens or 0))", "max(0, computed)",
         BY_HAND, "test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next",
     ),
     Mutant(
@@ -123,5 +123,12 @@ MUTANTS = (
         "self._publishing.run(self._publish, store", "self._storing.run(self._publish, store",
         ("tests/connectors/test_vllm_worker.py",),
         "test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_before",
+    ),
+    Mutant(
+        "V15", "a store whose blocks a step gives away is dropped", SCHEDULER,
+        "        stores = self._stores.send()\n        fences = self._stores.guard(self._fresh)\n",
+        "        fences = self._stores.guard(self._fresh)\n        stores = self._stores.send()\n",
+        ("tests/vllm/test_undone.py", "-k", "read_before and 0.33.0"),
+        "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),
 )

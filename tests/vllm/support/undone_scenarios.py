@@ -201,6 +201,7 @@ def left_behind_in_a_step(address: str) -> dict[str, int]:
 SCENARIOS = {
     made.__name__: made
     for made in (
-        left_behind_in_a_step, blocks_go_as_it_ends, given_to_another, computed_in_part, goes_on, damaged_and_no_room, shares_what_is_damaged
+        left_behind_in_a_step, blocks_go_as_it_ends, given_to_another, computed_in_part, goes_on, damaged_and_no_room,
+        shares_what_is_damaged,
     )
 }

@@ -10,6 +10,7 @@ Threads: the engine's, alone. Nothing here blocks: who waits asks again in a lat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,24 +29,26 @@ LARGE_SHARE = 0.5
 
 
 class PrefillSpeed:
-    """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic."""
+    """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
+    are under way when the engine plans another one. It plans the next one when the oldest of them has ended."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
         self._clock = clock
         self._largest = 0
         self._tokens = self._seconds = 0.0
-        self._began_s, self._computing = 0.0, 0
+        self._planned_s, self._under_way = 0.0, deque([0], maxlen=ahead + 1)
 
     def step(self, tokens: int) -> None:
-        """A step that computes `tokens` of prompts begins, so the one before has ended."""
-        now_s = self._clock()
-        if self._computing > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
+        """A step that computes `tokens` of prompts is planned, so the oldest one under way has ended."""
+        now_s, ended = self._clock(), self._under_way[0] if len(self._under_way) == self._under_way.maxlen else 0
+        if ended > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
             self._tokens = self._seconds = 0.0
-        self._largest = max(self._largest, self._computing)
-        if self._computing and self._computing >= LARGE_SHARE * self._largest:
-            self._tokens = KEPT_SHARE * self._tokens + self._computing
-            self._seconds = KEPT_SHARE * self._seconds + now_s - self._began_s
-        self._began_s, self._computing = now_s, tokens
+        self._largest = max(self._largest, ended)
+        if ended and ended >= LARGE_SHARE * self._largest:
+            self._tokens = KEPT_SHARE * self._tokens + ended
+            self._seconds = KEPT_SHARE * self._seconds + now_s - self._planned_s
+        self._planned_s = now_s
+        self._under_way.append(tokens)
 
     @property
     def is_known(self) -> bool:

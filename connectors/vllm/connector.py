@@ -37,7 +37,6 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of
-from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -61,8 +60,6 @@ from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.vllm")
 
-STEPS_AHEAD = 2
-"""vLLM has one step more under way than it has pipeline stages, at the most; another one is for safety."""
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Failed loads can be reported by request (since 0.33's line)."""
 
@@ -266,10 +263,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._scheduler = VllmScheduler(
             session, self._groups, budget, self._settings, ranks=len(metadata),
-            in_flight=InFlight(
-                STEPS_AHEAD + self._config.parallel_config.pipeline_parallel_size,
-                keeps_back=hasattr(Scheduler, "_drain_deferred_frees"),
-            ),
+            steps_ahead=self._config.max_concurrent_batches - 1,
+            keeps_back=hasattr(Scheduler, "_drain_deferred_frees"),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,

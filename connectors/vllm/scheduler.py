@@ -86,11 +86,11 @@ class _Announcing(ChunkObserver):
 class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
-    `in_flight`: None if no step is ever under way when the next one begins."""
+    `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
-        fails_closed: bool, in_flight: InFlight | None = None, announcer: Announcer | None = None,
+        fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
         hash_tokens: int | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
@@ -109,7 +109,7 @@ class VllmScheduler:
         )
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
-        self._speed = PrefillSpeed(clock)
+        self._speed = PrefillSpeed(clock, steps_ahead)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         once = ComputeOnce(share, self._speed, clock, self._waited) if share > 0 else None
         self._driver = Driver(
@@ -126,7 +126,7 @@ class VllmScheduler:
         self._loads: list[LoadOrder] = []
         self._stores = Stores(self._driver, ranks, partial(self.figures.add, "stores_dropped", 1))
         self._fresh: set[int] = set()  # blocks given out since the last build
-        self._in_flight = in_flight if in_flight is not None else InFlight(1, keeps_back=True)
+        self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
 
     def start(self) -> None:

@@ -45,6 +45,18 @@ class Clock:
 # ---------------------------------------------------------------------- by the clock
 
 
+def test_the_speed_is_that_of_the_step_that_has_ended_where_others_are_planned_ahead() -> None:
+    """A step of 8,000 tokens takes 0.4 s, one that only decodes 0.01 s; a step is planned when the one before the last
+    has ended."""
+    clock = Clock()
+    speed, ended_s = PrefillSpeed(clock, 1), [0.0]
+    for tokens in [8000, 0, 0, 0] * 5:
+        speed.step(tokens)
+        clock.now_s = ended_s[-1]
+        ended_s.append(ended_s[-1] + (0.4 if tokens else 0.01))
+    assert speed.tokens_per_s == pytest.approx(20_000)
+
+
 def test_the_speed_is_that_of_large_steps() -> None:
     clock = Clock()
     speed = PrefillSpeed(clock)

@@ -27,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvdock.client.client import Client
@@ -43,6 +42,7 @@ from kvdock.connectors.vllm.setup import (
     Settings,
     cores_of,
     hash_threads,
+    keeps_blocks_back,
     loads_by_layer,
     log_among_theirs,
     place_of,
@@ -264,7 +264,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = VllmScheduler(
             session, self._groups, budget, self._settings, ranks=len(metadata),
             steps_ahead=self._config.max_concurrent_batches - 1,
-            keeps_back=hasattr(Scheduler, "_drain_deferred_frees"),
+            keeps_back=keeps_blocks_back(self._config),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,

@@ -238,6 +238,14 @@ def zeroes_blocks(kv_cache_config: Any) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
+def keeps_blocks_back(vllm_config: Any) -> bool:
+    """Whether vLLM gives out what a request had only when the steps that it was in have ended (defer_block_free). It
+    does so for connectors that load; all versions that we know do."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # not where settings are read without vLLM
+
+    return hasattr(Scheduler, "_drain_deferred_frees") and bool(vllm_config.kv_transfer_config.is_kv_consumer)
+
+
 def undoes_steps(vllm_config: Any) -> bool:
     """Whether this engine computes a step again that read what did not load. One that schedules ahead keeps the next
     step's token all the same, and so does a pipeline, where a prompt's next chunk is under way by then; and the second

@@ -143,10 +143,11 @@ def undone(address: str, **settings: Any) -> dict[str, Any]:
     engine = stored(address, prompt(6, 70), load_async=False, **settings)
     flip_as_it_begins(engine)
 
-    def at_once(work: Any, *arguments: Any) -> Future[Any]:
+    def at_once(work: Any, store: Any, *arguments: Any) -> Future[Any]:
         """A store reads its blocks before the step that computes them again, as a GPU's streams have it."""
         future: Future[Any] = Future()
-        future.set_result(work(*arguments))
+        future.set_result(work(store, *arguments))
+        store.copies.wait(None)
         return future
 
     engine.worker._worker._storing.run = at_once

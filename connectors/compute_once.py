@@ -10,53 +10,17 @@ Threads: the engine's, alone. Nothing here blocks: who waits asks again in a lat
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.protocol.schemas import BeingStored
 
 ASK_S = 0.02
 """While a request waits, it is asked about again this long after the last time."""
 STALL_SHARE = 0.5
 """How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
-START_TOKENS_PER_S = 50_000.0
-"""Until this engine's speed is known. A fast engine waits least."""
-KEPT_SHARE = 0.9
-"""What the older steps count for when a new one is added to the speed."""
-LARGE_SHARE = 0.5
-"""Steps that compute less of prompts than this share of the largest one are not counted: they take as long for less."""
 
-
-class PrefillSpeed:
-    """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
-    are under way when the engine plans another one. It plans the next one when the oldest of them has ended."""
-
-    def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
-        self._clock = clock
-        self._largest = 0
-        self._tokens = self._seconds = 0.0
-        self._planned_s, self._under_way = 0.0, deque([0], maxlen=ahead + 1)
-
-    def step(self, tokens: int) -> None:
-        """A step that computes `tokens` of prompts is planned, so the oldest one under way has ended."""
-        now_s, ended = self._clock(), self._under_way[0] if len(self._under_way) == self._under_way.maxlen else 0
-        if ended > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
-            self._tokens = self._seconds = 0.0
-        self._largest = max(self._largest, ended)
-        if ended and ended >= LARGE_SHARE * self._largest:
-            self._tokens = KEPT_SHARE * self._tokens + ended
-            self._seconds = KEPT_SHARE * self._seconds + now_s - self._planned_s
-        self._planned_s = now_s
-        self._under_way.append(tokens)
-
-    @property
-    def is_known(self) -> bool:
-        return self._seconds > 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._tokens / self._seconds if self.is_known else START_TOKENS_PER_S
 
 
 @dataclass
@@ -72,13 +36,13 @@ class _Wait:
 
 
 class ComputeOnce:
-    """`share`: of what computing the missing tokens would take, how long a request may wait. `count`: is told how a
-    wait ended ("fulfilled", "withdrawn", "stalled", "expired") and how many seconds it took."""
+    """A request may wait for `share` times what it would take to compute the missing tokens. When a wait ends, `count`
+    is called with its outcome ("fulfilled", "withdrawn", "stalled", "expired") and its seconds."""
 
     def __init__(
         self, share: float, speed: PrefillSpeed, clock: Callable[[], float], count: Callable[[str, float], None]
     ) -> None:
-        self._share, self.speed, self._clock, self._count = share, speed, clock, count
+        self._share, self._speed, self._clock, self._count = share, speed, clock, count
         self._waits: dict[str, _Wait] = {}
 
     def is_waiting(self, request_id: str) -> bool:
@@ -91,7 +55,7 @@ class ComputeOnce:
         if wait is None:
             if stored is None:
                 return False
-            longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self.speed.tokens_per_s
+            longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self._speed.tokens_per_s
             if longest_s < 2 * ASK_S:
                 return False  # it would be over before the second answer
             self._waits[request_id] = _Wait(now_s, longest_s, stored.tokens, stored.committed, now_s)

@@ -105,8 +105,8 @@ class Driver:
         return found
 
     def _why_not(self, tokens: int) -> str:
-        """Why so many tokens are not loaded: they are too few ("short"), or it would take longer than computing them
-        ("dear"). "": they are."""
+        """Why a hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes longer than to
+        compute them), or "" (it is loaded)."""
         if tokens < self._limits.min_load_tokens:
             return "short"
         return "dear" if self._cost is not None and self._cost.is_dearer(tokens) else ""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdock.connectors.compute_once import PrefillSpeed
+from kvdock.connectors.prefill_speed import PrefillSpeed
 
 PROBE_S = 10.0
+"""How long hits may be computed before one is loaded, to see what loads take now."""
 LEAST_LOADS = 3
 """Fewer loads say too little."""
 KEPT_SHARE = 0.9
@@ -23,7 +24,7 @@ KEPT_SHARE = 0.9
 
 
 class LoadCost:
-    """What loads of so many tokens take, as a line through those that ended."""
+    """How many seconds a load takes, by its number of tokens: the line through the loads that have ended."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -59,7 +60,7 @@ class LoadOrCompute:
         self._newest_s = clock()
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """A load of so many tokens has ended, which took so long from when it could begin."""
+        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could begin."""
         self._cost.loaded(tokens, seconds)
         self._newest_s = self._clock()
 

@@ -281,8 +281,8 @@ class Lookup(Carrier, kw_only=True):
 
 
 class BeingStored(Answer):
-    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to. `committed`:
-    so many of `tokens` are stored, whatever limits `hit_tokens`."""
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to.
+    `committed` of these tokens are stored. No limit on `hit_tokens` counts here."""
 
     tokens: int
     committed: int

@@ -20,13 +20,14 @@ from functools import partial
 from typing import Any
 
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.compute_once import ComputeOnce, PrefillSpeed
+from kvdock.connectors.compute_once import ComputeOnce
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain, ChunkObserver, chain_of_tokens
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver

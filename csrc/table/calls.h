@@ -48,7 +48,7 @@ struct LookupCall {
 };
 struct LookupResult {
   uint64_t hit_tokens = 0, lease = 0;
-  // How far others store the prefix now, and how much of that is stored, whatever limits the hit; 0: nobody does.
+  // How far others store the prefix now, and how much of that is stored, also where the hit is limited; 0: nobody does.
   uint64_t being_stored = 0, committed = 0;
   uint32_t first_chunk = 0;
   Limit limited = Limit::none;

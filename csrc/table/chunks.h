@@ -148,7 +148,7 @@ class Chunks {
 
  private:
   struct Info {
-    uint64_t marked_by = 0;  // the id of the session of which it is a duplicate; 0: none
+    uint64_t marked_by = 0;  // the session whose engine has it on the GPU as well; 0: none
     uint32_t pins = 0;
     uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins

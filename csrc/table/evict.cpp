@@ -47,8 +47,8 @@ bool Chunks::mark_counts(uint32_t id) const {
   return info_[id].marked_by == spaces_.only_session(record(id).space);
 }
 
-// The duplicate that `first` names. Marks that do not count any more are taken off when they are met, so many in one
-// call: beyond them there is none.
+// The duplicate that `first` names. It takes off the marks that it meets and that do not count any more. One call takes
+// off kMostStale of them at most; after that it finds no duplicate.
 template <class F>
 std::optional<Choice> Chunks::first_duplicate(F&& first) {
   std::optional<Choice> c = first();

@@ -18,7 +18,8 @@ from api_helpers import Engine as Member, ServerProcess, attach, eventually, man
 from forks import forked
 
 from kvdock.client.client import Client
-from kvdock.connectors.compute_once import ASK_S, STALL_SHARE, START_TOKENS_PER_S, ComputeOnce, PrefillSpeed
+from kvdock.connectors.compute_once import ASK_S, STALL_SHARE, ComputeOnce
+from kvdock.connectors.prefill_speed import START_TOKENS_PER_S, PrefillSpeed
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
@@ -335,7 +336,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         assert found is not None and found.tokens == CHUNK * CHUNKS and found.committed == 0
         if end == "dropped store":
             engine.scheduler.allocated(request_of("r"), [list(range(1, 20))], 0)
-            engine.scheduler._driver._storing.run(time.sleep, 0.2)
+            engine.scheduler._driver._storing.run(time.sleep, 0.2)  # it is dropped before its slots are asked for
             engine.build({"r": 2 * CHUNK}, (SimpleNamespace(req_id="r", block_ids=[list(range(1, 20))]),))
             engine.scheduler._stores.drop_unsent()
         else:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvdock.connectors.compute_once import PrefillSpeed
 from kvdock.connectors.load_cost import LEAST_LOADS, PROBE_S, LoadCost, LoadOrCompute
+from kvdock.connectors.prefill_speed import PrefillSpeed
 
 
 def cost_of(*loads: tuple[int, float]) -> LoadCost:

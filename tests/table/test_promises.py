@@ -34,7 +34,7 @@ def ask(engine: Client, keys: list[bytes], request: str = "r", now: int = 0, *, 
 
 
 def stored_by_others(found: Lookup) -> tuple[int, int]:
-    """Chunks: (how far, so many of them are there)."""
+    """How many chunks others store, and how many of these are there."""
     return found.being_stored // CHUNK, found.committed // CHUNK
 
 

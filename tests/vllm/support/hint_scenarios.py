@@ -100,7 +100,7 @@ class Hinted:
 
 
 def pressed(address: str, hint: str, chunks: int) -> dict[str, Any]:
-    """`older`, `wanted` with the hint, and `other`, which begins as `wanted` does; then so many chunks of others."""
+    """`older`, `wanted` with the hint, and `other`, which begins as `wanted` does; then `chunks` chunks of others."""
     made = Hinted(address)
     shared = prompt(1, SHARED)
     older = made.compute("older", prompt(2, 10 * CHUNK + 5))
@@ -135,7 +135,7 @@ def aborted(address: str) -> dict[str, Any]:
     request = made.engine.add("aborted", prompt(6, 8 * CHUNK + 5), 50, **hint_of("retain"))
     made.reaches(lambda: made.found(request) == 8)
     made.engine.scheduler.finish_requests("aborted", RequestStatus.FINISHED_ABORTED)
-    made.compute("next", prompt(7, 2 * CHUNK + 5))  # whatever was told before it is told by now
+    made.compute("next", prompt(7, 2 * CHUNK + 5))  # its answer comes after the hints that were told before
     found = made.figures(aborted=request)
     retained = made.retained()
     made.engine.close()

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import trace
-from kvdock._core import Mapping, Table
+from bench.bare_table import bare_table
 from kvdock.protocol.wire_types import MAX_STORE_KEYS
 
 BLOCK = 16
@@ -149,18 +148,9 @@ class TablePool:
     """The real table; its segment is a number only. `engines`: in the namespace."""
 
     def __init__(self, tokens: int, chunk_tokens: int, *, exclusive: bool, engines: int) -> None:
-        self._chunk, self._exclusive, room = chunk_tokens, exclusive, tokens // chunk_tokens
-        records, page = 2 * room + 4096, 4096
-        size = Table.region_bytes(records, 256)
-        fd = os.memfd_create("bench-model")
-        os.ftruncate(fd, size)
-        region = Mapping(fd, size)
-        os.close(fd)
-        self._table = Table(
-            region, pool_id=1, incarnation=1, limit_bytes=room * page, max_records=records, max_grants=256,
-            session_cap=0.5, total_cap=0.75,
-        )
-        self._table.add_segment(0, page, room * page)
+        self._chunk, self._exclusive = chunk_tokens, exclusive
+        page = 4096
+        self._table = bare_table(tokens // chunk_tokens, page, grants=256, session_cap=0.5, total_cap=0.75)
         space = self._table.add_namespace(
             bytes(32), chunk_tokens=chunk_tokens, block_tokens=BLOCK, writers=1, groups=[("full", 0, page)]
         )

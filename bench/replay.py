@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import heapq
 import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,8 +31,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from bench.bare_table import bare_table
 from bench.trace import BLOCK_TOKENS, Request, read, sampled_sessions
-from kvdock._core import CONVERSATION_ENDED, Mapping, Table
+from kvdock._core import CONVERSATION_ENDED
 from kvdock.protocol.wire_types import MAX_STORE_KEYS
 
 SLOT_BYTES = 4096
@@ -76,18 +76,8 @@ class Pool:
     """A table whose segment is a number only: it hands out slots, and nobody touches what lies in them."""
 
     def __init__(self, room: int, policy: str) -> None:
-        records = 2 * room + 4096
-        size = Table.region_bytes(records, 16)
-        fd = os.memfd_create("bench-replay")
-        os.ftruncate(fd, size)
-        region = Mapping(fd, size)
-        os.close(fd)
-        self._table = Table(
-            region, pool_id=1, incarnation=1, limit_bytes=room * SLOT_BYTES, max_records=records, max_grants=16,
-            session_cap=1.0, total_cap=1.0,
-        )
+        self._table = bare_table(room, SLOT_BYTES, grants=16, session_cap=1.0, total_cap=1.0)
         self._table.set_eviction("adaptive" if policy in ("default", "hinted") else policy)
-        self._table.add_segment(0, SLOT_BYTES, room * SLOT_BYTES)
         self._space = self._table.add_namespace(
             bytes(32), chunk_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS, writers=1, groups=[("full", 0, SLOT_BYTES)]
         )

@@ -149,6 +149,14 @@ void Chunks::unmark(const KeyEntry& key) {
     if (id != kNone) unmark(id);
 }
 
+uint32_t Chunks::shared_prefix(uint32_t space, const std::vector<Key>& keys) const {
+  for (size_t n = keys.size(); n > 0; --n) {
+    const KeyEntry* e = index_.find(space, keys[n - 1]);
+    if (e && e->children >= kSharedChildren) return static_cast<uint32_t>(n);
+  }
+  return 0;
+}
+
 uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
   const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
   uint32_t id = above ? above->any() : kNone;

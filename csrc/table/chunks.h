@@ -88,6 +88,7 @@ class Chunks {
   // while its session, named by its id, is the only one in the namespace. Session 0: it is no duplicate.
   void set_duplicate(uint32_t id, uint64_t session, uint32_t depth);
   void unmark(const KeyEntry& key);  // what is there, and what is being written
+  uint32_t shared_prefix(uint32_t space, const std::vector<Key>& keys) const;  // how many of `keys` others need
   uint32_t depth_below(uint32_t space, const Key& parent) const;  // of a duplicate that is stored under it
 
   // -- pins: bytes that a session holds are counted once, however many of its grants name them
@@ -161,6 +162,8 @@ class Chunks {
   };
   static constexpr uint32_t kMany = kNone - 1;
   static constexpr uint32_t kMostStale = 256;
+  // What a request goes on with, what its earlier turn ended with, and what is somebody else's.
+  static constexpr uint32_t kSharedChildren = 3;
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
 
   void count_state(uint32_t id, int sign);

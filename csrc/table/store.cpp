@@ -123,12 +123,15 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
   uint32_t below = segments_in_reach(asker.session);
   uint64_t marked_by = 0;  // beside another engine nobody: it would miss them meanwhile
   if (call.duplicate && members_.is_alone(asker.session)) marked_by = members_.session_id(asker.session);
-  chunks_.stamp_path(space, call.parent, tick, marked_by == 0);
+  // Without what they share, others could not use what follows it.
+  uint32_t shared = marked_by ? chunks_.shared_prefix(space, call.keys) : static_cast<uint32_t>(call.keys.size());
+  chunks_.stamp_path(space, call.parent, tick, shared > 0);
   Grant* grant = nullptr;
   uint32_t depth = marked_by ? chunks_.depth_below(space, call.parent) : 0;
   for (uint32_t i = 0; i < call.keys.size(); ++i, ++depth) {
     const KeyEntry* e = chunks_.find(space, call.keys[i]);
-    if (e && !marked_by) chunks_.unmark(*e);
+    uint64_t mark = i < shared ? 0 : marked_by;
+    if (e && !mark) chunks_.unmark(*e);
     if (e && e->reserved != kNone) {
       out->busy.push_back(i);
       continue;
@@ -137,7 +140,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       uint32_t has = chunks_.record(e->ready).groups;
       if (!(groups & ~has) || (has & ~groups)) {  // covered, or not a superset of what is there
         chunks_.stamp(e->ready, tick);
-        chunks_.set_duplicate(e->ready, marked_by, depth);
+        chunks_.set_duplicate(e->ready, mark, depth);
         out->present.push_back(i);
         continue;
       }
@@ -148,7 +151,7 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
     }
     if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
     NewChunk wanted{space,     call.keys[i], parent_of(call, i), groups, call.temporary,
-                    marked_by, depth,        tick,               bytes,  below};
+                    mark,      depth,        tick,               bytes,  below};
     auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;

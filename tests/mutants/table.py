@@ -175,9 +175,9 @@ MUTANTS = (
         DUPLICATES, "test_a_chunk_that_is_being_written_is_unmarked_too",
     ),
     Mutant(
-        "C35", "a shared prefix goes because one request has it", "csrc/table/chunks.cpp",
+        "C35", "a duplicate goes from between what continues it", "csrc/table/chunks.cpp",
         "goes_first(id) ? 1 : 0;", "goes_first(id) ? 99 : 0;",
-        DUPLICATES, "test_what_an_earlier_turn_ended_with_does_not_keep_a_duplicate_and_a_shared_prefix_is_kept",
+        DUPLICATES, "test_a_duplicate_with_two_children_waits_until_one_has_gone",
     ),
     Mutant(
         "C36", "what a duplicate continued goes right after it", "csrc/table/evict.cpp",
@@ -198,6 +198,11 @@ MUTANTS = (
         "C39", "a store takes what it continues to make room", "csrc/table/chunks.cpp",
         "    if (unmarks) unmark(*e);\n", "",
         DUPLICATES, "test_a_store_of_what_follows_unmarks_what_it_continues",
+    ),
+    Mutant(
+        "C41", "what leads to a prefix that several share goes while one request runs", "csrc/table/store.cpp",
+        "i < shared ? 0 : marked_by", "marked_by",
+        DUPLICATES, "test_all_of_a_prefix_that_several_conversations_share_is_no_duplicate",
     ),
     Mutant(
         "C40", "one tick drops all promises that are over", "csrc/table/promises.h",

@@ -123,18 +123,42 @@ def test_an_engine_of_another_namespace_does_not_matter() -> None:
     assert count(other, chain("old", 16)) == 16 and count(engine, chain("running", 16)) == 6
 
 
-def test_what_an_earlier_turn_ended_with_does_not_keep_a_duplicate_and_a_shared_prefix_is_kept() -> None:
+def test_what_an_earlier_turn_ended_with_does_not_keep_a_duplicate() -> None:
     engine = engine_of()
-    shared, turn = chain("shared", 4), chain("turn", 8)
-    store(engine, shared)
-    for at in range(2):
-        store(engine, chain(("other", at), 4), shared[-1])
-    store(engine, turn, shared[-1])
+    turn = chain("turn", 8)
+    store(engine, turn)
     store(engine, chain("earlier end", 1), turn[3])
-    store(engine, [*shared, *turn], duplicate=True)
-    store(engine, chain("new", 11 + 8))
+    store(engine, turn, duplicate=True)
+    store(engine, chain("new", 23 + 8))
     assert count(engine, turn) == 0 and engine.has(chain("earlier end", 1)[0])
-    assert count(engine, shared) == 4
+    engine.table.check_integrity()
+
+
+def test_a_duplicate_with_two_children_waits_until_one_has_gone() -> None:
+    engine = engine_of()
+    shared, branches = chain("shared", 1), [chain("one", 4), chain("two", 4)]
+    for branch in branches:
+        store(engine, [*shared, *branch])
+    store(engine, shared, duplicate=True)
+    store(engine, chain("new", 23 + 3))
+    assert count(engine, shared) == 1 and [count(engine, branch) for branch in branches] == [1, 4]
+    store(engine, chain("newer", 1 + 1))
+    assert count(engine, shared) == 0 and [count(engine, branch) for branch in branches] == [0, 4]
+    engine.table.check_integrity()
+
+
+def test_all_of_a_prefix_that_several_conversations_share_is_no_duplicate() -> None:
+    engine = engine_of()
+    shared, turn = chain("shared", 4), chain("turn", 6)
+    others = [chain(("other", at), 4) for at in range(2)]
+    store(engine, chain("old", 4))
+    store(engine, [*shared, *turn], duplicate=True)  # before the others came
+    for other in others:
+        store(engine, other, shared[-1])
+    store(engine, [*shared, *turn], duplicate=True)
+    store(engine, chain("new", 10 + 6 + 4))
+    assert count(engine, turn) == count(engine, chain("old", 4)) == 0 and count(engine, shared) == 4
+    assert [use(engine, [*shared, *other], f"other {at}") for at, other in enumerate(others)] == [8, 8]
     engine.table.check_integrity()
 
 

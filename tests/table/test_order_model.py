@@ -14,6 +14,8 @@ from kvdock._core import CONVERSATION_ENDED
 
 ROOM = 2000
 """Chunks: more than are stored, so that only evict() takes any."""
+SHARED_CHILDREN = 3
+"""What has so many, and what leads to it, is marked by nobody."""
 
 
 @dataclass
@@ -48,12 +50,13 @@ class Model:
             self.chunks[one].is_duplicate = False
 
     def store(self, keys: list[bytes], parent: bytes, tick: int, *, duplicate: bool) -> None:
+        shared = max((at + 1 for at, one in enumerate(keys) if self.children(one) >= SHARED_CHILDREN), default=0)
         for above in self.path(parent):
             self.name(above, tick)
-            above.is_duplicate &= duplicate
+            above.is_duplicate &= duplicate and not shared
         depth = self.chunks[parent].depth + 1 if duplicate and parent in self.chunks else 0
         for at, one in enumerate(keys):
-            new = Stored(keys[at - 1] if at else parent, tick, depth + at, duplicate)
+            new = Stored(keys[at - 1] if at else parent, tick, depth + at, duplicate and at >= shared)
             if one in self.chunks:
                 new.priority = max(0, self.chunks[one].priority)
             self.chunks[one] = new

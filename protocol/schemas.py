@@ -344,7 +344,8 @@ class Reserve(Carrier, kw_only=True):
     temporary: bool = False
     """The chunks vanish with their last reader unless a second request hits them."""
     duplicate: bool = False
-    """Evicted first: a running request has them in its engine's memory, and stores them again, unmarked, at its end."""
+    """Stored in free room alone, evicted first: the engine has them in its memory as well, and stores them once more,
+    unmarked, when their request ends."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 

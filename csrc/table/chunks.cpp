@@ -187,14 +187,14 @@ void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks) {
 // ---- FREE → RESERVED → READY
 
 Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
-  add_child(chunk.space, chunk.parent);  // first: making room takes no parent, unless it and the new one are duplicates
+  add_child(chunk.space, chunk.parent);  // first: making room takes no parent
   if (chunk.tick != std::exchange(stale_tick_, chunk.tick)) stale_left_ = kMostStale;
   if (!make_room_in_quota(chunk)) {
     drop_child(chunk.space, chunk.parent);
     return {kNone, Limit::quota};
   }
   uint32_t parts = spaces_[chunk.space].writers * static_cast<uint32_t>(std::popcount(chunk.groups));
-  std::optional<uint32_t> id = new_id(chunk.space, parts);
+  std::optional<uint32_t> id = new_id(chunk, parts);
   std::vector<StoredPart> taken;
   if (!id || !take_parts(chunk, *id, &taken)) {
     if (id) pages_.give(*id);
@@ -207,10 +207,10 @@ Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
   return {*id, Limit::none};
 }
 
-std::optional<uint32_t> Chunks::new_id(uint32_t space, uint32_t parts) {
+std::optional<uint32_t> Chunks::new_id(const NewChunk& chunk, uint32_t parts) {
   std::optional<uint32_t> id;
-  for (int tries = 0; !(id = pages_.take(parts)) && tries < 64; ++tries) {
-    auto victim = least(spaces_.shape_of(space));
+  for (int tries = 0; !(id = pages_.take(parts)) && chunk.makes_room() && tries < 64; ++tries) {
+    auto victim = least(spaces_.shape_of(chunk.space));
     if (!victim || record(victim->leaf.record).part_count != parts) break;  // it would not make room for this record
     evict_least(*victim);
   }
@@ -218,8 +218,7 @@ std::optional<uint32_t> Chunks::new_id(uint32_t space, uint32_t parts) {
   return id;
 }
 
-// A slot for each part. Nothing is evicted for a session that cannot reach every segment: the memory that became free
-// could lie where it may not write.
+// A slot for each part.
 bool Chunks::take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out) {
   const Namespace& ns = spaces_[chunk.space];
   bool ok = true;
@@ -228,7 +227,7 @@ bool Chunks::take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPa
     uint64_t bytes = ns.groups[g].part_bytes;
     for (uint32_t w = 0; w < ns.writers && ok; ++w) {
       std::optional<Slot> slot;
-      while (!(slot = slots_.take(bytes, id, chunk.below)) && chunk.below == kNone && make_room(bytes, chunk)) {
+      while (!(slot = slots_.take(bytes, id, chunk.below)) && chunk.makes_room() && make_room(bytes, chunk)) {
       }
       ok = slot.has_value();
       if (!ok) break;

@@ -38,6 +38,10 @@ struct NewChunk {
   uint64_t tick;
   uint64_t bytes;  // of all its slots
   uint32_t below;  // its slots lie in segments with ids below this; kNone: in any
+
+  // Else it takes free room only. Memory that became free could lie where its session may not write; and the engine has
+  // a duplicate anyway.
+  bool makes_room() const { return below == kNone && !marked_by; }
 };
 
 class Chunks {
@@ -186,7 +190,7 @@ class Chunks {
   void set_wish(uint32_t id, int8_t priority, uint64_t until_ms);
   uint64_t wished_until(uint32_t id) const;
   bool may_retain(uint32_t id) const;
-  std::optional<uint32_t> new_id(uint32_t space, uint32_t parts);
+  std::optional<uint32_t> new_id(const NewChunk& chunk, uint32_t parts);
   bool take_parts(const NewChunk& chunk, uint32_t id, std::vector<StoredPart>* out);
   void write_record(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);
 

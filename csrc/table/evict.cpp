@@ -158,12 +158,12 @@ bool Chunks::evict_of(uint32_t tenant) {
 }
 
 // Evicts no more than the new chunk needs: of a tenant that was above its quota before, evict_over_quota() evicts.
-// Nothing goes for a chunk that could never fit, nor for a session that cannot reach every segment (take_parts).
+// Nothing goes for a chunk that could never fit.
 bool Chunks::make_room_in_quota(const NewChunk& chunk) {
   uint32_t tenant = spaces_.tenant_of(chunk.space);
   Tenants& tenants = spaces_.tenants();
   if (tenants.fits(tenant, chunk.bytes)) return true;
-  if (tenants.is_over(tenant) || !tenants.could_fit(tenant, chunk.bytes) || chunk.below != kNone) return false;
+  if (tenants.is_over(tenant) || !tenants.could_fit(tenant, chunk.bytes) || !chunk.makes_room()) return false;
   while (!tenants.fits(tenant, chunk.bytes))
     if (!evict_of(tenant)) return false;
   return true;

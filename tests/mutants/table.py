@@ -205,6 +205,11 @@ MUTANTS = (
         DUPLICATES, "test_all_of_a_prefix_that_several_conversations_share_is_no_duplicate",
     ),
     Mutant(
+        "C42", "a duplicate takes the room of others", "csrc/table/chunks.h",
+        "below == kNone && !marked_by", "below == kNone",
+        DUPLICATES, "test_a_duplicate_takes_free_room_only",
+    ),
+    Mutant(
         "C40", "one tick drops all promises that are over", "csrc/table/promises.h",
         "left -= forget(swept_to_, left);", "forget(swept_to_, left);",
         PROMISES, "test_promises_that_are_over_go_some_at_a_time",

@@ -59,6 +59,26 @@ def test_duplicates_go_before_what_was_used_longer_ago_and_their_ends_first() ->
     engine.table.check_integrity()
 
 
+def test_a_duplicate_takes_free_room_only() -> None:
+    engine = engine_of()
+    old, running = chain("old", 24), chain("running", 16)
+    store(engine, old)
+    assert store(engine, running, duplicate=True) == ROOM - 24
+    assert count(engine, old) == 24 and [engine.has(one) for one in running] == [True] * 8 + [False] * 8
+    assert store(engine, chain("other", 4), duplicate=True) == 0
+    assert store(engine, running) == 8 and count(engine, running) == 16
+    engine.table.check_integrity()
+
+
+def test_a_duplicate_takes_no_room_in_its_tenants_quota() -> None:
+    engine = engine_of()
+    engine.table.set_quota(bytes(16), bytes=4 * PAGE, chunks=None)
+    old = chain("old", 4)
+    store(engine, old)
+    assert store(engine, chain("running", 4), duplicate=True) == 0 and count(engine, old) == 4
+    assert store(engine, chain("running", 4)) == 4
+
+
 def test_what_is_stored_once_more_is_a_duplicate_no_longer() -> None:
     engine = engine_of()
     old, running = chain("old", 16), chain("running", 16)

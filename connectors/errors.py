@@ -21,3 +21,7 @@ class SettingError(ConnectorError, ValueError):
 
 class NotSupportedError(ConnectorError, ValueError):
     """The engine is set up in a way that its connector cannot serve; the message is one sentence that says so."""
+
+
+class CannotCacheError(NotSupportedError):
+    """The model keeps something else than KV of tokens. It runs as well without a cache."""

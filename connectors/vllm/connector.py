@@ -30,11 +30,11 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
 from kvdock.client.client import Client
-from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
-from kvdock.connectors.vllm.groups import chunk_tokens, groups_of, layouts_of, planes_of
+from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
@@ -88,7 +88,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
-    """Raises a ConnectorError at start when this engine cannot be served as it is set up."""
+    """Raises a ConnectorError at start when this engine cannot be served as it is set up. Beside a model that keeps
+    something else than KV of tokens it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,
@@ -104,7 +105,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
         self._config, self._cache = vllm_config, kv_cache_config
-        self._groups = groups_of(kv_cache_config)
+        self._groups: tuple[KVGroup, ...] = ()
+        """None: it stands aside."""
+        try:
+            self._groups = groups_of(kv_cache_config)
+        except CannotCacheError as why:
+            if role is KVConnectorRole.SCHEDULER:  # once for each engine
+                log.warning("kvdock stands aside, and vLLM runs as without it: %s", why)
         self._instance = f"vllm-{transfer.engine_id}"
         if transfer.kv_load_failure_policy != "recompute":
             log.warning(
@@ -161,6 +168,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if not self._groups:
+            return
         chunk = chunk_tokens(self._groups, self._settings.chunk_tokens)
         blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
         manifest = manifest_of(
@@ -237,6 +246,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        if not self._groups:
+            return
         told = list(metadata.values())
         manifests = []
         for one in told:
@@ -277,7 +288,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
-        else:
+        elif self._groups:
             self._waiting.append(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -14,17 +14,18 @@ from math import lcm
 from typing import Any
 
 from kvdock import _core
-from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.datapath.layout import PagedLayout, Plane
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
-KINDS = f"{', '.join((*FULL, *WINDOW))}, or uniform groups of these"
+LOCAL = ("ChunkedLocalAttentionSpec",)
+KINDS = f"{', '.join((*FULL, *WINDOW, *LOCAL))}, or uniform groups of these"
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """One KV cache group. `window_tokens`: how many tokens before its end a prefix needs; None: all."""
+    """One KV cache group. `window_tokens`: how many tokens before its end a prefix needs at most; None: all."""
 
     window_tokens: int | None
     block_tokens: int
@@ -32,13 +33,23 @@ class KVGroup:
     """By layer."""
     latent: bool
     """MLA: every rank holds the same bytes."""
+    local_tokens: int | None = None
+    """Chunked local attention: a token sees its own piece of so many tokens, up to itself. None: it does not end so."""
+
+    def left_behind(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens nobody reads any more who goes on behind them: vLLM gives them away."""
+        if self.window_tokens is None:
+            return 0
+        if self.local_tokens is not None:
+            return tokens // self.local_tokens * self.local_tokens
+        return max(0, tokens - self.window_tokens)
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KVGroup, ...]:
-    """NotSupportedError for kinds of KV that a prefix of tokens does not name."""
+    """CannotCacheError for kinds of KV that a prefix of tokens does not name."""
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     if not groups:
-        raise NotSupportedError("kvdock has nothing to cache: this model keeps no KV.")
+        raise CannotCacheError("kvdock has nothing to cache: this model keeps no KV.")
     return groups
 
 
@@ -47,18 +58,22 @@ def _group(group: Any) -> KVGroup:
     inner = getattr(spec, "kv_cache_specs", None)
     specs = dict(inner) if inner is not None else dict.fromkeys(group.layer_names, spec)
     kinds = {type(one).__name__ for one in specs.values()}
-    first = next(iter(specs.values()))
-    if kinds <= set(FULL):
-        window = None
-    elif kinds <= set(WINDOW):
-        windows = {one.sliding_window for one in specs.values()}
-        if len(windows) > 1:
-            raise NotSupportedError(f"kvdock needs one window in a KV cache group, found {sorted(windows)} tokens.")
-        window = max(1, windows.pop() - 1)  # the next token sees itself and so many before it
-    else:
-        raise NotSupportedError(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
+    first, window, local = next(iter(specs.values())), None, None
+    if kinds <= set(WINDOW):
+        window = max(1, _one([one.sliding_window for one in specs.values()]) - 1)  # the next token sees itself as well
+    elif kinds <= set(LOCAL):
+        local = _one([one.attention_chunk_size for one in specs.values()])
+        window = max(1, local - 1)
+    elif not kinds <= set(FULL):
+        raise CannotCacheError(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
     pages = {name: int(specs[name].page_size_bytes) for name in group.layer_names if name in specs}
-    return KVGroup(window, int(first.block_size), pages, latent=all("MLA" in kind for kind in kinds))
+    return KVGroup(window, int(first.block_size), pages, all("MLA" in kind for kind in kinds), local)
+
+
+def _one(windows: Sequence[int]) -> int:
+    if len(set(windows)) > 1:
+        raise NotSupportedError(f"kvdock needs one window in a KV cache group, found {sorted(set(windows))} tokens.")
+    return windows[0]
 
 
 def step_tokens(groups: Sequence[KVGroup]) -> int:

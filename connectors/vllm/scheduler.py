@@ -294,7 +294,7 @@ class VllmScheduler:
         computed = 0 if is_preempted else tracked.request.num_computed_tokens
         for column, group, is_noted in zip(tracked.table, self._groups, noted, strict=True):
             if is_noted:
-                first = max(0, computed - (group.window_tokens or 0)) // group.block_tokens
+                first = group.left_behind(computed) // group.block_tokens
                 self._in_flight.uses(column[first:])
 
     def _note_given(self, output: Any) -> None:
@@ -334,7 +334,7 @@ class VllmScheduler:
         computed = min(before + count, request.num_tokens)  # what lies behind are drafts
         for column, group in zip(tracked.table, self._groups, strict=True):
             if group.window_tokens is not None:  # vLLM has let these go
-                gone = min(max(0, before - group.window_tokens) // group.block_tokens, len(column))
+                gone = min(group.left_behind(before) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
         chunk = self._chunk_tokens

@@ -131,4 +131,10 @@ MUTANTS = (
         ("tests/vllm/test_undone.py", "-k", "read_before and 0.33.0"),
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),
+    Mutant(
+        "V16", "a prefix of chunked local attention needs its last tokens only", "connectors/vllm/groups.py",
+        "window = max(1, local - 1)", "window = 1",
+        ("tests/vllm/test_scheduler.py", "-k", "prefix_is_loaded and local and 0.33.0"),
+        "test_a_prefix_is_loaded_and_every_position_is_right",
+    ),
 )

@@ -14,15 +14,17 @@ from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version
 pytestmark = pytest.mark.vllm
 
 ONE, TWO, THREE = [None], [None, 48], [None, 48, 32]
+LOCAL = [None, -80]
 CROWDS = [(41, 2), (63, 2), (139, 2)]
 """Runs of `crowd` that stood still in both versions."""
 
 every_groups = pytest.mark.parametrize("windows", [ONE, TWO, THREE], ids=["1group", "2groups", "3groups"])
+and_local = pytest.mark.parametrize("windows", [ONE, TWO, THREE, LOCAL], ids=["1group", "2groups", "3groups", "local"])
 
 
 @every_version
 @every_mode
-@every_groups
+@and_local
 @pytest.mark.parametrize(("overlap", "runner"), [(False, 1), (True, 2)])
 def test_a_prefix_is_loaded_and_every_position_is_right(
     version: str, load_async: bool, windows: list[int | None], overlap: bool, runner: int, server: ServerProcess,
@@ -70,7 +72,7 @@ def test_a_scheduler_that_hashes_otherwise_than_its_workers_is_refused(
 
 @every_version
 @every_mode
-@every_groups
+@and_local
 def test_under_pressure_nothing_wrong_is_read_and_all_requests_end(
     version: str, load_async: bool, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:

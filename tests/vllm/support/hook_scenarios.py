@@ -6,6 +6,7 @@ packed and unpacked as between its processes, into its own Prometheus and text l
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,8 +16,11 @@ from functools import partial
 from typing import Any
 
 import sched_engine
-from sched_engine import SchedEngine
+import torch
+from sched_engine import BLOCK, SchedEngine
 from sched_scenarios import prompt
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
 
 
 def own_engine(address: str, **settings: Any) -> SchedEngine:
@@ -219,7 +223,47 @@ def sleep(address: str) -> dict[str, Any]:
     return said
 
 
+class RecurrentEngine(SchedEngine):
+    """Half of its layers keep a recurrent state. Nothing is computed."""
+
+    def spec(self, window: int | None, size: int) -> Any:
+        if window is None:
+            return super().spec(window, size)
+        return MambaSpec(block_size=size, shapes=((BLOCK, 4),), dtypes=(torch.float16,))
+
+    def _remembered(self) -> int:
+        return len(self.scheduler.connector._waiting)
+
+    def _forward(self, out: Any) -> ModelRunnerOutput:
+        names = list(out.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[[7]] * len(names),
+        )
+
+
+def aside(address: str) -> dict[str, Any]:
+    """A model with recurrent states: what is said of it, and what its requests become."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # as logging has it
+    logging.getLogger("kvdock.vllm").addHandler(handler)
+    engine = RecurrentEngine(
+        address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False
+    )
+    logging.getLogger("kvdock.vllm").removeHandler(handler)
+    for name in ("first", "second"):
+        engine.add(name, prompt(1, 150))
+        engine.run()
+    made = [request.num_output_tokens for request in engine.requests.values()]
+    connector = engine.scheduler.connector
+    told = connector.get_kv_connector_stats(), connector.reset_cache(), connector.has_pending_push_work()
+    engine.close()
+    return {"said": said, "made": made, "loaded": engine.loaded_tokens, "told": told, "remembered": engine.remembered}
+
+
 SCENARIOS = {
+    "aside": aside,
     "statistics": statistics, "two_workers": two_workers, "reset": reset, "reset_during_store": reset_during_store,
     "reset_while_one_runs": partial(reset_running, preempts=False),
     "reset_preempts_one": partial(reset_running, preempts=True), "sleep": sleep,

@@ -45,7 +45,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -92,7 +98,8 @@ def continued(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class SchedEngine:
-    """Per KV cache group `windows`, None for full attention, and `sizes`, the tokens of a block, BLOCK if not given.
+    """Per KV cache group `windows`, None for full attention and below zero for chunked local attention of so many
+    tokens, and `sizes`, the tokens of a block, BLOCK if not given.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
     of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads that do not wait
     for it come before it; for engines in lockstep that overlap. `events`: KV cache events are published, at an endpoint
@@ -160,7 +167,11 @@ class SchedEngine:
     def spec(self, window: int | None, size: int) -> Any:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
         shape = {"block_size": size, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
-        return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(sliding_window=window, **shape)
+        if window is None:
+            return FullAttentionSpec(**shape)
+        if window < 0:
+            return ChunkedLocalAttentionSpec(attention_chunk_size=-window, **shape)
+        return SlidingWindowSpec(sliding_window=window, **shape)
 
     def _start(self, blocks: int) -> None:
         groups = [
@@ -372,7 +383,8 @@ class SchedEngine:
         """Whether all is right that a chunk from `start` on reads."""
         prints = fingerprints(group, self._tokens[request_id], self._prints.setdefault((request_id, group), []))
         window, size, table = self.windows[group], self.sizes[group], np.array(self.tables[request_id][group])
-        at = np.arange(0 if window is None else max(0, start - window + 1), start)
+        first = 0 if window is None else start // -window * -window if window < 0 else max(0, start - window + 1)
+        at = np.arange(first, start)
         right = self._cells[table[at // size], at % size] ^ self._mark == np.array(prints, dtype=np.int64)[at]
         for wrong in at[~right].tolist():
             self.bad_reads.append((self.steps, request_id, group, wrong, int(table[wrong // size])))

@@ -35,7 +35,7 @@ from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
-from kvdock.connectors.vllm.identity import hashing_of, manifest_of
+from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -174,7 +174,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         blocks, place = self._cache.num_blocks, place_of(self._config.parallel_config, self._groups)
         manifest = manifest_of(
             self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
-            weights_digest=self._settings.weights_digest, hashing=self._hashing(),
+            weights_digest=self._settings.weights_digest, hashing=self._hashing(), environ=os.environ,
         )
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
@@ -340,9 +340,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _identity(self, who: str, *, ranks: tuple[int, ...], scheduler: bool) -> Identity:
+        name, short_id = served_name(self._config.model_config), self._instance.removeprefix("vllm-")[:8]
         return Identity(
             instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
-            label=f"vLLM {vllm.__version__} {self._instance.removeprefix('vllm-')[:8]}",
+            label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
 
 

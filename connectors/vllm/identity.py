@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.vllm.dependences import described, positions_of, unusual_around, unusual_of
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
 from kvdock.connectors.vllm.setup import Place, drafts_with_kv
+from kvdock.connectors.vllm.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
 
-SAMPLE_BYTES = 1 << 16
-SAMPLES = 64
-"""Evenly spread pieces of each weights file are hashed: other weights differ in nearly every byte."""
+MOST_LETTERS = 128
+"""Of a name that is shown to people."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 """vLLM's hash algorithms under which nobody can find two prompts that have one hash."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> tuple[str, str]:
@@ -47,74 +48,69 @@ def depends_on_more_than_tokens(request: Any) -> bool:
     )
 
 
-def revision(vllm_config: Any, weights_digest: str, drafts: Any) -> str:
+def revision(
+    vllm_config: Any, weights_digest: str, drafts: Any, *, environ: Mapping[str, str] = MappingProxyType({}),
+    find_snapshot: FindSnapshot = hub_snapshot,
+) -> str:
     """Digest of weights and of all of the configuration that can change KV: the model's, and the draft model's when
-    it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None).
+    it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None). NotSupportedError where it cannot be
+    known.
 
-    `weights_digest`: takes the place of a look at the model's files.
+    `weights_digest`: takes the place of a look at the model's files. `environ`: the process's environment variables.
     """
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    told = {
-        **_described(model, weights_digest),
-        "load_format": load_format,
-        "seed": model.seed if load_format.endswith("dummy") else None,
-    }
+    model, load = vllm_config.model_config, vllm_config.load_config
+    weights = weights_of(model, load, weights_digest, find_snapshot)
+    told = {**_described(model), **weights, **unusual_around(vllm_config, environ)}
     if drafts is not None:
         draft = drafts.draft_model_config
         is_inside = draft.model == model.model and draft.revision == model.revision
-        told["draft"] = {"method": drafts.method, **_described(draft, told["weights"] if is_inside else "")}
+        # Which of the two lengths counts for drafts differs from method to method.
+        lengths = positions_of(_config_of(draft), model)
+        told["draft"] = {"method": drafts.method, "lengths": lengths, **_described(draft)} | (
+            weights if is_inside else _draft_weights(drafts, load, weights_digest, find_snapshot)
+        )
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _described(model: Any, weights_digest: str) -> dict[str, Any]:
-    config = json.loads(model.hf_config.to_json_string(use_diff=False))
-    named = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    return {
-        "hf_config": {
-            name: value for name, value in config.items()
-            if not name.startswith("_") and name != "transformers_version"
-        },
-        "weights": weights_digest or _weights(model.model, named),
-        "quantization": str(model.quantization),
-        "dtype": str(model.dtype),
-    }
+def _described(model: Any) -> dict[str, Any]:
+    config = _config_of(model)
+    return {"hf_config": described(config), "positions": positions_of(config, model), **unusual_of(model)}
 
 
-def _weights(model: str, named_revision: str | None) -> str:
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{named_revision or 'main'}"
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in WEIGHTS and path.is_file():
-            _sample(path, digest)
-    return digest.hexdigest()
+def _config_of(model: Any) -> Any:
+    return json.loads(model.hf_config.to_json_string(use_diff=False))
 
 
-def _sample(path: Path, digest: Any) -> None:
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size}\n".encode())
-    with path.open("rb") as file:
-        for piece in range(SAMPLES):
-            file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
+def _draft_weights(drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
+    """Of weights that lie apart from the model's. Where they cannot be looked at, the user's name is of both."""
+    own = getattr(drafts, "draft_load_config", None) or load
+    try:
+        return weights_of(drafts.draft_model_config, own, "", find_snapshot)
+    except NotSupportedError:
+        if not weights_digest:
+            raise
+        return {"weights": weights_digest}
 
 
 def manifest_of(
     vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
+    environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
 ) -> Manifest:
     """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
-    `hashing`: as hashing_of has it."""
+    Its `model` is what the model is, not what it is called here. `hashing`: as hashing_of has it; the last two and
+    NotSupportedError: as revision has them."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
     planes = [
         {tensors[name].data_ptr(): page for name, page in group.page_bytes.items()} for group in groups
     ]
     return Manifest(
-        model=model.served_model_name if isinstance(model.served_model_name, str) else str(model.model)[-128:],
-        revision=revision(vllm_config, weights_digest, drafts_with_kv(vllm_config)),
-        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        model=str(model.architecture)[:MOST_LETTERS],
+        revision=revision(
+            vllm_config, weights_digest, drafts_with_kv(vllm_config), environ=environ, find_snapshot=find_snapshot
+        ),
+        kv_dtype=_kv_dtype(str(vllm_config.cache_config.cache_dtype), model, tensors),
         layers=sum(len(group.page_bytes) for group in groups) * (place.writers // place.heads_split),
         kv_heads=model.get_total_num_kv_heads(),
         head_size=model.get_head_size(),
@@ -136,12 +132,29 @@ def manifest_of(
     )
 
 
+def served_name(model: Any) -> str:
+    """What people here call the model: --served-model-name, or else what was typed. `model`: vLLM's ModelConfig."""
+    name = model.served_model_name
+    return (name if isinstance(name, str) else str(model.model))[-MOST_LETTERS:]
+
+
+def _kv_dtype(kind: str, model: Any, tensors: Mapping[str, Any]) -> str:
+    """"auto" is the model's own type, unless its checkpoint asks for another."""
+    own = _plain(model.dtype)
+    return own if kind == "auto" and {_plain(tensor.dtype) for tensor in tensors.values()} == {own} else kind
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _backends(vllm_config: Any, groups: Sequence[KVGroup]) -> str:
-    """The backends of all attention layers: some reorder the elements of a page without its shape showing it."""
+    """The backends of each group's attention layers, once if all groups have the same: some reorder the elements of a
+    page without its shape showing it."""
     layers = vllm_config.compilation_config.static_forward_context
-    names = set()
+    found = []
     for group in groups:
-        for name in group.page_bytes:
-            layer = layers.get(name)
-            names.add(layer.get_attn_backend().get_name() if layer is not None else "unknown")
-    return "+".join(sorted(names))
+        held = [layers.get(name) for name in group.page_bytes]
+        names = {layer.get_attn_backend().get_name() if layer is not None else "unknown" for layer in held}
+        found.append("+".join(sorted(names)))
+    return found[0] if len(set(found)) == 1 else "|".join(found)

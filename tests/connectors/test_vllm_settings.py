@@ -62,7 +62,8 @@ class Model:
     def __init__(self, layers: list[int], name: str = "model", weights: str = "main", **config: object) -> None:
         self.layers, self.model, self.revision, self.hf_config = layers, name, weights, self
         self.config, self.quantization, self.dtype, self.seed = config, None, "half", 0
-        self.enforce_eager = True
+        self.enforce_eager, self.architecture, self.max_model_len = True, "SomeModel", 1024
+        self._commit_hash = weights
 
     def get_layers_start_end_indices(self, parallel: SimpleNamespace) -> tuple[int, int]:
         stage = parallel.rank // parallel.tensor_parallel_size
@@ -81,7 +82,8 @@ def config(*, layers: list[int] | None = None, drafts: object = None, **parallel
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes), kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         speculative_config=drafts, cache_config=SimpleNamespace(), model_config=Model(layers or [4]),
-        load_config=SimpleNamespace(load_format="auto"), device_config=SimpleNamespace(device_type="cuda"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
+        device_config=SimpleNamespace(device_type="cuda"),
         scheduler_config=SimpleNamespace(async_scheduling=False), use_v2_model_runner=False,
         compilation_config=SimpleNamespace(static_forward_context={"layer.0": Attention()}),
     )

@@ -6,6 +6,8 @@ from .mutant import Mutant
 
 SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
 STORES = "connectors/vllm/stores.py"
+DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/vllm/weights.py"
+IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
 
@@ -59,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/identity.py",
-        "kv_dtype=str(vllm_config.cache_config.cache_dtype)", "kv_dtype=str(model.dtype)",
+        "kv_dtype=_kv_dtype(str(vllm_config.cache_config.cache_dtype), model, tensors)", "kv_dtype=str(model.dtype)",
         ("tests/connectors/test_vllm_settings.py",),
         "test_engines_whose_caches_differ_in_their_type_alone_share_nothing",
     ),
@@ -70,10 +72,41 @@ MUTANTS = (
         equivalent="writers, the bytes of a part and the signature differ as well",
     ),
     Mutant(
-        "V5d", "the revision leaves out the quantization and the type", "connectors/vllm/identity.py",
-        '        "quantization": str(model.quantization),\n        "dtype": str(model.dtype),\n', "",
+        "V5d", "the revision leaves out the quantization and the type", DEPENDENCES,
+        "    return dict(_unusual(model, UNUSUAL_MODEL))\n", "    return {}\n",
         ("tests/connectors/test_vllm_settings.py",),
         "test_the_models_quantization_and_type_are_part_of_what_kv_depends_on",
+    ),
+    Mutant(
+        "V5e", "KV of long and of short rotary factors is shared", DEPENDENCES,
+        "told.append([kind, is_beyond])", "told.append([kind])",
+        IDENTITY, "test_longrope_engines_share_while_they_use_the_same_factors",
+    ),
+    Mutant(
+        "V5f", "max_model_len keeps all engines apart", DEPENDENCES,
+        "        if kind in NEVER:\n            continue\n", "",
+        IDENTITY, "test_max_model_len_means_nothing_where_positions_do_not_depend_on_it",
+    ),
+    Mutant(
+        "V5g", "the digest of no file stands for a model", WEIGHTS,
+        "    raise _unknown(f\"no file in", "    return []\n    raise _unknown(f\"no file in",
+        IDENTITY, "test_weights_that_nothing_tells_apart_are_refused_until_they_have_a_name",
+    ),
+    Mutant(
+        "V5h", "weights that are streamed have the digest of the folder beside them", WEIGHTS,
+        "if getattr(model, \"model_weights\", \"\"):", "if False:",
+        IDENTITY, "test_weights_that_nothing_tells_apart_are_refused_until_they_have_a_name",
+    ),
+    Mutant(
+        "V5i", "the served name keeps engines of one model apart", "connectors/vllm/identity.py",
+        "model=str(model.architecture)[:MOST_LETTERS]", "model=served_name(model)",
+        IDENTITY, "test_engines_share_whatever_they_call_the_model",
+    ),
+    Mutant(
+        "V5j", "a model of the hub is told by its name, its files on disk by what they hold", WEIGHTS,
+        "path if path.is_dir() else find_snapshot(model.model, model.revision, load.download_dir)",
+        "path if path.is_dir() else None",
+        IDENTITY, "test_one_models_files_have_one_digest_wherever_they_lie",
     ),
     Mutant(
         "V6", "a load counts as far as the rank that got most", "connectors/plans.py",

@@ -1,0 +1,119 @@
+"""Which weights a model has: a digest of what its files hold, wherever they lie and whatever the model is called.
+
+Invariant: weights that were not looked at have a name that somebody gave them, or are refused. The digest of no file
+never stands for a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdock.connectors.errors import NotSupportedError
+
+SAMPLE_BYTES = 1 << 16
+SAMPLES = 64
+"""Evenly spread pieces of each weights file are hashed: other weights differ in nearly every byte."""
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+READ_ALIKE = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""vLLM's load formats that read one set of files, each at its own speed."""
+FROM_FILES = (
+    "auto", *READ_ALIKE, "mistral", "npcache", "pt", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "gguf"
+)
+"""Load formats that read what lies in the model's folder. Others have their weights from somewhere else."""
+SHARD = re.compile(r"^(?P<model>.+)-\d{5}-of-\d{5}\.gguf$")
+
+FindSnapshot = Callable[[str, str | None, str | None], Path | None]
+"""(name on a hub, revision, folder of downloads or None for the usual one) → the folder that holds its files."""
+
+
+def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path | None:
+    """Where vLLM has downloaded a model of the Hugging Face hub to, without asking the hub. None: nowhere here."""
+    try:
+        import huggingface_hub as hub  # vLLM needs it, kvdock does not
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(hub.snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def weights_of(model: Any, load: Any, given: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
+    """What tells these weights from others. `model`: vLLM's ModelConfig; `load`: its LoadConfig; `given`: the user's
+    own name of the weights, which spares the look at them. NotSupportedError where nothing tells them apart."""
+    read_as = str(load.load_format).rpartition(".")[2].lower()
+    if read_as == "dummy":
+        return {"weights": given or "dummy", "seed": model.seed}
+    if given:
+        return {"weights": given}
+    if getattr(model, "model_weights", ""):
+        raise _unknown(f"they are streamed from {model.model_weights}")
+    if read_as not in FROM_FILES:
+        raise _unknown(f"load_format {read_as} does not read them from the model's folder")
+    path = Path(model.model)
+    if path.is_file():
+        return {"weights": _digest(_shards_of(path), names=False), "read_as": "gguf"}
+    folder = path if path.is_dir() else find_snapshot(model.model, model.revision, load.download_dir)
+    if folder is None:
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        if not commit:
+            raise _unknown(f"{model.model} is neither a folder nor in the hub's cache on this machine")
+        return {"weights": f"{model.model}@{commit}", "read_as": read_as}
+    files = _files_in(folder)
+    if read_as == "auto":
+        read_as = "mistral" if any(file.name.startswith("consolidated") for file in files) else "hf"
+    if read_as in READ_ALIKE:
+        return {"weights": _digest(files, names=True)}
+    # Some of these formats take their choice of the files from here.
+    return {"weights": _digest(files, names=True), "read_as": [read_as, load.model_loader_extra_config]}
+
+
+def _unknown(why: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"kvdock does not know which weights this model has: {why}; name them with weights_digest in "
+        "kv_connector_extra_config."
+    )
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """NotSupportedError if there is none: neither in the folder nor, as some models have theirs, below it."""
+    for candidates in (folder.iterdir(), folder.rglob("*")):
+        found = sorted(path for path in candidates if path.suffix in SUFFIXES and path.is_file())
+        if found:
+            return found
+    raise _unknown(f"no file in {folder} is of a kind that holds weights ({', '.join(SUFFIXES)})")
+
+
+def _shards_of(path: Path) -> list[Path]:
+    """`path`, with the others of one model that was cut into several files of GGUF. NotSupportedError for a file of
+    another kind."""
+    if path.suffix not in SUFFIXES:
+        raise _unknown(f"{path} is not of a kind that holds weights ({', '.join(SUFFIXES)})")
+    found = SHARD.match(path.name)
+    if found is None:
+        return [path]
+    return sorted(
+        other for other in path.parent.iterdir()
+        if (also := SHARD.match(other.name)) is not None and also["model"] == found["model"]
+    )
+
+
+def _digest(files: Sequence[Path], *, names: bool) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        _sample(path, path.name if names else "", digest)
+    return digest.hexdigest()
+
+
+def _sample(path: Path, name: str, digest: Any) -> None:
+    size = path.stat().st_size
+    digest.update(f"{name} {size}\n".encode())
+    with path.open("rb") as file:
+        for piece in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))

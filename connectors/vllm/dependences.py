@@ -22,7 +22,7 @@ UNUSUAL_MODEL = {
     "architecture": "the class that computes: vLLM's own, or the one around Transformers' (model_impl)",
     "model_class_overrides": "another class computes",
 }
-"""Of vLLM's ModelConfig, the target's and the draft's."""
+"""Fields of vLLM's ModelConfig, the target's and the draft's."""
 UNUSUAL_ENGINE = {
     "cache_config.kv_cache_dtype_skip_layers": "which layers' KV is not rounded: they are in a group of their own",
     "attention_config.use_non_causal": "tokens see those after them",
@@ -35,7 +35,7 @@ UNUSUAL_ENGINE = {
     "kernel_config.linear_backend_per_quant": "some round activations, and some do not",
     "additional_config": "settings of platforms and plug-ins: what they do is not known",
 }
-"""Of vLLM's VllmConfig."""
+"""Fields of vLLM's VllmConfig."""
 OFF, ON = ("", "0", "false", "none"), ("", "1", "true")
 UNUSUAL_ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": (OFF, "who asks for the same bits in every batch gets none of another engine's"),
@@ -69,7 +69,7 @@ some models leave there although they do not use it to compute (`positions_of` k
 
 NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
-    "openpangu", "proportional", "mllama4",
+    "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",
 )
 """Kinds of rotary embedding that turn a position alike whatever max_model_len is. One that is not known may not."""
 MOVING = ("longrope", "dynamic")
@@ -131,7 +131,7 @@ def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
             told.append([kind, longest])
         elif kind == "longrope":  # one of two sets of factors, for all positions
             told.append([kind, is_beyond])
-        else:  # some models take max_model_len, if it is less, for the length that they were trained for
+        elif "alpha" not in rope:  # some models take max_model_len, if it is less, for their own length
             told.append([kind, limit if is_beyond else longest])
     if any(kind.startswith("llama4") for kind in _model_types(config)):
         told.append(["llama4", longest is None or longest > LLAMA4_TOKENS])

@@ -22,7 +22,7 @@ from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
 
 MOST_LETTERS = 128
-"""Of a name that is shown to people."""
+"""The most letters of a name that is shown to people."""
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 """vLLM's hash algorithms under which nobody can find two prompts that have one hash."""
 
@@ -82,7 +82,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _draft_weights(drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
-    """Of weights that lie apart from the model's. Where they cannot be looked at, the user's name is of both."""
+    """What tells apart weights that are not among the model's. Where they cannot be looked at, the user's name is of both."""
     own = getattr(drafts, "draft_load_config", None) or load
     try:
         return weights_of(drafts.draft_model_config, own, "", find_snapshot)

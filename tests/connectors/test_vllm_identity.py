@@ -105,8 +105,12 @@ def test_positions_of_an_unknown_kind_may_depend_on_max_model_len() -> None:
 
 
 def test_a_dynamic_rotary_embedding_may_take_the_smaller_length() -> None:
-    hf = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096}
+    hf: dict[str, Any] = {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 4096
+    }
     assert told(longest(2048, hf)) != told(longest(4096, hf)) == told(longest(8192, hf))
+    hf["rope_parameters"] = {"rope_type": "dynamic", "alpha": 1000.0}  # Hunyuan: the base says it all
+    assert told(longest(2048, hf)) == told(longest(4096, hf))
 
 
 def test_llama_4_weighs_attention_by_distance_where_prompts_may_be_long() -> None:

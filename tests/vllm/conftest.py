@@ -13,7 +13,7 @@ from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
 from schedulers import VERSIONS, Schedulers
 
-KINDS = ("llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3")
+KINDS = ("llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3", "phi3")
 """What models.py makes."""
 
 

@@ -19,7 +19,7 @@ LLAMA_LAYERS = {"llama": 3, "deep": 4, "eagle": 1, "eagle3": 1}
 def write(kind: str, folder: Path) -> None:
     """`kind`: llama (one group), gemma (full attention beside windows, three groups), gemma4 (the same with blocks of
     two sizes), mla (latent), deep (a llama of four layers), mimo (drafts for itself, mtp), eagle and eagle3 (drafts for
-    llama)."""
+    llama), phi3 (other rotary factors for a max_model_len above 1024)."""
     import torch
     import transformers as t
 
@@ -35,6 +35,12 @@ def write(kind: str, folder: Path) -> None:
         )
     elif kind == "mimo":
         config = t.Qwen2Config(num_hidden_layers=3, num_key_value_heads=2, num_nextn_predict_layers=1, **common)
+    elif kind == "phi3":
+        scaling = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+        config = t.Phi3Config(
+            num_hidden_layers=2, num_key_value_heads=2, original_max_position_embeddings=1024, rope_scaling=scaling,
+            pad_token_id=0, **common,
+        )
     elif kind == "gemma":
         config = t.Gemma3TextConfig(
             num_hidden_layers=6, num_key_value_heads=2, head_dim=32, sliding_window=64, query_pre_attn_scalar=32,

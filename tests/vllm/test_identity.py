@@ -1,0 +1,72 @@
+"""Whole vLLM engines on the CPU that share KV because it is the same, or do not because it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import ENGINE_PYTHON, HITS, PROMPTS, Engine
+from schedulers import VERSIONS, Schedulers
+
+from kvdock.client.client import Client
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def test_engines_share_under_any_name_and_not_with_other_rotary_factors(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(models["phi3"])
+    long = {"engine": {"max_model_len": 1025}}
+    renamed = {"engine": {"max_model_len": 2048, "served_model_name": "prod"}}
+    with Engine(models["phi3"], server.unix, **long) as first, Engine(link, server.unix, **renamed) as same:
+        first.generate(PROMPTS)
+        first.do("drain")
+        local, at_hand = first.generate(PROMPTS)
+        assert at_hand == HITS
+        assert same.generate(PROMPTS) == (local, HITS)
+        with Client(server.unix) as client:
+            attached = client.sessions().sessions
+        assert {session.model for session in attached} == {"Phi3ForCausalLM"}
+        assert sorted(session.label.split()[2] for session in attached) == [str(models["phi3"]), "prod"]
+        with Engine(models["phi3"], server.unix, engine={"max_model_len": 1024}) as other:
+            short, at_hand = other.generate(PROMPTS)
+            assert at_hand == [0, 0, 0]
+            assert [run[0] for run in short] != [run[0] for run in local], "the control: other factors show"
+
+
+def test_what_vllm_has_downloaded_is_found_without_asking_the_hub(tmp_path: Path) -> None:
+    """In the environment of the engines: the real huggingface_hub over a cache of the form that it keeps."""
+    commit, model = "a" * 40, tmp_path / "models--org--model"
+    snapshot = model / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(b"weights")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    program = (
+        "import json; from kvdock.connectors.vllm.weights import hub_snapshot as of;"
+        f"print(json.dumps([str(of(*asked)) for asked in (('org/model', None, None), ('org/model', {commit!r}, None),"
+        f" ('org/model', None, {str(tmp_path)!r}), ('org/other', None, None), ('s3://no/name/of/it', None, None))]))"
+    )
+    ran = subprocess.run(
+        [ENGINE_PYTHON, "-c", program], check=True, capture_output=True, text=True,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path)},
+    )
+    assert json.loads(ran.stdout) == [str(snapshot)] * 3 + ["None", "None"]
+
+
+def test_each_row_is_a_setting_of_some_vllm_and_says_nothing_where_nothing_is_set(schedulers: Schedulers) -> None:
+    found = {version: schedulers.run(version, "tables", module="identity_scenarios") for version in VERSIONS}
+    unknown = [set(tables["unknown"]) for tables in found.values()]
+    assert not unknown[0] & unknown[1]
+    for tables in found.values():
+        spelled_out = "attention_config.indexer_kv_dtype"  # in 0.24 the usual one has a name
+        assert [row for row in tables["said"] if row != spelled_out] == ["architecture", "dtype"]
+        assert "longrope" in tables["named"], "the control: kinds are found"
+        assert tables["kinds"] == []
+        assert tables["readers"] == ["phi3_long_rope_scaled_rope"]

@@ -82,7 +82,8 @@ def _config_of(model: Any) -> Any:
 
 
 def _draft_weights(drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
-    """What tells apart weights that are not among the model's. Where they cannot be looked at, the user's name is of both."""
+    """What tells apart weights that are not among the model's. Where they cannot be looked at, the user's name is of
+    both."""
     own = getattr(drafts, "draft_load_config", None) or load
     try:
         return weights_of(drafts.draft_model_config, own, "", find_snapshot)

@@ -114,7 +114,7 @@ def described(config: Any) -> Any:
 def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
     """What max_model_len does to how positions are seen: nothing, for nearly all models. `config`: of `model`, which
     is vLLM's ModelConfig. NotSupportedError where a position is seen otherwise from batch to batch."""
-    # With a max_model_len of -1, vLLM shortens it to what fits after the model was made for the longest: None.
+    # None for a max_model_len of -1: the model was made for a length that vLLM has since shortened to what fits.
     longest = None if getattr(model, "original_max_model_len", 0) == -1 else int(model.max_model_len)
     told: list[Any] = []
     for kind, rope, around in _ropes(config):
@@ -127,14 +127,14 @@ def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:
                 f"kvdock cannot share KV of Transformers' {kind!r} rotary embedding, which depends on the longest "
                 f"request of each batch: a max_model_len of at most {limit} is wanted, or model_impl vllm."
             )
-        if kind not in MOVING or limit is None:
+        if kind not in MOVING or limit is None or longest is None:
             told.append([kind, longest])
         elif kind == "longrope":  # one of two sets of factors, for all positions
             told.append([kind, is_beyond])
         elif "alpha" not in rope:  # some models take max_model_len, if it is less, for their own length
             told.append([kind, limit if is_beyond else longest])
     if any(kind.startswith("llama4") for kind in _model_types(config)):
-        told.append(["llama4", longest is None or longest > LLAMA4_TOKENS])
+        told.append(["llama4", longest and longest > LLAMA4_TOKENS])
     return told
 
 

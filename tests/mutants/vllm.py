@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         "V12b", "what a window leaves behind next is not used by its step", SCHEDULER,
-        "max(0, computed - (group.window_tokens or 0))", "max(0, computed)",
+        "first = group.left_behind(computed)", "first = computed",
         BY_HAND, "test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next",
     ),
     Mutant(

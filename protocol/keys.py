@@ -7,6 +7,13 @@
     or, for an engine that hashes its sequences itself, with a function and seed that the manifest names:
     key[i]     = blake2b-256("kvdock hashed";   namespace ‖ the engine's hash of all tokens up to chunk i's end)
 
+A request whose KV depends on more than tokens has keys from tokens, whatever the manifest says:
+
+    of what holds for all of it, such as an adapter, the namespace that its root is made of becomes
+                 blake2b-256("kvdock request";  namespace ‖ tag)
+    of what stands at some of its tokens, such as images, a chunk that touches any of them has
+    key[i]     = blake2b-256("kvdock marked";   key[i-1] ‖ tokens ‖ for each: start, end as little-endian u64 ‖ digest)
+
 The text in quotes is blake2b's personalisation: inputs of different kinds cannot collide.
 Invariant: a key names its chunk, everything before it, and the manifest. A partial chunk has no key.
 """
@@ -14,9 +21,11 @@ Invariant: a key names its chunk, everything before it, and the manifest. A part
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
@@ -39,6 +48,21 @@ def namespace_digest(manifest: Mapping[str, object], tenant: str = "") -> bytes:
     return _digest(b"kvdock tenant", digest + tenant.encode()) if tenant else digest
 
 
+def tagged(namespace: bytes, tag: bytes) -> bytes:
+    """What takes the namespace's place in the keys of a request that `tag` belongs to. 32 bytes; without a tag it is
+    the namespace."""
+    return _digest(b"kvdock request", namespace + tag) if tag else namespace
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Tokens [start, end) of a sequence stand for something else, which `digest`, 32 bytes, names."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
 def chunk_keys(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> list[bytes]:
     """Keys of the whole chunks of `tokens`, 32 bytes each; a tail shorter than a chunk has none.
 
@@ -48,14 +72,15 @@ def chunk_keys(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> li
 
 
 class KeyChain:
-    """The keys of a sequence that grows: extend() hashes each token once, however often it is called."""
+    """The keys of a sequence that grows: extend() hashes each token once, however often it is called. `marks`: in the
+    order of their starts."""
 
-    def __init__(self, namespace: bytes, chunk_tokens: int) -> None:
+    def __init__(self, namespace: bytes, chunk_tokens: int, marks: Sequence[Mark] = ()) -> None:
         if len(namespace) != KEY_BYTES:
             raise ManifestError("namespace (bytes)", found=len(namespace), wanted=KEY_BYTES)
         if chunk_tokens < 1:
             raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=">= 1")
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self._marks = chunk_tokens, marks
         self.keys: list[bytes] = []
         """One key for each whole chunk so far."""
         self._parent = _digest(b"kvdock root", namespace)
@@ -79,12 +104,20 @@ class KeyChain:
         fresh: list[bytes] = []
         parent = self._parent
         for start in range(0, whole, step):
-            parent = _digest(b"kvdock chunk", parent + packed[start : start + step])
+            marks = self._marks_of(len(self.keys) + len(fresh)) if self._marks else b""
+            kind = b"kvdock marked" if marks else b"kvdock chunk"
+            parent = _digest(kind, parent + packed[start : start + step] + marks)
             fresh.append(parent)
         self._parent = parent
         self._tail = packed[whole:]
         self.keys += fresh
         return fresh
+
+    def _marks_of(self, chunk: int) -> bytes:
+        """Those that touch the chunk."""
+        first, end = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+        touching = (mark for mark in self._marks if mark.start < end and first < mark.end)
+        return b"".join(struct.pack("<QQ", mark.start, mark.end) + mark.digest for mark in touching)
 
 
 class HashedChain:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.connectors.vllm.request_tag import is_plain
 from kvdock.protocol.schemas import Changes
 
 UNTOLD_CHUNKS = 1 << 14
@@ -139,3 +141,19 @@ class Announcer:
         if len(self._untold) > UNTOLD_CHUNKS:
             oldest, _ = self._untold.popitem(last=False)
             self._gone.pop(oldest, None)
+
+
+class Announcing(ChunkObserver):
+    """Lets the announcer know of chunks by their requests, which `request_of` finds. What depends on more than tokens
+    is not announced: a router that hashes tokens alone would send others to it."""
+
+    def __init__(self, announcer: Announcer, request_of: Callable[[str], Any]) -> None:
+        self._announcer, self._request_of = announcer, request_of
+
+    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
+        return self._announcer.asking(attachment)
+
+    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
+        request = self._request_of(request_id)
+        if is_plain(request):
+            self._announcer.know(request, keys)

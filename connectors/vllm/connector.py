@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
+from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -93,11 +95,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,
-        nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12],
+        nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`nonce`: a random name; vLLM passes the others."""
+        """`nonce`: a random name; `now_ns`: since 1970; vLLM passes the others."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._nonce = nonce
+        self._nonce, self._began_ns = nonce, now_ns()
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config)
@@ -279,6 +281,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
+            tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
         )
         self._scheduler.start()
         for request in self._waiting:
@@ -350,6 +353,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 def _has_answered(request: Any) -> bool:
     """Whether it was answered to its end, not aborted."""
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def _adapters_as(lora_config: Any) -> str:
+    """What of vLLM's set-up of adapters can change KV; None is no adapters."""
+    if lora_config is None:
+        return ""
+    return f"{lora_config.lora_dtype} {getattr(lora_config, 'enable_tower_connector_lora', False)}"
 
 
 def _stream_of(device: str) -> int | None:

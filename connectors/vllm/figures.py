@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvdock.connectors.plans import LoadPlan, StorePlan
+from kvdock.connectors.vllm.request_tag import WHY
 from kvdock.protocol.schemas import Manifest
 
 Value = int | float | list[float]
@@ -43,6 +44,9 @@ METRICS: Mapping[str, Metric] = {
     "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
     "declined_short": Metric("counter", "Requests whose hit was shorter than min_load_tokens, and was computed."),
     "declined_dear": Metric("counter", "Requests whose hit was computed because to load it would have taken longer."),
+    **{
+        f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {said}.") for why, said in WHY.items()
+    },
     "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
     "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),
@@ -135,6 +139,9 @@ def summary(data: Mapping[str, Value]) -> dict[str, int | float]:
     ):
         if number(data, name):
             told[label] = number(data, name)
+    bypassed = sum(number(data, f"bypassed_{why}") for why in WHY)
+    if bypassed:
+        told["Bypassed requests"] = bypassed
     if number(data, "fence_seconds"):
         told["Waited for stores ms"] = round(number(data, "fence_seconds") * 1e3, 1)
     lookups = durations(data, "lookup_seconds")

@@ -1,8 +1,7 @@
-"""What KV depends on: the model and its set-up (the manifest's revision), and what a request adds of its own.
+"""What KV of all requests depends on: the model and its set-up, named by the manifest and its revision. What a request
+adds of its own is in request_tag.py.
 
-Keys come from vLLM's hashes of blocks where other processes make the same ones, else from the tokens. Of an adapter the
-former cover a name, and the latter nothing. So a request whose KV depends on more than model and tokens is not cached:
-neither looked up nor stored.
+Keys come from vLLM's hashes of blocks where other processes make the same ones, else from the tokens.
 """
 
 from __future__ import annotations
@@ -34,18 +33,6 @@ def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> t
     if algorithm not in CRYPTOGRAPHIC or root is None:
         return HASH_FUNCTION, ""
     return f"vllm {algorithm}", root
-
-
-def depends_on_more_than_tokens(request: Any) -> bool:
-    """Adapters, images, salts, embeddings, and prompts that grow while the request runs."""
-    return bool(
-        getattr(request, "lora_request", None) is not None
-        or getattr(request, "mm_features", None)
-        or getattr(request, "cache_salt", None)
-        or getattr(request, "prompt_embeds", None) is not None
-        or getattr(request, "resumable", False)
-        or request.prompt_token_ids is None
-    )
 
 
 def revision(

@@ -13,7 +13,7 @@ Threads: vLLM's scheduler thread calls everything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,22 +28,21 @@ from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.prefill_speed import PrefillSpeed
-from kvdock.connectors.requests import Chain, ChunkObserver, chain_of_tokens
+from kvdock.connectors.requests import Chain
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import Attachment, EngineSession, ServerEpoch, SessionObserver
+from kvdock.connectors.session import EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
-from kvdock.connectors.vllm.announcer import Announcer
+from kvdock.connectors.vllm.announcer import Announcer, Announcing
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.hints import Hints
-from kvdock.connectors.vllm.identity import depends_on_more_than_tokens
 from kvdock.connectors.vllm.in_flight import InFlight
+from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.protocol.keys import HashedChain
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
@@ -71,28 +70,16 @@ class _Tracked:
     """The cache was reset since it was looked up: what it computes may rest on what was there before."""
 
 
-class _Announcing(ChunkObserver):
-    """Lets the announcer know of chunks by their requests."""
-
-    def __init__(self, announcer: Announcer, tracked: Mapping[str, _Tracked]) -> None:
-        self._announcer, self._tracked = announcer, tracked
-
-    def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        return self._announcer.asking(attachment)
-
-    def known(self, request_id: str, keys: Sequence[bytes]) -> None:
-        self._announcer.know(self._tracked[request_id].request, keys)
-
-
 class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
-    `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it."""
+    `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
+    says what requests depend on beside their tokens."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
-        hash_tokens: int | None = None, clock: Callable[[], float] = time.perf_counter,
+        hash_tokens: int | None = None, tags: Tags | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
@@ -100,12 +87,13 @@ class VllmScheduler:
         self.figures = Figures()
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, _Tracked] = {}
+        self._tags = tags if tags is not None else Tags()
         share = settings.compute_once
         self._chunk_tokens = session.manifest.chunk_tokens
         self._connector = SchedulerConnector(
             session, readers=ranks, verifier=ChecksumVerifier(session),
-            chain_of=chain_of_tokens if hash_tokens is None else partial(self._chain_of_hashes, hash_tokens),
-            observer=_Announcing(announcer, self._tracked) if announcer is not None else None,
+            chain_of=partial(self._chain_of, hash_tokens),
+            observer=Announcing(announcer, lambda name: self._tracked[name].request) if announcer is not None else None,
             computes=share > 0,
         )
         # What windows have left behind cannot be stored once more.
@@ -139,8 +127,10 @@ class VllmScheduler:
         self.figures.add(f"waits_{how}", 1)
         self.figures.add("wait_seconds", seconds)
 
-    def _chain_of_hashes(self, hash_tokens: int, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
-        return HashedChain(namespace, chunk_tokens, self._tracked[request_id].request.block_hashes, hash_tokens)
+    def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
+        request = self._tracked[request_id].request
+        hashes = request.block_hashes if hash_tokens is not None else ()
+        return chain_of(self._tags.of(request), namespace, chunk_tokens, hashes, hash_tokens)
 
     # ------------------------------------------------------------------ lookups and loads
 
@@ -148,6 +138,12 @@ class VllmScheduler:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         self._begins_anew(request.request_id)
         if not _may_load(request):
+            return 0, False
+        if self._tags.of(request) is None:
+            if self._tags.waits(request):
+                return None, False
+            if why := self._tags.bypassed(request):
+                self.figures.add(f"bypassed_{why}", 1)
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
@@ -195,7 +191,8 @@ class VllmScheduler:
 
     def arrived(self, request: Any) -> None:
         self._budget.add(request)
-        if _may_load(request) and self._usable(request) >= self._chunk_tokens:
+        self._tags.arrived(request)
+        if _may_load(request) and self._tags.of(request) is not None and self._usable(request) >= self._chunk_tokens:
             self._tracked.setdefault(request.request_id, _Tracked(request))
             self._early.arrived(request.request_id)
 
@@ -243,6 +240,7 @@ class VllmScheduler:
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
         self._built += 1
+        self._tags.step()
         self.figures.state("attached", int(self._session.attachment is not None))
         late, self._driver.late = self._driver.late, 0
         self.figures.add("lookups_late", late)
@@ -327,7 +325,7 @@ class VllmScheduler:
         """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
         from the pool while the request runs."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or tracked.is_old or depends_on_more_than_tokens(tracked.request):
+        if tracked is None or tracked.table is None or tracked.is_old or self._tags.of(tracked.request) is None:
             return
         request = tracked.request
         before = request.num_computed_tokens
@@ -381,10 +379,11 @@ class VllmScheduler:
         self._early.left(request_id)
         if request_id in self._tracked:
             self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
-        if request is not None and not depends_on_more_than_tokens(request):
+        if request is not None and self._tags.of(request) is not None:
             self._driver.hint(request_id, self._hints.of(request))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
+        self._tags.finished(request_id)
         if not self._tracked:
             self._speed.step(0)  # vLLM builds no step while it has no request
         self._budget.remove(request_id)
@@ -411,6 +410,7 @@ class VllmScheduler:
         return bool(self._stores)
 
     def close(self) -> None:
+        self._tags.close()
         self._driver.close()
         self._session.close()
         self._session.client.close()
@@ -423,7 +423,7 @@ class VllmScheduler:
 
 
 def _may_load(request: Any) -> bool:
-    return not depends_on_more_than_tokens(request) and not getattr(request, "skip_reading_prefix_cache", False)
+    return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

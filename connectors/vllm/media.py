@@ -1,0 +1,112 @@
+"""Images and other inputs that are not tokens, by what the model is given of them, never by their names.
+
+vLLM names each by a hash of its content, or as the client likes (`uuid` in a request), and a name does not show which
+it is. Its caches go by these names. So what it hands to the model is hashed here, and a name is trusted as long as it
+has stood for one content in this engine: then what was computed under the name was computed from that content.
+
+Threads: the engine's meets them, the background hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvdock.connectors.vllm.adapters import Run
+
+MOST_NAMES = 1 << 17
+"""More than an engine's own caches can hold; of more the oldest are forgotten."""
+
+
+class Unhashable(ValueError):
+    """What is to be hashed is not here, or has no bytes of its own."""
+
+
+@dataclass
+class Named:
+    """What a name stands for. `digest`: None until it was hashed; `under_way`: how often it is being hashed now."""
+
+    digest: bytes | None = None
+    is_sound: bool = True
+    under_way: int = 0
+    content: weakref.ref[Any] | None = None
+    """What was hashed last, if it still lives: vLLM keeps what it has seen, and hands out the same object."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.digest is not None and not self.under_way
+
+
+class Media:
+    def __init__(self, run: Run, most_names: int = MOST_NAMES) -> None:
+        self._run, self._most_names = run, most_names
+        self._names: OrderedDict[str, Named] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def meet(self, feature: Any) -> Named:
+        """That of `feature`, a MultiModalFeatureSpec. Every request's must come here, in the order of arrival."""
+        named = self._names.setdefault(feature.identifier, Named())
+        self._names.move_to_end(feature.identifier)
+        if len(self._names) > self._most_names:
+            self._names.popitem(last=False)
+        data = feature.data
+        with self._lock:
+            if data is None:
+                named.is_sound = False
+            elif named.content is None or named.content() is not data:
+                named.under_way += 1
+                self._run(self._hash, named, data)
+        return named
+
+    def _hash(self, named: Named, data: Any) -> None:
+        """Background."""
+        found = None
+        try:
+            found = digest_of_item(data)
+        except Unhashable:
+            pass
+        finally:
+            with self._lock:
+                named.under_way -= 1
+                if found is None or named.digest not in (None, found):
+                    named.is_sound = False
+                else:
+                    named.digest, named.content = found, weakref.ref(data)
+
+
+def digest_of_item(item: Mapping[str, Any]) -> bytes:
+    """32 bytes: of all that the model is given of one input, a MultiModalKwargsItem. Unhashable unless all of it is
+    tensors: a number may be an address of what lies elsewhere."""
+    if not item:
+        raise Unhashable("found an empty item, wanted tensors")
+    digest = hashlib.sha256()
+    for name in sorted(item):
+        digest.update(b"%d:%s" % (len(name), name.encode()))
+        _add(digest, item[name].data)
+    return digest.digest()
+
+
+def digest_of_tensor(tensor: Any) -> bytes:
+    """32 bytes: of its type, shape and elements. Unhashable if it is not in this process's memory."""
+    digest = hashlib.sha256()
+    _add(digest, tensor)
+    return digest.digest()
+
+
+def _add(digest: Any, found: Any) -> None:
+    if isinstance(found, list | tuple):
+        digest.update(b"(%d " % len(found))
+        for one in found:
+            _add(digest, one)
+        return
+    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")
+    digest.update(f"{found.dtype} {tuple(found.shape)}:".encode())
+    digest.update(found.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

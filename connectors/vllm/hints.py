@@ -1,5 +1,5 @@
 """What a request of vLLM says of the worth of its KV: in `kv_hints`, an envelope that newer versions have, and in
-`kv_transfer_params`.
+`kv_transfer_params`; there it also says what kvdock is to do for it.
 
 Orchestrators write hints, in forms that are still moving, so nothing here makes a request fail: what is unknown or
 cannot be read is counted, and the first of it logged.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvdock.connectors.wishes import Wish
@@ -25,6 +26,32 @@ MOST_WISHES = 64
 """For one request: each is a call to the server, before the stores of other requests."""
 VERSION = "1"
 """That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
+
+
+OWN = "kvdock"
+"""The key of what is ours in `kv_transfer_params`, of requests and of answers."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
+    `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it."""
+
+    load: bool = True
+    store: bool = True
+    report: bool = False
+    session_end: bool = False
+
+
+def asked_by(request: Any) -> Asked:
+    """What cannot be read asks for nothing; Hints.of counts it."""
+    params = getattr(request, "kv_transfer_params", None)
+    if not isinstance(params, Mapping) or OWN not in params:
+        return Asked()
+    try:
+        return _asked(params[OWN])
+    except Unreadable:
+        return Asked()
 
 
 class Unreadable(ValueError):
@@ -62,8 +89,8 @@ class Hints:
 def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
     """The name of each hint, and what reads it."""
     params = getattr(request, "kv_transfer_params", None)
-    if isinstance(params, Mapping) and "kvdock" in params:
-        own = params["kvdock"]
+    if isinstance(params, Mapping) and OWN in params:
+        own = params[OWN]
         yield "kv_transfer_params", lambda: _of_params(own)
     envelope = getattr(request, "kv_hints", None)
     if envelope is None:
@@ -81,11 +108,17 @@ def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
 
 
 def _of_params(own: object) -> list[Wish]:
-    """{"session_end": true}."""
-    wanted = "session_end, true or false, alone"
-    if not isinstance(own, Mapping) or set(own) != {"session_end"} or not isinstance(own["session_end"], bool):
-        _refuse("kvdock", own, wanted)
-    return [Wish(conversation_ended=True)] if own["session_end"] else []
+    return [Wish(conversation_ended=True)] if _asked(own).session_end else []
+
+
+def _asked(own: object) -> Asked:
+    names = Asked.__dataclass_fields__
+    if not isinstance(own, Mapping) or not own or not set(own) <= set(names):
+        _refuse(OWN, own, f"one or more of {', '.join(names)}")
+    for name, value in own.items():
+        if not isinstance(value, bool):
+            _refuse(name, value, "true or false")
+    return Asked(**own)
 
 
 def _of_action(action: Any) -> list[Wish]:

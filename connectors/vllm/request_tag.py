@@ -95,6 +95,8 @@ class Tags:
         self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns), adapters_as
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
+        self._has_grown = False
+        """A prompt grew: what it grew by may be images that never came here."""
 
     def arrived(self, request: Any) -> None:
         """Every request must come here first: what vLLM computes of it may stay in its own prefix cache."""
@@ -147,7 +149,7 @@ class Tags:
             if getattr(request, "cache_salt", None):
                 met.told["salt"] = request.cache_salt
             if getattr(request, "resumable", False):
-                met.why = "growing"
+                met.why, self._has_grown = "growing", True
             self._meet_embeddings(request, met)
         return met
 
@@ -166,7 +168,7 @@ class Tags:
             return met.why
         if met.adapter is not None and not self._adapters.check(met.adapter, self._step):
             return "adapter"
-        if any(not named.is_sound for named, _ in met.media):
+        if met.media and (self._has_grown or any(not named.is_sound for named, _ in met.media)):
             return "media"
         is_known = (
             (met.adapter is None or met.adapter.digest is not None) and not met.awaits_embeddings

@@ -1,0 +1,85 @@
+"""What requests share whose KV depends on more than tokens, through vLLM's real Schedulers. Keys of plain requests are
+made of tokens or of vLLM's hashes; which, must not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess
+from schedulers import Schedulers, every_version
+
+pytestmark = pytest.mark.vllm
+
+ALL, TO_THE_IMAGE = 128, 32
+both_keys = pytest.mark.parametrize("keys", ["tokens", "hashes"])
+
+
+@pytest.fixture
+def run(server: ServerProcess, schedulers: Schedulers, version: str) -> Any:
+    def scenario(name: str, *arguments: object) -> dict[str, Any]:
+        found = schedulers.run(version, name, server.unix, *arguments, module="tag_scenarios")
+        assert found.pop("wrong") == 0
+        return found
+
+    return scenario
+
+
+@every_version
+@both_keys
+def test_one_salt_is_shared_and_no_other(run: Any, keys: str) -> None:
+    assert run("salts", keys) == {"loaded": [0, ALL, 0, 0, ALL, ALL], "bypassed": {}}
+
+
+@every_version
+@both_keys
+def test_one_adapter_is_shared_by_its_files_and_never_by_its_name(run: Any, keys: str, tmp_path: Path) -> None:
+    assert run("adapters", keys, str(tmp_path)) == {"loaded": [0, ALL, 0, 0, ALL], "bypassed": {}}
+
+
+@every_version
+@pytest.mark.parametrize("how", ["written", "link", "name", "number"])
+def test_an_adapter_that_became_another_one_is_not_cached_any_more(run: Any, how: str, tmp_path: Path) -> None:
+    found = run("replaced", "hashes", str(tmp_path), how)
+    assert found == {"loaded": [0, ALL, 0, 0, 0], "bypassed": {"adapter": 2}}
+
+
+@every_version
+def test_an_adapter_written_after_the_engine_started_is_not_cached(run: Any, tmp_path: Path) -> None:
+    assert run("too_new", "tokens", str(tmp_path)) == {"loaded": [0, 0], "bypassed": {"adapter": 2}}
+
+
+@every_version
+def test_an_adapter_without_files_is_not_cached(run: Any, tmp_path: Path) -> None:
+    assert run("no_files", "tokens", str(tmp_path)) == {"loaded": [0] * 6, "bypassed": {"adapter": 6}}
+
+
+@every_version
+@both_keys
+def test_images_are_shared_by_what_they_show_and_where(run: Any, keys: str) -> None:
+    found = run("images", keys)
+    assert found["loaded"] == [0, ALL, TO_THE_IMAGE, TO_THE_IMAGE, 96, TO_THE_IMAGE, TO_THE_IMAGE, ALL]
+    assert found["bypassed"] == {}
+
+
+@every_version
+@both_keys
+def test_a_name_that_stood_for_two_images_is_not_trusted(run: Any, keys: str) -> None:
+    assert run("one_name", keys) == {"loaded": [0, ALL, 0, 0, 0], "bypassed": {"media": 3}}
+
+
+@every_version
+def test_images_that_are_not_here_are_not_cached(run: Any) -> None:
+    assert run("not_here", "hashes") == {"loaded": [0] * 6, "bypassed": {"media": 6}}
+
+
+@every_version
+def test_images_are_not_trusted_after_a_prompt_that_grew(run: Any) -> None:
+    assert run("growing", "hashes") == {"loaded": [0, ALL, 0], "bypassed": {"growing": 1, "media": 1}}
+
+
+@every_version
+def test_a_lookup_does_not_wait_long_for_an_image_to_be_hashed(run: Any) -> None:
+    found = run("unready", "hashes")
+    assert found["before"] == {"unready": 1} and found["loaded"][-1] == ALL

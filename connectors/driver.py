@@ -45,13 +45,15 @@ class Driver:
     verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
     `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there. `once`: how long
     a request waits for what another engine computes; None: it does not. `cost`: says which hits are computed instead;
-    None: none is. `declined`: called with the reason for each request whose hit is not loaded."""
+    None: none is. `declined`: called for each request whose hit is not loaded, with the reason and the tokens of the
+    hit."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
         verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
         once: ComputeOnce | None = None, cost: LoadOrCompute | None = None,
-        declined: Callable[[str], None] = lambda why: None, clock: Callable[[], float] = time.perf_counter,
+        declined: Callable[[str, str, int], None] = lambda request_id, why, tokens: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler, self.statistics, self.patience, self._once = scheduler, statistics, patience, once
         self._verifies_all, self._cost, self._tell_declined = verifies_all, cost, declined
@@ -96,7 +98,7 @@ class Driver:
             question = self._questions.get(request_id)
             if question is None or question.answered.done():  # else more may be found
                 self._declined.add(request_id)
-                self._tell_declined(why)
+                self._tell_declined(request_id, why, found.tokens)
             found, least = Miss(), UNLIMITED
         if isinstance(found, Miss):  # perhaps because another request computed it meanwhile
             self._cancel(self.scheduler.give_up_lease(request_id, local_tokens, min_load_tokens=least))

@@ -17,7 +17,7 @@ the server (marked "Background") hold it only before and after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.offers import StoreOffers
@@ -31,13 +31,15 @@ from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
 
 
 class SchedulerConnector:
-    """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find."""
+    """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find, of the
+    requests that `is_stored` says are stored."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
         chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, computes: bool = False,
+        is_stored: Callable[[str], bool] = lambda request_id: True,
     ) -> None:
-        self.session, self.readers, self._computes = session, readers, computes
+        self.session, self.readers, self._computes, self._is_stored = session, readers, computes, is_stored
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._requests = Requests(session, chain_of)
@@ -102,6 +104,7 @@ class SchedulerConnector:
         renews: str | None = None, replaces: str | None = None,
     ) -> Fetch:
         """Under `_lock`."""
+        computes = self._computes and self._is_stored(request_id)
         body = Lookup(
             session=request.attachment.session,
             member=request.attachment.member,
@@ -110,9 +113,9 @@ class SchedulerConnector:
             keys=b"".join(keys),
             readers=self.readers,
             skip_prefix_tokens=local_tokens,
-            computes=self._computes,
+            computes=computes,
         )
-        request.promised = len(keys) if self._computes else 0
+        request.promised = len(keys) if computes else 0
         return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)
 
     def fetch(self, fetch: Fetch) -> tuple[Attachment, str] | None:

@@ -372,7 +372,7 @@ class WorkerConnector:
 
     def _log(self, verb: str, request_id: str, tokens: int, size_bytes: int, began: float) -> None:
         took_s = self._clock() - began
-        log.info(
+        log.debug(
             "%s request=%s tokens=%d bytes=%d ms=%.2f gb_s=%.2f",
             verb, request_id, tokens, size_bytes, took_s * 1e3, size_bytes / max(took_s, 1e-9) / 1e9,
         )

@@ -30,6 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import RequestStatus
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    CacheHitSource = None  # it never asks
+
 from kvdock.client.client import Client
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
@@ -299,6 +304,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.lookup(request, num_computed_tokens)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Newer versions count by source what was not computed: ours comes from this host's memory."""
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             table = [[None if block.is_null else block.block_id for block in column] for column in blocks.blocks]
@@ -319,9 +328,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request.request_id, request=request if _has_answered(request) else None)
-        else:
-            self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
+            return False, self._scheduler.finished(request, has_answered=_has_answered(request))
+        self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
         return False, None
 
     def has_pending_push_work(self) -> bool:

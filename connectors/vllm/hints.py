@@ -34,8 +34,8 @@ OWN = "kvdock"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be stored;
-    `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it."""
+    """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be
+    stored; `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it."""
 
     load: bool = True
     store: bool = True

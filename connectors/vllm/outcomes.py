@@ -1,5 +1,5 @@
-"""What became of each request: what kvdock had of it, what was loaded, and why not more. Requests that ask for it hear it
-with their answer; docs/vllm.md has the words.
+"""What became of each request: what kvdock had of it, what was loaded, and why not more. Requests that ask for it hear
+it with their answer; docs/vllm.md has the words.
 
 Threads: vLLM's scheduler thread calls everything.
 """
@@ -15,10 +15,12 @@ from kvdock.connectors.vllm.hints import OWN, Asked, asked_by
 
 @dataclass
 class _Outcome:
-    """Tokens of the request, from its first. `why`: "" while nothing kept more from being loaded."""
+    """`found_tokens`: from the request's first; `loaded_tokens`: of its last load, behind the `local_tokens` that vLLM
+    had then. `why`: "" while nothing kept more from being loaded."""
 
     asked: Asked
     found_tokens: int = 0
+    local_tokens: int = 0
     loaded_tokens: int = 0
     why: str = ""
 
@@ -39,15 +41,22 @@ class Outcomes:
         """Nothing, or less, is loaded: `why` is the last word."""
         self._of(request).why = why
 
-    def loads(self, request_id: str, tokens: int) -> None:
-        """So many tokens are being loaded."""
-        self._outcomes[request_id].loaded_tokens += tokens
+    def declined(self, request: Any, why: str, tokens: int) -> None:
+        """A prefix of so many tokens is computed."""
+        self.found(request, tokens)
+        self.held_back(request, f"declined_{why}")
 
-    def failed(self, request_id: str, tokens: int) -> None:
-        """Of what was being loaded so many tokens did not come."""
+    def loads(self, request: Any, local_tokens: int, tokens: int) -> None:
+        """So many tokens are being loaded."""
+        outcome = self._of(request)
+        outcome.local_tokens, outcome.loaded_tokens, outcome.why = local_tokens, tokens, ""
+
+    def failed(self, request_id: str, valid_tokens: int) -> None:
+        """Of what was being loaded, what lies behind `valid_tokens` did not come."""
         if request_id in self._outcomes:  # else it has ended
             outcome = self._outcomes[request_id]
-            outcome.loaded_tokens, outcome.why = outcome.loaded_tokens - tokens, "load_failed"
+            outcome.loaded_tokens = max(0, min(outcome.loaded_tokens, valid_tokens - outcome.local_tokens))
+            outcome.why = "load_failed"
 
     def ended(self, request: Any) -> dict[str, Any] | None:
         """What the answer's `kv_transfer_params` are to say. None: nothing, because the request did not ask, or because

@@ -39,6 +39,7 @@ from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.in_flight import InFlight
+from kvdock.connectors.vllm.outcomes import Outcomes
 from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
@@ -85,7 +86,7 @@ class VllmScheduler:
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self.figures = Figures()
-        self._hints = Hints(partial(self.figures.add, "hints_ignored"))
+        self._hints, self._outcomes = Hints(partial(self.figures.add, "hints_ignored")), Outcomes()
         self._tracked: dict[str, _Tracked] = {}
         self._tags = tags if tags is not None else Tags()
         share = settings.compute_once
@@ -94,7 +95,7 @@ class VllmScheduler:
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=partial(self._chain_of, hash_tokens),
             observer=Announcing(announcer, lambda name: self._tracked[name].request) if announcer is not None else None,
-            computes=share > 0,
+            computes=share > 0, is_stored=self._is_stored,
         )
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
@@ -105,7 +106,7 @@ class VllmScheduler:
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
-            cost=self._cost, declined=lambda why: self.figures.add(f"declined_{why}", 1),
+            cost=self._cost, declined=self._declined,
         )
         self._early = EarlyQuestions(self._expect)
         self._clearing = Clearing(session)
@@ -123,6 +124,15 @@ class VllmScheduler:
         changed = self._announcer.changed if self._announcer is not None else None
         self._session.start(SessionObserver(self._connector.keeps_lease, changed))
 
+    def _declined(self, request_id: str, why: str, tokens: int) -> None:
+        self.figures.add(f"declined_{why}", 1)
+        self._outcomes.declined(self._tracked[request_id].request, why, tokens)
+
+    def _is_stored(self, request_id: str) -> bool:
+        """Whether what the request computes may be stored."""
+        request = self._tracked[request_id].request
+        return self._outcomes.asked(request).store and self._tags.of(request) is not None
+
     def _waited(self, how: str, seconds: float) -> None:
         self.figures.add(f"waits_{how}", 1)
         self.figures.add("wait_seconds", seconds)
@@ -137,13 +147,14 @@ class VllmScheduler:
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         self._begins_anew(request.request_id)
-        if not _may_load(request):
+        if not self._may_load(request):
             return 0, False
         if self._tags.of(request) is None:
             if self._tags.waits(request):
                 return None, False
             if why := self._tags.bypassed(request):
                 self.figures.add(f"bypassed_{why}", 1)
+                self._outcomes.held_back(request, f"bypassed_{why}")
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
@@ -154,11 +165,15 @@ class VllmScheduler:
         if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
             return 0, False
         self._early.asked(request.request_id)
+        late = self._driver.late
         found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
+        if self._driver.late > late:
+            self._outcomes.held_back(request, "late")
         if isinstance(found, Pending):
             return None, False
         if isinstance(found, Miss):
             return 0, False
+        self._outcomes.found(request, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             # vLLM has no way back from such a load: it had better not fail. Workers say so with their first steps.
@@ -185,6 +200,9 @@ class VllmScheduler:
             and set(self._epochs.values()) == {attachment.epoch}
         )
 
+    def _may_load(self, request: Any) -> bool:
+        return self._outcomes.asked(request).load and not getattr(request, "skip_reading_prefix_cache", False)
+
     def _usable(self, request: Any) -> int:
         """The last token is always computed: vLLM wants its logits."""
         return int(request.num_tokens) - 1
@@ -192,7 +210,8 @@ class VllmScheduler:
     def arrived(self, request: Any) -> None:
         self._budget.add(request)
         self._tags.arrived(request)
-        if _may_load(request) and self._tags.of(request) is not None and self._usable(request) >= self._chunk_tokens:
+        is_long = self._usable(request) >= self._chunk_tokens
+        if is_long and self._may_load(request) and self._tags.of(request) is not None:
             self._tracked.setdefault(request.request_id, _Tracked(request))
             self._early.arrived(request.request_id)
 
@@ -213,6 +232,7 @@ class VllmScheduler:
             self._driver.drop_lookup(request.request_id)
             return
         hit = tracked.local_tokens + external_tokens
+        self._outcomes.loads(request, tracked.local_tokens, external_tokens)
         if tracked.is_async:
             self._budget.take(request)
         columns = self._whole_blocks(table, hit)
@@ -325,7 +345,7 @@ class VllmScheduler:
         """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
         from the pool while the request runs."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or tracked.is_old or self._tags.of(tracked.request) is None:
+        if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
         request = tracked.request
         before = request.num_computed_tokens
@@ -347,7 +367,7 @@ class VllmScheduler:
         """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
         its own any more."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or tracked.is_old:
+        if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
             return
         own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
         last = self._stores.begin(self._connector.stores.begin_last_store(request_id, own, computed_tokens))
@@ -369,17 +389,19 @@ class VllmScheduler:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
             self._driver.load_failed(request_id, valid)
+            self._outcomes.failed(request_id, valid)
             self.figures.add("load_failures", 1)
         for store_id in self._stores.read(report.stores):
             self._clearing.store_ended(store_id)
         self._clear_again()
 
-    def finished(self, request_id: str, *, request: Any = None) -> None:
-        """`request`: given if it ended by itself, so that its hints hold."""
+    def finished(self, request: Any, *, has_answered: bool) -> dict[str, Any] | None:
+        """`has_answered`: it ended by itself, so its hints hold. Returns what its answer's kv_transfer_params say."""
+        request_id = request.request_id
         self._early.left(request_id)
         if request_id in self._tracked:
             self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
-        if request is not None and self._tags.of(request) is not None:
+        if has_answered and self._tags.of(request) is not None:
             self._driver.hint(request_id, self._hints.of(request))
         self._forget(request_id)
         self._tracked.pop(request_id, None)
@@ -387,6 +409,7 @@ class VllmScheduler:
         if not self._tracked:
             self._speed.step(0)  # vLLM builds no step while it has no request
         self._budget.remove(request_id)
+        return self._outcomes.ended(request)
 
     def reset(self) -> bool:
         """What the server holds for engines like this one is not found any more. False: it did not clear it (yet).
@@ -420,10 +443,6 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.table, tracked.local_tokens = None, 0
-
-
-def _may_load(request: Any) -> bool:
-    return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

@@ -157,7 +157,7 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
         began_s = time.perf_counter()
         step(scheduler, request, 64, new=[[1, 2, 3, 4]])
         took.append(time.perf_counter() - began_s)
-        scheduler.finished(request.request_id)
+        scheduler.finished(request, has_answered=False)
     scheduler._session.client.reserve = reserve  # type: ignore[method-assign]  # as it was
     scheduler.close()
     assert sorted(took)[5] < Settings.lookup_wait_s / 2
@@ -228,7 +228,7 @@ def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProc
     scheduler.start()
     scheduler.allocated(request, [[1, 2, 3, 4]], 0)
     step(scheduler, request, 64, new=[[1, 2, 3, 4]])
-    scheduler.finished("r")
+    scheduler.finished(request, has_answered=False)
     other = request_of(8)
     other.request_id = "other"
     scheduler.allocated(other, [[5]], 0)

@@ -83,3 +83,15 @@ def test_images_are_not_trusted_after_a_prompt_that_grew(run: Any) -> None:
 def test_a_lookup_does_not_wait_long_for_an_image_to_be_hashed(run: Any) -> None:
     found = run("unready", "hashes")
     assert found["before"] == {"unready": 1} and found["loaded"][-1] == ALL
+
+
+@every_version
+def test_requests_say_what_is_done_for_them_and_hear_what_came_of_it(run: Any, version: str) -> None:
+    found = run("controls")
+    nothing, everything = {"found_tokens": 0, "loaded_tokens": 0}, {"found_tokens": ALL, "loaded_tokens": ALL}
+    assert found["loaded"] == [0, 0, 0, ALL, ALL, ALL, 0]
+    assert found["answers"] == [
+        {"kvdock": nothing}, {"kvdock": nothing}, {"kvdock": nothing}, {"kvdock": everything}, None, None,
+        {"kvdock": nothing | {"why": "bypassed_adapter"}},
+    ]
+    assert found["sources"] == ({"host": 128} if version == "0.33.0" else {})

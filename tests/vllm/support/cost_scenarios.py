@@ -19,7 +19,7 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
     the last ones was loaded."""
     engine = SchedEngine(address, budget=256, step_s=step_s, weights_digest=os.urandom(8).hex(), **settings)
     half, copier = engine.scheduler.connector._scheduler, engine.worker._worker._connector._loaders[0]
-    declined, half._driver._tell_declined = list[str](), lambda why: declined.append(why)
+    declined, half._driver._tell_declined = list[str](), lambda request_id, why, tokens: declined.append(why)
     load_cost.PROBE_S, real = probe_s, load_cost.PROBE_S
     try:
         for number in range(PROMPTS):

@@ -198,8 +198,8 @@ def images(address: str, keys: str) -> dict[str, Any]:
     is then another image's."""
     return apart(address, keys, lambda name: [
         with_images(image(0.5)), with_images(image(0.5)), with_images(image(0.25)), with_images(image(0.5, at=41)),
-        with_images(image(0.5), image(0.5, at=100)), with_images(image(0.75, "logo")), with_images(image(0.125, "logo")),
-        with_images(image(0.75, "other name")),
+        with_images(image(0.5), image(0.5, at=100)), with_images(image(0.75, "logo")),
+        with_images(image(0.125, "logo")), with_images(image(0.75, "other name")),
     ])
 
 
@@ -249,7 +249,41 @@ def unready(address: str, keys: str) -> dict[str, Any]:
     return {**ended(engine, loaded), "before": before}
 
 
+# ---------------------------------------------------------------------- what requests ask for
+
+
+def asks(**own: Any) -> Request:
+    return {"kv_transfer_params": {"kvdock": own}}
+
+
+def controls(address: str) -> dict[str, Any]:
+    """What requests load that may not, or whose tokens may not be stored, and what each hears with its answer."""
+    engine = engine_at(address, "hashes", os.urandom(8).hex(), compute_once=2.0)
+    connector, answers = engine.scheduler.connector, list[Any]()
+    ended_as = connector.request_finished_all_groups
+
+    def noted(request: Any, block_ids: Any) -> Any:
+        found = ended_as(request, block_ids)
+        answers.append(found[1])
+        return found
+
+    connector.request_finished_all_groups = noted
+    made = [
+        asks(store=False, report=True), asks(report=True), asks(load=False, report=True), asks(report=True), {},
+        {"kv_transfer_params": {"kvdock": {"report": True}, "do_remote_decode": True}},
+        asks(report=True) | adapter_nowhere(),
+    ]
+    loaded = [run(engine, one) for one in made]
+    sources = getattr(connector, "_cache_hit_source", None) and connector.get_external_cache_hit_sources(None, 128)
+    told = {source.value: tokens for source, tokens in (sources or {}).items()}
+    return {**ended(engine, loaded), "answers": answers, "sources": told}
+
+
+def adapter_nowhere() -> Request:
+    return {"lora_request": LoRARequest(lora_name="nowhere", lora_int_id=9, lora_path="/nowhere")}
+
+
 SCENARIOS = {
     made.__name__: made
-    for made in (salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready)
+    for made in (salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready, controls)
 }

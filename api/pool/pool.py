@@ -36,6 +36,8 @@ FIRST_SEGMENT_BYTES = 256 << 20
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
+taken = logging.getLogger("kvdock.api.takeover")
+taken.setLevel(logging.INFO)  # once in a server's life, and whoever reads the log wants to know
 
 
 class Pool:
@@ -353,7 +355,13 @@ def _adopt(settings: Settings, left: list[int], randbits: Callable[[int], int]) 
             raise StartupError("not_adoptable", f"pool {pool_id:016x} cannot be taken over: {error}") from error
         log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
         return None
-    log.warning("took over pool %016x: %s", pool_id, ", ".join(f"{name} {n}" for name, n in adopted.found.items()))
+    found = adopted.found
+    taken.info(
+        "took over pool %016x: it keeps %d chunks, %d sessions and %d leases, and lets go of %d chunks that were being"
+        " stored", pool_id, found["chunks"], found["sessions"], found["leases"], found["aborted"],
+    )
+    if found["dropped"]:
+        log.warning("pool %016x: %d chunks were damaged and are not found any more", pool_id, found["dropped"])
     return adopted
 
 

@@ -157,12 +157,13 @@ def test_a_store_that_finds_no_space_still_reports(client: Client) -> None:
         assert rig.connector.begin_store("r", tokens, [range(120)], len(tokens)) == (), "a refused chunk came again"
 
 
-def test_each_load_and_each_store_writes_one_log_line(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvdock.connector")
+def test_each_load_and_each_store_writes_one_line_for_who_debugs(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvdock.connector")
     tokens = tokens_of(9, 3, 5)
     rig.store("to-store", tokens, range(13))
     assert rig.lookup("to-load", tokens, 64) == 192
     rig.load("to-load", SECOND[:12], 64, 192)
+    assert not any("request=" in record.getMessage() for record in caplog.records if record.levelno > logging.DEBUG)
     lines = [record.getMessage() for record in caplog.records]
     [store] = [line for line in lines if line.startswith("store ")]
     [load] = [line for line in lines if line.startswith("load ")]

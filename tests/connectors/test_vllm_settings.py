@@ -13,7 +13,7 @@ import torch
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
-from kvdock.connectors.vllm.identity import depends_on_more_than_tokens, hashing_of, manifest_of, revision
+from kvdock.connectors.vllm.identity import hashing_of, manifest_of, revision
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
@@ -299,15 +299,6 @@ def test_kinds_of_kv_that_a_prefix_does_not_name_are_refused() -> None:
     group = SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["a"])
     with pytest.raises(NotSupportedError, match="KV of kind MambaSpec"):
         groups_of(SimpleNamespace(kv_cache_groups=[group]))
-
-
-@pytest.mark.parametrize("extra", [
-    {"lora_request": object()}, {"mm_features": [1]}, {"cache_salt": "a"}, {"prompt_embeds": object()},
-    {"prompt_token_ids": None}, {"resumable": True},
-])
-def test_requests_that_depend_on_more_than_tokens_are_told_apart(extra: dict[str, object]) -> None:
-    assert not depends_on_more_than_tokens(SimpleNamespace(prompt_token_ids=[1]))
-    assert depends_on_more_than_tokens(SimpleNamespace(**{"prompt_token_ids": [1], **extra}))
 
 
 def test_background_loads_always_leave_blocks_for_the_largest_request() -> None:

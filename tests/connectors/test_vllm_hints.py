@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_WISHES, Hints
+from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_WISHES, Asked, Hints, asked_by
 from kvdock.connectors.wishes import Wish
 from kvdock.protocol.wire_types import MAX_HINT_S
 
@@ -125,9 +125,20 @@ def test_a_version_without_hints_has_none() -> None:
 @pytest.mark.parametrize(("own", "wishes", "ignored"), [
     ({"session_end": True}, [ENDED], 0), ({"session_end": False}, [], 0), ({"session_end": 1}, [], 1),
     ({"session_end": True, "retain": 1}, [], 1), ({}, [], 1), (True, [], 1), (None, [], 1),
+    ({"load": False, "session_end": True}, [ENDED], 0), ({"store": "false"}, [], 1),
 ])
 def test_a_conversations_end_can_be_said_in_kv_transfer_params(own: Any, wishes: list[Wish], ignored: int) -> None:
     assert read(request(kv_transfer_params={"kvdock": own})) == (wishes, ignored)
+
+
+@pytest.mark.parametrize(("params", "asked"), [
+    (None, Asked()), ({"remote": 1}, Asked()), ({"kvdock": {"load": False}}, Asked(load=False)),
+    ({"kvdock": {"store": False, "report": True}, "remote": 1}, Asked(store=False, report=True)),
+    ({"kvdock": {"store": False, "stored": False}}, Asked()), ({"kvdock": {"store": 0}}, Asked()),
+    ({"kvdock": [1]}, Asked()),
+])
+def test_requests_ask_for_what_is_done_for_them(params: Any, asked: Asked) -> None:
+    assert asked_by(request(kv_transfer_params=params)) == asked
 
 
 def test_only_the_first_hint_that_is_ignored_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ STORES = "connectors/vllm/stores.py"
 DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/vllm/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
+TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")
 PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong and 0.24.0")
 
 MUTANTS = (
@@ -165,7 +166,98 @@ MUTANTS = (
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),
     Mutant(
-        "V16", "a prefix of chunked local attention needs its last tokens only", "connectors/vllm/groups.py",
+        "V16a", "an adapter is known by its name", "connectors/vllm/request_tag.py",
+        '"adapter": met.adapter.digest.hex(), ', "",
+        TAGS, "test_adapters_are_told_apart_by_their_files",
+    ),
+    Mutant(
+        "V16b", "an adapter written after the start is trusted", "connectors/vllm/adapters.py",
+        "adapter.look.changed_ns + CLOCK_TICK_NS <= self._began_ns", "True",
+        (*TAGGED, "after_the_engine_started and 0.24.0"),
+        "test_an_adapter_written_after_the_engine_started_is_not_cached",
+    ),
+    Mutant(
+        "V16c", "an adapter's files are looked at once", "connectors/vllm/adapters.py",
+        "adapter.is_sound = look_at(adapter.path) == adapter.look", "pass",
+        TAGS, "test_an_adapter_that_changes_while_a_request_runs_is_seen_with_the_next_step",
+    ),
+    Mutant(
+        "V16d", "a name may stand for another adapter", "connectors/vllm/adapters.py",
+        "        elif adapter.path != asked.lora_path:\n            adapter.is_sound = False\n", "",
+        (*TAGGED, "became_another_one and name-0.24.0"),
+        "test_an_adapter_that_became_another_one_is_not_cached_any_more",
+    ),
+    Mutant(
+        "V16e", "a number may stand for another adapter", "connectors/vllm/adapters.py",
+        "            first.is_sound = adapter.is_sound = False\n", "            pass\n",
+        (*TAGGED, "became_another_one and number-0.24.0"),
+        "test_an_adapter_that_became_another_one_is_not_cached_any_more",
+    ),
+    Mutant(
+        "V16f", "links to adapters do not count", "connectors/vllm/adapters.py",
+        "*(one for one in above if S_ISLNK(one.st_mode))", "",
+        (*TAGGED, "became_another_one and link-0.24.0"), "",
+        equivalent="the folder that a link leads to is another one; the link's own time only matters before it is met",
+    ),
+    Mutant(
+        "V17a", "an image is known by its name", "connectors/vllm/request_tag.py",
+        "json.dumps([feature.modality, named.digest.hex(), chosen])", "json.dumps([feature.modality, chosen])",
+        TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
+    ),
+    Mutant(
+        "V17b", "where an image stands does not count", "protocol/keys.py",
+        'struct.pack("<QQ", mark.start, mark.end) + mark.digest', "mark.digest",
+        TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
+    ),
+    Mutant(
+        "V17c", "a name that stood for two images is trusted", "connectors/vllm/media.py",
+        "if found is None or named.digest not in (None, found):", "if found is None:",
+        (*TAGGED, "stood_for_two and hashes-0.24.0"), "test_a_name_that_stood_for_two_images_is_not_trusted",
+    ),
+    Mutant(
+        "V17d", "an image that is not here is forgotten", "connectors/vllm/media.py",
+        "            if data is None:\n                named.is_sound = False\n",
+        "            if data is None:\n                pass\n",
+        (*TAGGED, "not_here and 0.24.0"), "test_images_that_are_not_here_are_not_cached",
+    ),
+    Mutant(
+        "V17e", "an address is hashed as an image", "connectors/vllm/media.py",
+        '        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")\n',
+        '        digest.update(repr(found).encode())\n        return\n',
+        TAGS, "test_what_cannot_be_hashed_is_not_cached",
+    ),
+    Mutant(
+        "V17f", "a prompt that grew does not count", "connectors/vllm/request_tag.py",
+        "if met.media and (self._has_grown or any(", "if met.media and (any(",
+        (*TAGGED, "prompt_that_grew and 0.24.0"), "test_images_are_not_trusted_after_a_prompt_that_grew",
+    ),
+    Mutant(
+        "V18a", "a salt does not count", "connectors/vllm/request_tag.py",
+        '                met.told["salt"] = request.cache_salt\n', "                pass\n",
+        TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
+    ),
+    Mutant(
+        "V18b", "embeddings do not count", "connectors/vllm/request_tag.py",
+        '            told["embeddings"] = met.embeddings\n', "            pass\n",
+        TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
+    ),
+    Mutant(
+        "V18c", "a tag does not reach the keys", "connectors/vllm/request_tag.py",
+        "tagged(namespace, tag.of_all)", "namespace",
+        TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
+    ),
+    Mutant(
+        "V18d", "a request whose tag is not known has the keys of a plain one", "connectors/vllm/request_tag.py",
+        "        return _NoKeys()\n", "        tag = PLAIN\n",
+        TAGS, "test_a_plain_request_has_the_keys_that_it_always_had",
+    ),
+    Mutant(
+        "V18e", "a request that asks not to be stored is stored", SCHEDULER,
+        "return self._outcomes.asked(request).store and ", "return ",
+        (*TAGGED, "say_what and 0.24.0"), "test_requests_say_what_is_done_for_them_and_hear_what_came_of_it",
+    ),
+    Mutant(
+        "V20", "a prefix of chunked local attention needs its last tokens only", "connectors/vllm/groups.py",
         "window = max(1, local - 1)", "window = 1",
         ("tests/vllm/test_scheduler.py", "-k", "prefix_is_loaded and local and 0.33.0"),
         "test_a_prefix_is_loaded_and_every_position_is_right",

@@ -52,7 +52,7 @@ class Outcomes:
         outcome.local_tokens, outcome.loaded_tokens, outcome.why = local_tokens, tokens, ""
 
     def failed(self, request_id: str, valid_tokens: int) -> None:
-        """Of what was being loaded, what lies behind `valid_tokens` did not come."""
+        """A load fell short: what lies behind `valid_tokens` did not come."""
         if request_id in self._outcomes:  # else it has ended
             outcome = self._outcomes[request_id]
             outcome.loaded_tokens = max(0, min(outcome.loaded_tokens, valid_tokens - outcome.local_tokens))

@@ -342,7 +342,7 @@ def test_a_request_that_ends_early_takes_its_promise_back(
         else:
             engine.compute("r", 2 * CHUNK)
             if end == "finished":
-                engine.scheduler.finished("r")
+                engine.scheduler.finished(request_of("r"), has_answered=False)
             else:
                 engine.scheduler._forget("r")
         end_s = time.monotonic() + 5.0
@@ -379,7 +379,7 @@ def test_a_request_that_stores_all_asks_for_nothing_more(
         withdrawn: list[Any] = []
         engine.client.withdraw = withdrawn.append  # type: ignore[method-assign,assignment]  # counts
         engine.compute("r", len(TOKENS))
-        engine.scheduler.finished("r")
+        engine.scheduler.finished(request_of("r"), has_answered=False)
         engine.scheduler._driver._storing.run(time.sleep, 0.0).result(5.0)
         assert withdrawn == []
         found = member.lookup(keys).being_stored
@@ -419,7 +419,7 @@ def test_a_request_that_ends_before_its_lookup_was_sent_promises_nothing(
 
         engine.client.lookup = late  # type: ignore[method-assign]  # the real one, a moment later
         engine.scheduler.arrived(request_of("r"))
-        engine.scheduler.finished("r")
+        engine.scheduler.finished(request_of("r"), has_answered=False)
         assert sent.wait(5.0)
         eventually(lambda: member.lookup(keys).being_stored is None)
 

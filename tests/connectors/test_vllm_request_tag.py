@@ -74,7 +74,7 @@ def keys_of(tag: Tag | None) -> list[bytes]:
     {"lora_request": object()}, {"mm_features": [1]}, {"cache_salt": "a"}, {"prompt_embeds": object()},
     {"prompt_token_ids": None}, {"resumable": True},
 ])
-def test_requests_that_depend_on_more_than_tokens_are_told_apart(extra: dict[str, object]) -> None:
+def test_requests_that_depend_on_more_than_tokens_are_told_apart(extra: dict[str, Any]) -> None:
     assert is_plain(request()) and not is_plain(request(**extra))
 
 
@@ -129,7 +129,11 @@ def test_adapters_are_told_apart_by_their_files(tags: Tags, tmp_path: Path) -> N
 def test_a_request_is_not_cached_before_its_image_is_hashed_and_waits_for_it_a_moment() -> None:
     now_s, may_hash = [0.0], threading.Event()
     tags = Tags(clock=lambda: now_s[0])
-    tags._hashing.run(lambda: may_hash.wait(20) and None)
+
+    def hold_up() -> None:
+        may_hash.wait(20)
+
+    tags._hashing.run(hold_up)
     asked = request(mm_features=[feature()])
     tags.arrived(asked)
     assert tags.of(asked) is None and tags.waits(asked)

@@ -169,6 +169,16 @@ def test_an_adapter_that_changes_while_a_request_runs_is_seen_with_the_next_step
     assert tags.of(asked) is None, "what was computed meanwhile may still be there"
 
 
+def test_a_link_made_after_the_start_may_have_led_elsewhere_before(tmp_path: Path) -> None:
+    path, link = adapter_at(tmp_path / "a"), tmp_path / "link"
+    time.sleep(0.05)
+    tags = Tags(began_ns=time.time_ns())
+    time.sleep(0.05)
+    link.symlink_to(path)
+    assert tag_of(tags, request("a", **lora(path))) and tag_of(tags, request("b", **lora(str(link), "link", 2))) is None
+    tags.close()
+
+
 def test_weights_in_another_format_beside_the_old_ones_are_a_change(tmp_path: Path) -> None:
     path = adapter_at(tmp_path / "a")
     before, digest = look_at(path), digest_of_files(path)

@@ -312,8 +312,8 @@ class VllmScheduler:
         computed = 0 if is_preempted else tracked.request.num_computed_tokens
         for column, group, is_noted in zip(tracked.table, self._groups, noted, strict=True):
             if is_noted:
-                first = group.left_behind(computed) // group.block_tokens
-                self._in_flight.uses(column[first:])
+                first = computed if group.window_tokens is None else group.left_behind(computed)
+                self._in_flight.uses(column[first // group.block_tokens :])
 
     def _note_given(self, output: Any) -> None:
         """Blocks that the step's requests are given beside those of allocated()."""

@@ -143,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "V12b", "what a window leaves behind next is not used by its step", SCHEDULER,
-        "first = group.left_behind(computed)", "first = computed",
+        "else group.left_behind(computed)", "else computed",
         BY_HAND, "test_a_load_comes_after_a_step_that_reads_what_the_window_leaves_behind_next",
     ),
     Mutant(

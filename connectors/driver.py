@@ -3,8 +3,9 @@
     engine thread      lookup ──────────────────► begin_load      store ──────────────► finished
     "kvdock-ask"       fetch
     "kvdock-verify"    verify
-    "kvdock-settle"                                               abort                 cancel
+    "kvdock-settle"                                                                     cancel
     "kvdock-store"                                                reserve, carry out    hint
+                                                                  abort
 
 Lookups have a background thread of their own, so that none of them waits for a copy, a hash or another call. The
 engine's thread waits for an answer as long as its patience allows (connectors/patience.py), or not at all. How plans
@@ -265,8 +266,8 @@ class Driver:
             carry_out(batch, plan)
 
     def abort(self, attachment: Attachment, plan: StorePlan) -> None:
-        """Gives a plan back, in the background, that no worker was given."""
-        self._settling.run(self.scheduler.session.abort, attachment, plan.reservation)
+        """Gives a plan back, in the background, that no worker was given: before the same chunks are reserved anew."""
+        self._storing.run(self.scheduler.session.abort, attachment, plan.reservation)
 
     # ------------------------------------------------------------------ ends
 

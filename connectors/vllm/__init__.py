@@ -8,6 +8,8 @@
     block_budget.py  how many blocks loads in the background may hold
     clearing.py      vLLM's reset of its caches, carried to the server
     announcer.py     which chunks this instance can load, for routers
+    stores.py        stores from their offer until no worker reads for them
+    tables.py        which blocks requests have, as vLLM names them
     steps.py         what scheduler and workers tell each other with each step
     worker.py        in each worker's process: the copies
     layers.py        bands of layers, and which of them a step has asked for

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -88,10 +89,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """`manifest`: as JSON."""
+    """`manifest`: as JSON. `is_beside`: other connectors may load as well."""
 
     manifest: bytes
     instance: str
+    is_beside: bool
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
@@ -125,6 +127,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better',
                 transfer.kv_load_failure_policy,
             )
+        self._is_beside = _is_beside(transfer)
         self._worker: VllmWorker | None = None
         self._computed: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
@@ -199,7 +202,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             device=str(device), stream=_stream_of(str(device)),
             computed=self._computed.cuda_stream if self._computed is not None else None,
         )
-        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
+        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance, self._is_beside)
 
     def get_handshake_metadata(self) -> Handshake | None:
         return self._handshake
@@ -286,7 +289,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
-            tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
+            is_beside=told[0].is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
         )
         self._scheduler.start()
         for request in self._waiting:
@@ -317,8 +320,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return Metadata(self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is None:
+            return
+        if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
+            self._scheduler.loads_failed()  # perhaps another connector's
         told = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(told, WorkerMetadata):
+        if isinstance(told, WorkerMetadata):
             self._scheduler.take(told.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -328,7 +335,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            return False, self._scheduler.finished(request, has_answered=_has_answered(request))
+            return False, self._scheduler.finished(
+                request, has_answered=_has_answered(request),
+                has_failed=request.status == RequestStatus.FINISHED_ERROR,
+            )
         self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
         return False, None
 
@@ -356,6 +366,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
+
+
+def _is_beside(transfer: Any) -> bool:
+    """Whether another connector may have made this one, from a KVTransferConfig of its own. Known in workers alone."""
+    engine = get_current_vllm_config_or_none()
+    return engine is None or engine.kv_transfer_config is not transfer
 
 
 def _has_answered(request: Any) -> bool:

@@ -44,6 +44,7 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
+from kvdock.connectors.vllm.tables import Table, begun, grown
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
@@ -52,8 +53,6 @@ FIRST_STEPS = 3
 
 SHORT_OF_BLOCKS_S = 60.0
 """For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
-
-Table = list[list[int | None]]
 
 
 @dataclass
@@ -75,12 +74,13 @@ class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
     `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
-    says what requests depend on beside their tokens."""
+    says what requests depend on beside their tokens. `is_beside`: another connector may load what requests compute from."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
-        hash_tokens: int | None = None, tags: Tags | None = None, clock: Callable[[], float] = time.perf_counter,
+        hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
@@ -114,8 +114,12 @@ class VllmScheduler:
         self._last_store: Future[None] | None = None
         self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
         self._loads: list[LoadOrder] = []
-        self._stores = Stores(self._driver, ranks, partial(self.figures.add, "stores_dropped", 1))
+        self._stores = Stores(
+            self._driver, ranks, partial(self.figures.add, "stores_dropped", 1),
+            held_steps=steps_ahead if is_beside else 0,
+        )
         self._fresh: set[int] = set()  # blocks given out since the last build
+        self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
         self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
 
@@ -224,6 +228,8 @@ class VllmScheduler:
         """The request has its blocks: a load begins when it was promised external tokens."""
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.table, tracked.is_new = request, table, True
+        if not any(table):  # vLLM 0.24 names blocks to the connector alone that loads
+            self._unnamed.add(request.request_id)
         for column, group in zip(table, self._groups, strict=True):
             first = tracked.local_tokens // group.block_tokens
             self._fresh.update(block for block in column[first:] if block is not None)
@@ -276,8 +282,9 @@ class VllmScheduler:
         if self._last_store is not None and patience is not None and not patience.is_open:
             patience.spend(self._last_store)  # before more steps are given its blocks
         self._last_store = None
+        given = None if self._unnamed else self._fresh
         stores = self._stores.send()
-        fences = self._stores.guard(self._fresh)
+        fences = self._stores.guard(given)
         loads = tuple(replace(load, waits=self._waits(load.plan)) for load in self._loads)
         self._loads = []
         self._in_flight.begin_step()
@@ -286,6 +293,7 @@ class VllmScheduler:
             self._note_used(request_id)
             self._offer(request_id, count, duplicate=duplicate)
         self._fresh.clear()
+        self._unnamed.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         self._driver.step(is_idle)
@@ -317,29 +325,26 @@ class VllmScheduler:
 
     def _note_given(self, output: Any) -> None:
         """Blocks that the step's requests are given beside those of allocated()."""
-        cached = output.scheduled_cached_reqs
-        for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if ids is not None and request_id not in cached.resumed_req_ids:
-                for more in ids:
-                    self._fresh.update(more)
+        for request_id, table in begun(output):
+            if request_id in self._unnamed:
+                self._unnamed.remove(request_id)
+                local_tokens = self._tracked[request_id].local_tokens
+                for column, group in zip(table, self._groups, strict=True):
+                    self._fresh.update(filter(None, column[local_tokens // group.block_tokens :]))
+        for _, more in grown(output):
+            for column in more:
+                self._fresh.update(filter(None, column))
 
     def _note_tables(self, output: Any) -> None:
-        for new in output.scheduled_new_reqs:
-            self._set_table(new.req_id, new.block_ids)
-        cached = output.scheduled_cached_reqs
-        for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self._set_table(request_id, ids)
-            elif ids is not None:
-                tracked = self._tracked.get(request_id)
-                if tracked is not None and tracked.table is not None:
-                    for column, more in zip(tracked.table, ids, strict=True):
-                        column.extend(_or_none(more))
-
-    def _set_table(self, request_id: str, ids: Sequence[Sequence[int]]) -> None:
-        tracked = self._tracked.get(request_id)
-        if tracked is not None:
-            tracked.table = [_or_none(column) for column in ids]
+        for request_id, table in begun(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.table = table
+        for request_id, more in grown(output):
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.table is not None:
+                for column, added in zip(tracked.table, more, strict=True):
+                    column.extend(added)
 
     def _offer(self, request_id: str, count: int, *, duplicate: bool) -> None:
         """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
@@ -367,7 +372,9 @@ class VllmScheduler:
         """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
         its own any more."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
+        if tracked is None or tracked.table is None or tracked.is_old or self._unnamed:
+            return
+        if not self._is_stored(request_id):
             return
         own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
         last = self._stores.begin(self._connector.stores.begin_last_store(request_id, own, computed_tokens))
@@ -381,9 +388,8 @@ class VllmScheduler:
 
     def take(self, report: Report) -> None:
         self._epochs.update(report.epochs)
-        if report.valid_tokens:  # steps that read what did not come are computed again: what they left is not stored
-            self._stores.drop_unsent()
-            self._connector.stores.offer_anew(self._tracked)
+        if report.valid_tokens:
+            self.loads_failed()
         if self._cost is not None:
             for tokens, seconds in report.took_s.values():
                 self._cost.loaded(tokens, seconds)
@@ -395,11 +401,20 @@ class VllmScheduler:
             self._clearing.store_ended(store_id)
         self._clear_again()
 
-    def finished(self, request: Any, *, has_answered: bool) -> dict[str, Any] | None:
-        """`has_answered`: it ended by itself, so its hints hold. Returns what its answer's kv_transfer_params say."""
+    def loads_failed(self) -> None:
+        """Some of what steps have read did not come, whoever was to load it: it is computed again, or its requests end,
+        and what those steps left is not stored."""
+        self._stores.drop_unsent()
+        self._connector.stores.offer_anew(self._tracked)
+
+    def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
+        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so it is not known
+        what its blocks hold. Returns what its answer's kv_transfer_params say."""
         request_id = request.request_id
         self._early.left(request_id)
-        if request_id in self._tracked:
+        if has_failed:
+            self._stores.drop_unsent(request_id)
+        elif request_id in self._tracked:
             self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
         if has_answered and self._tags.of(request) is not None:
             self._driver.hint(request_id, self._hints.of(request))
@@ -445,6 +460,3 @@ class VllmScheduler:
             tracked.table, tracked.local_tokens = None, 0
 
 
-def _or_none(blocks: Sequence[int]) -> list[int | None]:
-    """vLLM writes 0 for the null block."""
-    return [block or None for block in blocks]

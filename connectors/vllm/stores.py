@@ -4,6 +4,9 @@ Their slots are reserved in the background, and the plan goes to the workers wit
 it likes, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest, and
 what the step writes comes after the store has read. It is dropped when its slots are not reserved yet.
 
+What a step computes may rest on a load of another connector that fails, which is known with the step's outcome. Workers
+publish what they are given, so beside other connectors a store is held back until the steps before it have ended.
+
 Invariant: every store that may still read its blocks is known here.
 
 Threads: vLLM's scheduler thread calls everything; `_lock` guards what the background hands over.
@@ -26,18 +29,26 @@ from kvdock.connectors.vllm.steps import StoreOrder
 
 @dataclass
 class _Store:
+    """`step`: how many steps were planned before what it stores was known to be whole."""
+
+    request_id: str
     blocks: frozenset[int]
     ranks_left: int
+    step: int
     is_sent: bool = False
     is_dropped: bool = False
 
 
 class Stores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
+    `held_steps`: how many more steps are planned before a store is sent than its slots take.
     """
 
-    def __init__(self, driver: Driver, ranks: int, count_dropped: Callable[[], None]) -> None:
+    def __init__(
+        self, driver: Driver, ranks: int, count_dropped: Callable[[], None], *, held_steps: int = 0
+    ) -> None:
         self._driver, self._ranks, self._count_dropped = driver, ranks, count_dropped
+        self._held_steps, self._step = held_steps, 0
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
         self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
@@ -55,7 +66,7 @@ class Stores:
             return None
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
-            self._stores[batch.store_id] = _Store(blocks, self._ranks)
+            self._stores[batch.store_id] = _Store(offer.request_id, blocks, self._ranks, self._step)
         return self._driver.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
@@ -66,30 +77,32 @@ class Stores:
         with self._lock:
             self._reserved.append((batch.store_id, attachment, plan))
 
-    def guard(self, given: Set[int]) -> list[str]:
+    def guard(self, given: Set[int] | None) -> list[str]:
         """Fences the stores that read a block of `given`, which this step, or a load, may overwrite; drops those that
-        send() has not sent."""
+        send() has not sent. None: it is not known which blocks were given."""
         fences = []
         for store_id, store in self._stores.items():
-            if not store.blocks.isdisjoint(given):
+            if given is None or not store.blocks.isdisjoint(given):
                 if store.is_sent:
                     fences.append(store_id)
                 store.is_dropped = True
         return fences
 
-    def drop_unsent(self) -> None:
+    def drop_unsent(self, request_id: str | None = None) -> None:
+        """Those of one request, or of all."""
         for store in self._stores.values():
-            store.is_dropped |= not store.is_sent
+            store.is_dropped |= not store.is_sent and request_id in (None, store.request_id)
 
     @property
     def sent(self) -> list[str]:
         return [store_id for store_id, store in self._stores.items() if store.is_sent]
 
     def send(self) -> list[StoreOrder]:
-        """Those whose slots were reserved since the last step."""
+        """A step is planned: those whose slots are reserved, and which are not held back any more."""
+        self._step += 1
         with self._lock:
             reserved, self._reserved = self._reserved, []
-        orders = []
+        orders, held = [], []
         for store_id, attachment, plan in reserved:
             store = self._stores[store_id]
             if plan is None or store.is_dropped:
@@ -98,9 +111,13 @@ class Stores:
                     self._count_dropped()
                 if plan is not None:
                     self._driver.abort(attachment, plan)
+            elif self._step - store.step <= self._held_steps:
+                held.append((store_id, attachment, plan))
             else:
                 store.is_sent = True
                 orders.append(StoreOrder(store_id, attachment.epoch, plan))
+        with self._lock:
+            self._reserved[:0] = held
         return orders
 
     def read(self, ranks: Mapping[str, int]) -> Iterator[str]:

@@ -236,3 +236,14 @@ def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProc
         step(scheduler, other, 1, more=[[]])
     assert waits(scheduler, 2) and not waits(scheduler, 6), "no worker has said that it ended"
     scheduler.close()
+
+
+def test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored(scheduler: VllmScheduler) -> None:
+    request, other = request_of(96), request_of(96)
+    other.request_id, other.all_token_ids = "other", [2] * 96
+    for one, blocks in ((other, [5, 6, 7, 8]), (request, [1, 2, 3, 4])):
+        scheduler.allocated(one, [[*blocks]], 0)
+        step(scheduler, one, 64, new=[blocks])
+    scheduler.finished("r", has_failed=True)
+    dropped = {store.request_id: store.is_dropped for store in scheduler._stores._stores.values()}
+    assert dropped == {"other": False, "r": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
-STORES = "connectors/vllm/stores.py"
+STORES, TABLES = "connectors/vllm/stores.py", "connectors/vllm/tables.py"
 DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/vllm/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
@@ -19,12 +19,12 @@ MUTANTS = (
         ("tests/connectors/test_verify.py",), "test_one_damaged_part_makes_its_chunk_a_miss_that_goes",
     ),
     Mutant(
-        "V1", "a resumed request's blocks are appended to its table", SCHEDULER,
-        "            if request_id in cached.resumed_req_ids:\n", "            if ids is None:\n",
+        "V1", "a resumed request's blocks are appended to its table", TABLES,
+        "        if request_id in cached.resumed_req_ids:\n", "        if ids is None:\n",
         BY_HAND, "test_a_resumed_request_is_stored_from_its_new_blocks",
     ),
     Mutant(
-        "V2", "the null block of a resumed request counts as block 0", SCHEDULER,
+        "V2", "the null block of a resumed request counts as block 0", TABLES,
         "return [block or None for block in blocks]", "return list(blocks)",
         PRESSURE, "", equivalent="`_offer` takes the same blocks out of the table",
     ),
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "V4", "blocks that a running request grows into do not fence stores", SCHEDULER,
-        "                    self._fresh.update(more)\n", "                    pass\n",
+        "                self._fresh.update(filter(None, column))\n", "                pass\n",
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "V8", "stores of steps that read what did not come are kept", STORES,
-        "            store.is_dropped |= not store.is_sent\n", "            pass\n",
+        "not store.is_sent and request_id in (None, store.request_id)", "not store.is_sent and request_id is not None",
         ("tests/vllm/test_layers.py", "-k", "undone and 0.24.0"), "test_nothing_is_stored_of_a_step_that_was_undone",
     ),
     Mutant(
@@ -160,8 +160,8 @@ MUTANTS = (
     ),
     Mutant(
         "V15", "a store whose blocks a step gives away is dropped", SCHEDULER,
-        "        stores = self._stores.send()\n        fences = self._stores.guard(self._fresh)\n",
-        "        fences = self._stores.guard(self._fresh)\n        stores = self._stores.send()\n",
+        "        stores = self._stores.send()\n        fences = self._stores.guard(given)\n",
+        "        fences = self._stores.guard(given)\n        stores = self._stores.send()\n",
         ("tests/vllm/test_undone.py", "-k", "read_before and 0.33.0"),
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),
@@ -260,5 +260,28 @@ MUTANTS = (
         "window = max(1, local - 1)", "window = 1",
         ("tests/vllm/test_scheduler.py", "-k", "prefix_is_loaded and local and 0.33.0"),
         "test_a_prefix_is_loaded_and_every_position_is_right",
+    ),
+    Mutant(
+        "V21", "what another connector failed to load is stored", "connectors/vllm/connector.py",
+        "            self._scheduler.loads_failed()  # perhaps another connector's\n", "            pass\n",
+        ("tests/vllm/test_beside.py", "-k", "sync and recompute and 0.24.0"),
+        "test_what_was_computed_from_a_load_of_another_connector_that_failed_is_not_stored",
+    ),
+    Mutant(
+        "V21b", "a store is sent before it is known what another connector has loaded", STORES,
+        "elif self._step - store.step <= self._held_steps:", "elif self._step < store.step:",
+        ("tests/vllm/test_beside.py", "-k", "overlapping and sync and recompute and 0.33.0"),
+        "test_what_was_computed_from_a_load_of_another_connector_that_failed_is_not_stored",
+    ),
+    Mutant(
+        "V21c", "what a request that ended in an error has computed is stored", SCHEDULER,
+        "            self._stores.drop_unsent(request_id)\n", "            pass\n",
+        BY_HAND, "test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored",
+    ),
+    Mutant(
+        "V22", "blocks that vLLM gives a request without naming them do not fence stores", SCHEDULER,
+        "            self._unnamed.add(request.request_id)\n", "            pass\n",
+        ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),
+        "test_beside_another_connector_stores_are_read_before_their_blocks_are_written",
     ),
 )

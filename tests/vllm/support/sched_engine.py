@@ -145,15 +145,11 @@ class SchedEngine:
                     block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching,
                     prefix_caching_hash_algo=algorithm,
                 ),
-                kv_transfer_config=KVTransferConfig(
-                    kv_connector="KvdockConnector", kv_connector_module_path="kvdock.connectors.vllm",
-                    kv_role="kv_both", kv_load_failure_policy="recompute",
-                    kv_connector_extra_config={
-                        "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
-                        "timeout_s": 20.0, "lookup_wait_s": 1.0,  # a busy machine is no lost server
-                        "load_if_cheaper": False, **extra,  # nothing is computed here, and that takes no time
-                    },
-                ) if address else None,
+                kv_transfer_config=KVTransferConfig(**self.transfer({
+                    "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
+                    "timeout_s": 20.0, "lookup_wait_s": 1.0,  # a busy machine is no lost server
+                    "load_if_cheaper": False, **extra,  # nothing is computed here, and that takes no time
+                })) if address else None,
                 device_config=DeviceConfig("cpu"),
                 kv_events_config=KVEventsConfig(
                     enable_kv_cache_events=events, endpoint=f"inproc://{os.urandom(8).hex()}"
@@ -163,6 +159,22 @@ class SchedEngine:
         self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
         self.config.cache_config.num_gpu_blocks = blocks
         self._start(blocks)
+
+    def transfer(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What makes vLLM's KVTransferConfig of the connector's settings."""
+        return {
+            "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings,
+        }
+
+    def orders(self, out: Any) -> Any:
+        """The connector's, in what was scheduled."""
+        return out.kv_connector_metadata.orders
+
+    @property
+    def half(self) -> Any:
+        """The connector's side in the scheduler's process."""
+        return self.scheduler.connector._scheduler
 
     def spec(self, window: int | None, size: int) -> Any:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
@@ -247,7 +259,7 @@ class SchedEngine:
         self.steps += 1
         out = self.scheduler.schedule()
         is_empty = out.total_num_scheduled_tokens == 0
-        for load in out.kv_connector_metadata.orders.loads if self._is_connected else ():
+        for load in self.orders(out).loads if self._is_connected else ():
             self.seen["async_loads" if load.is_async else "sync_loads"] += 1
         self._idle = self._idle + 1 if is_empty else 0
         if is_empty and self.before_step is None:
@@ -339,7 +351,7 @@ class SchedEngine:
 
     def _remembered(self) -> int:
         """How much is still known of lookups: nothing when all requests have ended."""
-        half = self.scheduler.connector._scheduler
+        half = self.half
         lookups = (half._driver._questions, half._driver._checks, half._early._open, half._early._waiting)
         return sum(map(len, lookups))
 

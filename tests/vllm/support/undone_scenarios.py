@@ -29,7 +29,7 @@ def engine_of(address: str, **settings: Any) -> SchedEngine:
 
 
 def half_of(engine: SchedEngine) -> Any:
-    return engine.scheduler.connector._scheduler
+    return engine.half
 
 
 def step_until(engine: SchedEngine, holds: Callable[[], object]) -> None:

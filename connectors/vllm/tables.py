@@ -1,0 +1,32 @@
+"""Which blocks requests have, as vLLM's SchedulerOutput names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Table = list[list[int | None]]
+"""Per KV group a request's blocks, from its first token on; None where it has none."""
+
+
+def begun(output: Any) -> Iterator[tuple[str, Table]]:
+    """The whole tables of requests that begin in the step, or begin again."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, [_or_none(column) for column in new.block_ids]
+    cached = output.scheduled_cached_reqs
+    for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if request_id in cached.resumed_req_ids:
+            yield request_id, [_or_none(column) for column in ids]
+
+
+def grown(output: Any) -> Iterator[tuple[str, Table]]:
+    """What is added to the tables of requests that go on."""
+    cached = output.scheduled_cached_reqs
+    for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if ids is not None and request_id not in cached.resumed_req_ids:
+            yield request_id, [_or_none(column) for column in ids]
+
+
+def _or_none(blocks: Sequence[int]) -> list[int | None]:
+    """vLLM writes 0 for the null block."""
+    return [block or None for block in blocks]

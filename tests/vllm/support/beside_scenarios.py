@@ -1,0 +1,98 @@
+"""Under vLLM's MultiConnector, beside connectors of siblings.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import undone_scenarios
+from sched_engine import SchedEngine
+from sched_scenarios import prompt
+
+
+def child(sibling: str, **settings: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": sibling, "kv_connector_module_path": "siblings", "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+
+
+class BesideEngine(SchedEngine):
+    """`siblings`: come before kvdock's connector; `after`: behind it. `policy`: vLLM's when a load fails."""
+
+    def __init__(
+        self, address: str, *, siblings: Sequence[dict[str, Any]] = (), after: Sequence[dict[str, Any]] = (),
+        policy: str = "recompute", **how: Any,
+    ) -> None:
+        self._before, self._after, self._policy = siblings, after, policy
+        super().__init__(address, **how)
+
+    def transfer(self, settings: dict[str, Any]) -> dict[str, Any]:
+        ours = {**super().transfer(settings), "kv_load_failure_policy": "fail"}  # of no effect: it is a child's
+        return {
+            "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": self._policy,
+            "kv_connector_extra_config": {"connectors": [*self._before, ours, *self._after]},
+        }
+
+    def orders(self, out: Any) -> Any:
+        return out.kv_connector_metadata.metadata[len(self._before)].orders
+
+    @property
+    def half(self) -> Any:
+        return self.scheduler.connector._connectors[len(self._before)]._scheduler
+
+
+class SlowStores(BesideEngine):
+    """A worker begins each store late, unless the step waits for it."""
+
+    def connect(self, kv_config: Any) -> None:
+        super().connect(kv_config)
+        worker = self.worker._connectors[len(self._before)]._worker
+        submit = worker._submit_store
+
+        def late(*arguments: Any) -> None:
+            time.sleep(0.02)
+            submit(*arguments)
+
+        worker._submit_store = late
+
+
+def sibling_fails(address: str, policy: str, load_async: bool, overlap: bool, runner: int) -> dict[str, Any]:
+    """A sibling's load fails. Another engine, which has kvdock alone, asks for the same prompts then."""
+    shared = {"weights_digest": os.urandom(8).hex(), "budget": 500}
+    engine = BesideEngine(
+        address, after=[child("FailingLoads", load_async=load_async)], policy=policy, overlap=overlap, runner=runner,
+        **shared,
+    )
+    request = engine.add("fails", prompt(1, 150), 8)
+    other = engine.add("other", prompt(2, 150), 8)
+    engine.run()
+    states = Counter(one.status.name for one in (request, other))
+    engine.close()
+    alone = SchedEngine(address, **shared)
+    for seed in (1, 2):
+        alone.add(f"again {seed}", prompt(seed, 150), 4)
+    alone.run()
+    alone.close()
+    return {
+        "ended": dict(states), "loaded": alone.loaded_tokens,
+        "wrong": len(alone.bad_reads) + alone.wrong_tokens, "held": engine.held_blocks,
+    }
+
+
+def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
+    """A scenario of undone_scenarios.py, beside a connector that does nothing, with stores that begin late."""
+    real = undone_scenarios.SchedEngine
+    undone_scenarios.SchedEngine = partial(SlowStores, siblings=[child("Idle")])  # type: ignore[misc,assignment]
+    try:
+        found: dict[str, Any] = undone_scenarios.SCENARIOS[scenario](address, *arguments)
+        return found
+    finally:
+        undone_scenarios.SchedEngine = real  # type: ignore[misc]  # as it was
+
+
+SCENARIOS = {made.__name__: made for made in (sibling_fails, undone)}

@@ -1,0 +1,32 @@
+"""Other connectors beside kvdock's, under vLLM's MultiConnector."""
+
+from __future__ import annotations
+
+import pytest
+from api_helpers import ServerProcess
+from schedulers import Schedulers, every_mode, every_version
+
+pytestmark = pytest.mark.vllm
+
+
+@every_version
+@every_mode
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
+def test_what_was_computed_from_a_load_of_another_connector_that_failed_is_not_stored(
+    version: str, load_async: bool, policy: str, overlap: bool, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    for runner in (1, 2):
+        found = schedulers.run(
+            version, "sibling_fails", server.unix, policy, load_async, overlap, runner, module="beside_scenarios"
+        )
+        assert found["wrong"] == 0 and found["held"] == 0
+        assert found["loaded"] == 256 if policy == "recompute" else 128  # what was computed again is there
+
+
+@every_version
+def test_beside_another_connector_stores_are_read_before_their_blocks_are_written(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "undone", server.unix, "blocks_go_as_it_ends", module="beside_scenarios")
+    assert found["wrong"] == 0

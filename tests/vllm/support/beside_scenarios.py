@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import undone_scenarios
 from sched_engine import SchedEngine
@@ -86,13 +87,9 @@ def sibling_fails(address: str, policy: str, load_async: bool, overlap: bool, ru
 
 def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     """A scenario of undone_scenarios.py, beside a connector that does nothing, with stores that begin late."""
-    real = undone_scenarios.SchedEngine
-    undone_scenarios.SchedEngine = partial(SlowStores, siblings=[child("Idle")])  # type: ignore[misc,assignment]
-    try:
+    with mock.patch.object(undone_scenarios, "SchedEngine", partial(SlowStores, siblings=[child("Idle")])):
         found: dict[str, Any] = undone_scenarios.SCENARIOS[scenario](address, *arguments)
-        return found
-    finally:
-        undone_scenarios.SchedEngine = real  # type: ignore[misc]  # as it was
+    return found
 
 
 SCENARIOS = {made.__name__: made for made in (sibling_fails, undone)}

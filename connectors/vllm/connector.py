@@ -5,7 +5,8 @@
         "kv_connector_extra_config": {"address": "unix:/run/kvdock/kvdock.sock"}}'
 
 Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their
-handshake; until it is there every lookup is a miss.
+handshake. MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the
+first step, and lookups wait for that. An engine whose manifest does not come looks up nothing.
 """
 
 from __future__ import annotations
@@ -89,11 +90,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """`manifest`: as JSON. `is_beside`: other connectors may load as well."""
+    """`manifest`: as JSON."""
 
     manifest: bytes
     instance: str
-    is_beside: bool
 
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
@@ -132,6 +132,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._computed: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
+        self._told, self._built = Report(), 0  # what workers said before the manifests were there; steps planned
         self._waiting: list[Any] = []  # requests that came before the handshake
         self._events: Events | None = None
 
@@ -202,10 +203,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             device=str(device), stream=_stream_of(str(device)),
             computed=self._computed.cuda_stream if self._computed is not None else None,
         )
-        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance, self._is_beside)
+        self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 
     def get_handshake_metadata(self) -> Handshake | None:
-        return self._handshake
+        return None if self._is_beside else self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, Metadata)
@@ -246,6 +247,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         report = self._worker.report() if self._worker is not None else Report()
+        if self._is_beside and self._handshake is not None:
+            rank = place_of(self._config.parallel_config, self._groups).rank
+            report.manifests[rank], self._handshake = self._handshake.manifest, None
         return WorkerMetadata(report) if report else None
 
     # ------------------------------------------------------------------ scheduler
@@ -256,19 +260,20 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        if not self._groups:
-            return
-        told = list(metadata.values())
-        manifests = []
-        for one in told:
-            assert isinstance(one, Handshake)
-            manifests.append(msgspec.json.decode(one.manifest, type=Manifest))
+        """What is another connector's is left to it."""
+        told = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
+        if told:
+            self._begin(told, is_beside=False)
+
+    def _begin(self, told: Sequence[bytes], *, is_beside: bool) -> None:
+        """`told`: each worker's manifest. `is_beside`: other connectors may load as well. NotSupportedError."""
+        manifests = [msgspec.json.decode(one, type=Manifest) for one in told]
         manifest = manifests[0]
         if any((one.hash_function, one.hash_seed) != self._hashing() for one in manifests):
             raise NotSupportedError(
                 "kvdock needs the same PYTHONHASHSEED in vLLM's scheduler and its workers, or none."
             )
-        if any(one != told[0] for one in told):
+        if any(one != manifest for one in manifests):
             raise NotSupportedError(
                 "kvdock needs KV of one size and order in all workers of an engine, and theirs differ."
             )
@@ -283,13 +288,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens=limits.max_num_batched_tokens, in_order=limits.policy == "fcfs",
         )
         self._scheduler = VllmScheduler(
-            session, self._groups, budget, self._settings, ranks=len(metadata),
+            session, self._groups, budget, self._settings, ranks=len(manifests),
             steps_ahead=self._config.max_concurrent_batches - 1,
             keeps_back=keeps_blocks_back(self._config),
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
-            is_beside=told[0].is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
+            is_beside=is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
         )
         self._scheduler.start()
         for request in self._waiting:
@@ -304,7 +309,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
-            return 0, False
+            is_soon = bool(self._groups) and self._built < self._config.max_concurrent_batches + 1
+            return (None if is_soon else 0), False
         return self._scheduler.lookup(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -317,16 +323,22 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        self._built += 1
         return Metadata(self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders())
 
     def update_connector_output(self, connector_output: Any) -> None:
+        told = connector_output.kv_connector_worker_meta
+        report = told.report if isinstance(told, WorkerMetadata) else Report()
         if self._scheduler is None:
-            return
+            self._told.add(report)
+            if len(self._told.manifests) < place_of(self._config.parallel_config, self._groups).ranks:
+                return
+            self._begin(list(self._told.manifests.values()), is_beside=True)
+            assert self._scheduler is not None
+            report = self._told
         if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
             self._scheduler.loads_failed()  # perhaps another connector's
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, WorkerMetadata):
-            self._scheduler.take(told.report)
+        self._scheduler.take(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -59,6 +59,8 @@ class Report:
     """What ranks are attached to, when that has changed; NOWHERE: to nothing."""
     took_s: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Loads that brought all, by request: their tokens, and the seconds that they took on the slowest rank."""
+    manifests: dict[int, bytes] = field(default_factory=dict)
+    """Each rank's own, as JSON, with its first step if it has not gone with vLLM's handshake."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
@@ -69,6 +71,7 @@ class Report:
         for request_id, (tokens, seconds) in other.took_s.items():
             self.took_s[request_id] = tokens, max(seconds, self.took_s.get(request_id, (tokens, 0.0))[1])
         self.epochs.update(other.epochs)
+        self.manifests.update(other.manifests)
 
     def __bool__(self) -> bool:
-        return bool(self.valid_tokens or self.stores or self.took_s or self.epochs)
+        return bool(self.valid_tokens or self.stores or self.took_s or self.epochs or self.manifests)

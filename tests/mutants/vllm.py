@@ -279,6 +279,18 @@ MUTANTS = (
         BY_HAND, "test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored",
     ),
     Mutant(
+        "V23", "beside others the manifest goes with the handshake all the same", "connectors/vllm/connector.py",
+        "return None if self._is_beside else self._handshake", "return self._handshake",
+        ("tests/vllm/test_beside.py", "-k", "handshake and behind and 0.33.0"),
+        "test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind",
+    ),
+    Mutant(
+        "V23b", "beside others the first requests do not wait for the manifest", "connectors/vllm/connector.py",
+        "return (None if is_soon else 0), False", "return 0, False",
+        ("tests/vllm/test_beside.py", "-k", "handshake and behind and 0.33.0"),
+        "test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind",
+    ),
+    Mutant(
         "V22", "blocks that vLLM gives a request without naming them do not fence stores", SCHEDULER,
         "            self._unnamed.add(request.request_id)\n", "            pass\n",
         ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),

@@ -30,3 +30,17 @@ def test_beside_another_connector_stores_are_read_before_their_blocks_are_writte
 ) -> None:
     found = schedulers.run(version, "undone", server.unix, "blocks_go_as_it_ends", module="beside_scenarios")
     assert found["wrong"] == 0
+
+
+@every_version
+@pytest.mark.parametrize("comes_first", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
+def test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind(
+    version: str, comes_first: bool, overlap: bool, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    for runner in (1, 2):
+        found = schedulers.run(
+            version, "handshakes", server.unix, comes_first, overlap, runner, module="beside_scenarios"
+        )
+        assert found["introduced"] and found["loaded"] == 128
+        assert not found["bad_reads"] and not found["wrong_tokens"] and not found["held"]

@@ -12,7 +12,7 @@ from unittest import mock
 
 import undone_scenarios
 from sched_engine import SchedEngine
-from sched_scenarios import prompt
+from sched_scenarios import figures, prompt
 
 
 def child(sibling: str, **settings: Any) -> dict[str, Any]:
@@ -85,6 +85,20 @@ def sibling_fails(address: str, policy: str, load_async: bool, overlap: bool, ru
     }
 
 
+def handshakes(address: str, comes_first: bool, overlap: bool, runner: int) -> dict[str, Any]:
+    """Beside a connector with a handshake of its own: cold, then loaded when vLLM's own prefix cache was dropped."""
+    beside = {"siblings" if comes_first else "after": [child("Handshakes")]}
+    engine = BesideEngine(address, overlap=overlap, runner=runner, weights_digest=os.urandom(8).hex(), **beside)
+    engine.add("cold", prompt(1, 150))
+    engine.run()
+    engine.forget_prefixes()
+    engine.add("warm", prompt(1, 150))
+    engine.run()
+    engine.close()
+    sibling = engine.scheduler.connector._connectors[0 if comes_first else 1]
+    return figures(engine, introduced=sibling.is_introduced)
+
+
 def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     """A scenario of undone_scenarios.py, beside a connector that does nothing, with stores that begin late."""
     with mock.patch.object(undone_scenarios, "SchedEngine", partial(SlowStores, siblings=[child("Idle")])):
@@ -92,4 +106,4 @@ def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {made.__name__: made for made in (sibling_fails, undone)}
+SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, undone)}

@@ -226,7 +226,9 @@ class SchedEngine:
             self._active = ActiveKVConnector(self.config, tensors)
         else:
             self.worker.register_kv_caches(tensors)
-        self.scheduler.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        told = self.worker.get_handshake_metadata()
+        if told is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
     def _count_loads(self) -> None:
         told, self.loaded_tokens = self.scheduler.connector.update_state_after_alloc, 0

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 FAILS = "fails"
 """Requests whose loads fail have names that begin so."""
 SLOW_S = 0.1
 """Long enough for the background to reserve, copy and publish."""
+
+
+@dataclass
+class Payload(KVConnectorHandshakeMetadata):
+    """What workers of Handshakes tell its scheduler's side."""
 
 
 @dataclass
@@ -58,6 +63,24 @@ class Idle(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         pass
+
+
+class Handshakes(Idle):
+    """Exchanges a handshake of its own and accepts no other, as connectors that disaggregate prefill do."""
+
+    def get_handshake_metadata(self) -> Payload:
+        return Payload()
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        for one in metadata.values():
+            if not isinstance(one, Payload):
+                raise ValueError(f"a Payload was wanted, found {one!r}")
+        self.is_introduced = True
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
 
 class FailingLoads(Idle):

@@ -58,6 +58,7 @@ from kvdock.connectors.vllm.setup import (
     refuse_what_is_not_supported,
     reports_early,
     undoes_steps,
+    warn_of_policy,
     workers_here,
     zeroes_blocks,
 )
@@ -122,12 +123,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.SCHEDULER:  # once for each engine
                 log.warning("kvdock stands aside, and vLLM runs as without it: %s", why)
         self._instance = f"vllm-{transfer.engine_id}"
-        if transfer.kv_load_failure_policy != "recompute":
-            log.warning(
-                'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better',
-                transfer.kv_load_failure_policy,
-            )
-        self._is_beside = _is_beside(transfer)
+        place = place_of(vllm_config.parallel_config, self._groups)
+        engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
+        self._is_beside = engine is None or engine.kv_transfer_config is not transfer
+        if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
+            transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
+        elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
+            warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
         self._worker: VllmWorker | None = None
         self._computed: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
@@ -330,15 +332,19 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         report = told.report if isinstance(told, WorkerMetadata) else Report()
         if self._scheduler is None:
-            self._told.add(report)
-            if len(self._told.manifests) < place_of(self._config.parallel_config, self._groups).ranks:
-                return
-            self._begin(list(self._told.manifests.values()), is_beside=True)
-            assert self._scheduler is not None
-            report = self._told
+            report = self._introduced(report)
+        if self._scheduler is None:
+            return
         if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
             self._scheduler.loads_failed()  # perhaps another connector's
         self._scheduler.take(report)
+
+    def _introduced(self, report: Report) -> Report:
+        """Begins once every worker has told its manifest. Returns all that they have reported until now."""
+        self._told.add(report)
+        if len(self._told.manifests) == place_of(self._config.parallel_config, self._groups).ranks:
+            self._begin(list(self._told.manifests.values()), is_beside=True)
+        return self._told
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -378,12 +384,6 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
-
-
-def _is_beside(transfer: Any) -> bool:
-    """Whether another connector may have made this one, from a KVTransferConfig of its own. Known in workers alone."""
-    engine = get_current_vllm_config_or_none()
-    return engine is None or engine.kv_transfer_config is not transfer
 
 
 def _has_answered(request: Any) -> bool:

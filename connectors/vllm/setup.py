@@ -17,6 +17,8 @@ from kvdock.connectors.errors import NotSupportedError, SettingError
 from kvdock.connectors.limits import LoadLimits
 from kvdock.connectors.vllm.groups import KVGroup
 
+log = logging.getLogger("kvdock.vllm")
+
 MOST_WAIT_S = 1.0
 """A longer wait in the scheduling loop costs more than what it waits for."""
 MOST_SHARE = 10.0
@@ -53,6 +55,9 @@ class Settings(LoadLimits):
     exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
+    recompute_failed_loads: bool = True
+    """What could not be loaded is computed, whatever vLLM's kv_load_failure_policy says. Beside other connectors that
+    counts all the same."""
     chunk_statistics: bool = False
     """Counts which chunks are used again, and logs a summary at the end."""
 
@@ -200,6 +205,15 @@ def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
         raise NotSupportedError(
             f"kvdock needs pipeline stages of equally many layers, found {layers}: choose a pipeline_parallel_size "
             f"that divides {sum(layers)}, and leave VLLM_PP_LAYER_PARTITION unset."
+        )
+
+
+def warn_of_policy(policy: str, place: Place) -> None:
+    """`policy`: the engine's kv_load_failure_policy. One worker of an engine warns."""
+    if policy != "recompute" and place.rank == 0:
+        log.warning(
+            'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better, at '
+            "the top of --kv-transfer-config", policy,
         )
 
 

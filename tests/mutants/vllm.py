@@ -291,6 +291,12 @@ MUTANTS = (
         "test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind",
     ),
     Mutant(
+        "V24", "the warning of a policy looks at the connector's own entry", "connectors/vllm/connector.py",
+        "(transfer if engine is None else engine.kv_transfer_config).kv_load", "transfer.kv_load",
+        ("tests/vllm/test_beside.py", "-k", "warns and 0.33.0"),
+        "test_beside_others_it_warns_by_the_policy_that_counts",
+    ),
+    Mutant(
         "V22", "blocks that vLLM gives a request without naming them do not fence stores", SCHEDULER,
         "            self._unnamed.add(request.request_id)\n", "            pass\n",
         ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),

@@ -44,3 +44,28 @@ def test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind(
         )
         assert found["introduced"] and found["loaded"] == 128
         assert not found["bad_reads"] and not found["wrong_tokens"] and not found["held"]
+
+
+@every_version
+def test_alone_it_has_what_it_could_not_load_computed(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "policies", server.unix, False, "fail", module="beside_scenarios")
+    assert found == {"recomputes": True, "warned": []}
+    kept = schedulers.run(
+        version, "policies", server.unix, False, "fail", module="beside_scenarios", recompute_failed_loads=False
+    )
+    assert not kept["recomputes"] and len(kept["warned"]) == 1
+
+
+@every_version
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_beside_others_it_warns_by_the_policy_that_counts(
+    version: str, policy: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    """Its own entry among the connectors says "fail", which counts for nothing."""
+    found = schedulers.run(version, "policies", server.unix, True, policy, module="beside_scenarios")
+    assert found["recomputes"] == (policy == "recompute")
+    assert [line.split(",")[0] for line in found["warned"]] == (
+        [] if policy == "recompute" else ['kv_load_failure_policy is "fail"']
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -23,16 +24,19 @@ def child(sibling: str, **settings: Any) -> dict[str, Any]:
 
 
 class BesideEngine(SchedEngine):
-    """`siblings`: come before kvdock's connector; `after`: behind it. `policy`: vLLM's when a load fails."""
+    """`siblings`: come before kvdock's connector; `after`: behind it. `policy`: vLLM's when a load fails. `is_alone`:
+    without MultiConnector after all."""
 
     def __init__(
         self, address: str, *, siblings: Sequence[dict[str, Any]] = (), after: Sequence[dict[str, Any]] = (),
-        policy: str = "recompute", **how: Any,
+        policy: str = "recompute", is_alone: bool = False, **how: Any,
     ) -> None:
-        self._before, self._after, self._policy = siblings, after, policy
+        self._before, self._after, self._policy, self._is_alone = siblings, after, policy, is_alone
         super().__init__(address, **how)
 
     def transfer(self, settings: dict[str, Any]) -> dict[str, Any]:
+        if self._is_alone:
+            return {**super().transfer(settings), "kv_load_failure_policy": self._policy}
         ours = {**super().transfer(settings), "kv_load_failure_policy": "fail"}  # of no effect: it is a child's
         return {
             "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": self._policy,
@@ -44,6 +48,8 @@ class BesideEngine(SchedEngine):
 
     @property
     def half(self) -> Any:
+        if self._is_alone:
+            return super().half
         return self.scheduler.connector._connectors[len(self._before)]._scheduler
 
 
@@ -99,6 +105,24 @@ def handshakes(address: str, comes_first: bool, overlap: bool, runner: int) -> d
     return figures(engine, introduced=sibling.is_introduced)
 
 
+def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[str, Any]:
+    """Whether vLLM computes what could not be loaded, and what the connector warns of. `policy`: the user's."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]  # a list of them
+    log = logging.getLogger("kvdock.vllm")
+    log.addHandler(handler)
+    try:
+        engine = BesideEngine(
+            address, siblings=[child("Idle")] if beside else [], policy=policy, is_alone=not beside, **settings
+        )
+        engine.close()
+    finally:
+        log.removeHandler(handler)
+    warned = [line for line in records if "kv_load_failure_policy" in line]
+    return {"recomputes": engine.scheduler.recompute_kv_load_failures, "warned": warned}
+
+
 def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     """A scenario of undone_scenarios.py, beside a connector that does nothing, with stores that begin late."""
     with mock.patch.object(undone_scenarios, "SchedEngine", partial(SlowStores, siblings=[child("Idle")])):
@@ -106,4 +130,4 @@ def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, undone)}
+SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, undone)}

@@ -116,6 +116,8 @@ def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[s
         engine = BesideEngine(
             address, siblings=[child("Idle")] if beside else [], policy=policy, is_alone=not beside, **settings
         )
+        engine.add("r", prompt(1, 40))
+        engine.run()
         engine.close()
     finally:
         log.removeHandler(handler)

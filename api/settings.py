@@ -21,6 +21,7 @@ import msgspec
 from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
+from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
 from kvdock.protocol.admin_schemas import Eviction
 
 GIB = 1 << 30
@@ -29,7 +30,8 @@ MAX_SEGMENT_BYTES = GIB
 ENV_PREFIX = "KVDOCK_"
 CONFIG_VARIABLE = "KVDOCK_CONFIG"
 """Names the settings file; it is not a setting itself."""
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE})
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE})
+"""Not the server's settings, nor are those of vLLM's connector."""
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
@@ -43,15 +45,6 @@ def parse_bytes(text: str) -> int:
         raise SettingsError(f"a size like 512MiB or 4GiB was wanted, found {text!r}")
     number, unit = match[1], _UNITS[match[2].lower()]
     return int(float(number) * unit) if "." in number else int(number) * unit
-
-
-def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/user")) -> str:
-    """The default socket of one user's server and engines: in the folder that the system made for the user, whether the
-    environment names it or not, else in one under /tmp, which the server makes."""
-    for folder in (environ.get("XDG_RUNTIME_DIR", ""), run_user / str(os.getuid())):
-        if folder and Path(folder).is_dir():
-            return str(Path(folder) / "kvdock.sock")
-    return f"/tmp/kvdock-{os.getuid()}/kvdock.sock"
 
 
 def is_loopback(host: str) -> bool:
@@ -172,7 +165,7 @@ def effective(
         values.update(found)
         origins.update({name: Origin("file", f"{path}, line {lines[name]}") for name in found})
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
+        if _is_ours(variable):
             name = variable.removeprefix(ENV_PREFIX).lower()
             values[name], origins[name] = text, Origin("environment", variable)
     for name, value in (flags or {}).items():
@@ -180,6 +173,11 @@ def effective(
             values[name], origins[name] = value, Origin("flag", f"--{name.replace('_', '-')}")
     settings = _load(values, {name: origin.where for name, origin in origins.items()})
     return Effective(settings, {name: origins.get(name, Origin("default")) for name in Settings.__struct_fields__})
+
+
+def _is_ours(variable: str) -> bool:
+    others = variable in OTHER_VARIABLES or variable.startswith(CONNECTOR_PREFIX)
+    return variable.startswith(ENV_PREFIX) and not others
 
 
 def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:

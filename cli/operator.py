@@ -15,6 +15,7 @@ from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.address import ADDRESS_VARIABLE
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -38,8 +39,9 @@ def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
 
 
 def default_address() -> str:
-    """Where `kvdock serve` listens when started with the same environment. Raises SettingsError."""
-    return f"unix:{effective(os.environ).settings.socket_path}"
+    """What KVDOCK_ADDRESS names, else where `kvdock serve` listens when started with the same environment. Raises
+    SettingsError."""
+    return os.environ.get(ADDRESS_VARIABLE) or f"unix:{effective(os.environ).settings.socket_path}"
 
 
 @contextmanager

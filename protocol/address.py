@@ -25,6 +25,6 @@ def default_socket_path(environ: Mapping[str, str], run_user: Path = Path("/run/
 
 
 def default_address(environ: Mapping[str, str]) -> str:
-    """Of the server that the environment names, else of this user's, at its default socket."""
+    """The address of the server that the environment names, else of this user's, at its default socket."""
     socket_path = environ.get(SOCKET_VARIABLE) or default_socket_path(environ)
     return environ.get(ADDRESS_VARIABLE) or f"unix:{socket_path}"

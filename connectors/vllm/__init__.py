@@ -1,7 +1,9 @@
-"""kvdock as a KV connector of vLLM: `kv_connector_module_path: kvdock.connectors.vllm`.
+"""kvdock as a KV connector of vLLM, which knows it by its name, KvdockConnector, wherever kvdock is installed.
 
     connector.py     the class vLLM loads; hands each call to the scheduler or the worker
     setup.py         settings, what is refused, what this engine can do, hashing threads, log lines
+    plugin.py        makes the connector known to vLLM by its name
+    environment.py   settings from the environment
     groups.py        vLLM's KV cache groups and tensors as kvdock's groups and layouts
     identity.py      the manifest and all that KV bytes depend on; requests whose KV depends on more
     scheduler.py     in the scheduler's process: what to load, what to store, which blocks are being read
@@ -16,8 +18,8 @@
     figures.py       what scheduler and workers count
     exports.py       the figures and the announced chunks in vLLM's own types
 
-Lookups, stores and verification are the driver's (connectors/driver.py). Only connector.py and exports.py import vLLM,
-and nothing here does before KvdockConnector is asked for.
+Lookups, stores and verification are the driver's (connectors/driver.py). Only connector.py, exports.py and plugin.py
+import vLLM, and nothing here does before vLLM asks for KvdockConnector or calls the plugin.
 """
 
 from __future__ import annotations

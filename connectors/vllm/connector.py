@@ -1,8 +1,6 @@
 """The class vLLM loads. It holds one of the two sides, by its role, and hands each call on.
 
-    --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "kvdock.connectors.vllm", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": "unix:/run/kvdock/kvdock.sock"}}'
+    --kv-transfer-config '{"kv_connector": "KvdockConnector", "kv_role": "kv_both"}'
 
 Life: the workers register their KV tensors, attach, and send the manifest to the scheduler's side as their
 handshake. MultiConnector hands one connector's handshake to all of them, so beside others the manifest comes with the
@@ -44,6 +42,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
+from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
@@ -97,6 +96,9 @@ class Handshake(KVConnectorHandshakeMetadata):
     instance: str
 
 
+register()  # MultiConnector finds classes by name alone when it reads their statistics
+
+
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     """Raises a ConnectorError at start when this engine cannot be served as it is set up. Beside a model that keeps
     something else than KV of tokens it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
@@ -110,7 +112,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._nonce, self._began_ns = nonce, now_ns()
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
-        self._settings = Settings.load(transfer.kv_connector_extra_config)
+        self._settings = Settings.load(transfer.kv_connector_extra_config, os.environ)
         if kv_cache_config is None:
             raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
         refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
@@ -147,7 +149,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Full graphs do not ask for each layer's KV."""
-        return Settings.load(extra_config).load_by_layer == "piecewise"
+        return Settings.load(extra_config, os.environ).load_by_layer == "piecewise"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -311,7 +313,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
-            is_soon = bool(self._groups) and self._built < self._config.max_concurrent_batches + 1
+            is_soon = bool(self._groups) and self._built <= self._config.max_concurrent_batches
             return (None if is_soon else 0), False
         return self._scheduler.lookup(request, num_computed_tokens)
 

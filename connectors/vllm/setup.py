@@ -15,7 +15,9 @@ from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError, SettingError
 from kvdock.connectors.limits import LoadLimits
+from kvdock.connectors.vllm.environment import from_environment
 from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -23,13 +25,14 @@ MOST_WAIT_S = 1.0
 """A longer wait in the scheduling loop costs more than what it waits for."""
 MOST_SHARE = 10.0
 """The largest compute_once: who waits longer for others had better compute."""
+EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 
 
 @dataclass(frozen=True)
 class Settings(LoadLimits):
     address: str = ""
-    """The server's address: unix:/path or http://host:port. Must be given."""
+    """The server's: unix:/path or http://host:port. As a rule this user's own (protocol/address.py)."""
     access_token_file: str = ""
     """Holds this engine's access token; the server's own user needs none over the Unix socket."""
     timeout_s: float = 2.0
@@ -62,47 +65,49 @@ class Settings(LoadLimits):
     """Counts which chunks are used again, and logs a summary at the end."""
 
     @classmethod
-    def load(cls, extra: Mapping[str, object]) -> Settings:
-        """NotSupportedError for a name that is no setting, a value of another type, a value out of range."""
+    def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+        """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. NotSupportedError for a name that
+        is no setting, a value of another type, a value out of range."""
         known = {field.name: type(field.default) for field in fields(cls)}
-        values: dict[str, object] = {}
+        values = {"address": default_address(environ), **from_environment(environ, known)}
+        where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
         for name, value in extra.items():
             if name not in known:
                 raise NotSupportedError(
-                    f"kv_connector_extra_config: {name!r} is no setting of kvdock, which has {', '.join(known)}."
+                    f"{EXTRA}: {name!r} is no setting of kvdock, which has {', '.join(known)}."
                 )
             kind = known[name]
             if kind is float and type(value) is int:
                 value = float(value)
             if type(value) is not kind:
                 raise NotSupportedError(
-                    f"kv_connector_extra_config: {name} is {value!r}, and {kind.__name__} is wanted."
+                    f"{EXTRA}: {name} is {value!r}, and {kind.__name__} is wanted."
                 )
             values[name] = value
         try:
             made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
         except SettingError as error:
-            raise NotSupportedError(f"kv_connector_extra_config: {error}.") from error
+            raise NotSupportedError(f"{where}: {error}.") from error
         if not made.address.startswith(("unix:", "http://")):
             raise NotSupportedError(
-                f"kv_connector_extra_config: address is {made.address!r}, and unix:/path or http://host:port is wanted."
+                f"{where}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
             )
         if made.load_by_layer not in BY_LAYER:
             raise NotSupportedError(
-                f"kv_connector_extra_config: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
+                f"{where}: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
                 "is wanted."
             )
         if not 0.0 <= made.lookup_wait_s <= MOST_WAIT_S:
             raise NotSupportedError(
-                f"kv_connector_extra_config: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
+                f"{where}: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
             )
         if not 0.0 <= made.compute_once <= MOST_SHARE:
             raise NotSupportedError(
-                f"kv_connector_extra_config: compute_once is {made.compute_once}, and 0.0 to {MOST_SHARE} is wanted."
+                f"{where}: compute_once is {made.compute_once}, and 0.0 to {MOST_SHARE} is wanted."
             )
         if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupportedError(
-                "kv_connector_extra_config: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
+                f"{where}: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
                 f"{made.chunk_tokens}, {made.copy_threads}, {made.timeout_s}."
             )
         return made

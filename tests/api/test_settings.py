@@ -10,7 +10,8 @@ import pytest
 from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
-from kvdock.api.settings import Settings, default_socket_path, effective, parse_bytes
+from kvdock.api.settings import Settings, effective, parse_bytes
+from kvdock.protocol.address import default_socket_path
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,8 @@ def test_the_clock_counts_steps_and_cuts_each_to_one_second() -> None:
 
 def test_the_clocks_own_source_goes_forward() -> None:
     assert 0 < boottime_ns() <= boottime_ns()
+
+
+def test_variables_of_clients_are_none_of_the_servers_settings() -> None:
+    environ = {"KVDOCK_ADDRESS": "unix:/s", "KVDOCK_VLLM_CHUNK_TOKENS": "64", "HOME": "/home/x"}
+    assert effective(environ).settings == effective({"HOME": "/home/x"}).settings

@@ -156,8 +156,12 @@ def test_status_as_json_is_the_servers_own_answer(server: ServerProcess) -> None
 
 
 def test_status_asks_where_serve_listens_by_default(server: ServerProcess) -> None:
-    done = kvdock("status", "--json", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"))
-    assert json.loads(done.stdout)["pool_id"] == f"{server.pool_id:016x}"
+    for environ in (
+        {"KVDOCK_SOCKET_PATH": server.unix.removeprefix("unix:")},
+        {"KVDOCK_SOCKET_PATH": "/nobody", "KVDOCK_ADDRESS": server.unix, "KVDOCK_VLLM_COPY_THREADS": "4"},
+    ):
+        done = kvdock("status", "--json", **environ)
+        assert json.loads(done.stdout)["pool_id"] == f"{server.pool_id:016x}"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])

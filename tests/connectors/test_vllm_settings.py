@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, revision
+from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
@@ -35,7 +39,6 @@ from kvdock.protocol.keys import namespace_digest
 
 
 @pytest.mark.parametrize(("extra", "named"), [
-    ({}, "address is ''"),
     ({"address": "localhost:1"}, "address is 'localhost:1'"),
     ({"address": "unix:/s", "chunk_token": 64}, "'chunk_token' is no setting"),
     ({"address": "unix:/s", "chunk_tokens": "64"}, "chunk_tokens is '64'"),
@@ -49,11 +52,56 @@ from kvdock.protocol.keys import namespace_digest
 ])
 def test_wrong_settings_are_refused_by_name(extra: dict[str, object], named: str) -> None:
     with pytest.raises(NotSupportedError, match=named.replace("(", r"\(")):
-        Settings.load(extra)
+        Settings.load(extra, {})
 
 
 def test_whole_seconds_are_a_timeout() -> None:
-    assert Settings.load({"address": "unix:/s", "timeout_s": 3}).timeout_s == 3.0
+    assert Settings.load({"address": "unix:/s", "timeout_s": 3}, {}).timeout_s == 3.0
+
+
+@pytest.mark.parametrize(("environ", "address"), [
+    ({"XDG_RUNTIME_DIR": "/"}, "unix:/kvdock.sock"),
+    ({"KVDOCK_SOCKET_PATH": "/a"}, "unix:/a"),
+    ({"KVDOCK_SOCKET_PATH": "/a", "KVDOCK_ADDRESS": "http://h:1"}, "http://h:1"),
+    ({"KVDOCK_ADDRESS": "unix:/b", "KVDOCK_VLLM_ADDRESS": "unix:/c"}, "unix:/c"),
+])
+def test_the_address_is_where_the_server_of_the_same_environment_listens(
+    environ: dict[str, str], address: str
+) -> None:
+    assert Settings.load({}, environ).address == address
+    assert Settings.load({"address": "unix:/mine"}, environ).address == "unix:/mine"
+
+
+def test_every_setting_may_come_from_the_environment() -> None:
+    changed: dict[str, object] = {
+        "address": "unix:/s", "load_by_layer": "eager", "timeout_s": 2.5, "compute_once": 1.5, "copy_threads": 3,
+    }
+    for field in fields(Settings):
+        value = changed.get(field.name, field.default)
+        if isinstance(value, bool):
+            value = not value
+        environ = {f"KVDOCK_VLLM_{field.name.upper()}": str(value)}
+        assert getattr(Settings.load({}, environ), field.name) == value, field.name
+    environ = {"KVDOCK_VLLM_CHUNK_TOKENS": "64", "KVDOCK_POOL_BYTES": "1GiB"}
+    assert Settings.load({"chunk_tokens": 256}, environ).chunk_tokens == 256, "what is said to vLLM wins"
+
+
+@pytest.mark.parametrize(("environ", "named"), [
+    ({"KVDOCK_VLLM_CHUNK_TOKEN": "64"}, "KVDOCK_VLLM_CHUNK_TOKEN: 'chunk_token' is no setting"),
+    ({"KVDOCK_VLLM_CHUNK_TOKENS": "many"}, "KVDOCK_VLLM_CHUNK_TOKENS is 'many', and int is wanted"),
+    ({"KVDOCK_VLLM_LOAD_ASYNC": "maybe"}, "KVDOCK_VLLM_LOAD_ASYNC is 'maybe', and true or false is wanted"),
+    ({"KVDOCK_VLLM_LOOKUP_WAIT_S": "5"}, "KVDOCK_VLLM_…: lookup_wait_s is 5.0"),
+    ({"KVDOCK_ADDRESS": "localhost:1"}, "address is 'localhost:1'"),
+])
+def test_wrong_variables_are_refused_by_name(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(NotSupportedError, match=re.escape(named)):
+        Settings.load({}, environ)
+
+
+def test_vllm_finds_the_connector_among_its_plugins() -> None:
+    """The entry point of the installed distribution is the function that registers it."""
+    (found,) = metadata.entry_points(group="vllm.general_plugins", name="kvdock")
+    assert found.load() is register
 
 
 class Model:

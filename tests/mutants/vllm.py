@@ -297,6 +297,12 @@ MUTANTS = (
         "test_beside_others_it_warns_by_the_policy_that_counts",
     ),
     Mutant(
+        "V25", "MultiConnector finds the connector in no registry", "connectors/vllm/plugin.py",
+        "KVConnectorFactory.register_connector(NAME,", "print(KVConnectorFactory,",
+        ("tests/vllm/test_beside.py", "-k", "knows_it and 0.33.0"),
+        "test_vllm_knows_it_by_its_name_and_multiconnector_reads_its_statistics",
+    ),
+    Mutant(
         "V22", "blocks that vLLM gives a request without naming them do not fence stores", SCHEDULER,
         "            self._unnamed.add(request.request_id)\n", "            pass\n",
         ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),

@@ -69,3 +69,11 @@ def test_beside_others_it_warns_by_the_policy_that_counts(
     assert [line.split(",")[0] for line in found["warned"]] == (
         [] if policy == "recompute" else ['kv_load_failure_policy is "fail"']
     )
+
+
+@every_version
+def test_vllm_knows_it_by_its_name_and_multiconnector_reads_its_statistics(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "by_name", server.unix, module="beside_scenarios")
+    assert found == {"read": ["KvdockConnector"], "kinds": ["KvdockStats"]}

@@ -14,6 +14,9 @@ from unittest import mock
 import undone_scenarios
 from sched_engine import SchedEngine
 from sched_scenarios import figures, prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+
+from kvdock.connectors.vllm.plugin import register
 
 
 def child(sibling: str, **settings: Any) -> dict[str, Any]:
@@ -25,12 +28,14 @@ def child(sibling: str, **settings: Any) -> dict[str, Any]:
 
 class BesideEngine(SchedEngine):
     """`siblings`: come before kvdock's connector; `after`: behind it. `policy`: vLLM's when a load fails. `is_alone`:
-    without MultiConnector after all."""
+    without MultiConnector after all. `is_named`: without the path of kvdock's module."""
 
     def __init__(
         self, address: str, *, siblings: Sequence[dict[str, Any]] = (), after: Sequence[dict[str, Any]] = (),
-        policy: str = "recompute", is_alone: bool = False, **how: Any,
+        policy: str = "recompute", is_alone: bool = False, is_named: bool = False,
+        **how: Any,
     ) -> None:
+        self._is_named = is_named
         self._before, self._after, self._policy, self._is_alone = siblings, after, policy, is_alone
         super().__init__(address, **how)
 
@@ -38,12 +43,16 @@ class BesideEngine(SchedEngine):
         if self._is_alone:
             return {**super().transfer(settings), "kv_load_failure_policy": self._policy}
         ours = {**super().transfer(settings), "kv_load_failure_policy": "fail"}  # of no effect: it is a child's
+        if self._is_named:
+            del ours["kv_connector_module_path"]
         return {
             "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": self._policy,
             "kv_connector_extra_config": {"connectors": [*self._before, ours, *self._after]},
         }
 
     def orders(self, out: Any) -> Any:
+        if self._is_alone:
+            return super().orders(out)
         return out.kv_connector_metadata.metadata[len(self._before)].orders
 
     @property
@@ -112,6 +121,7 @@ def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[s
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]  # a list of them
     log = logging.getLogger("kvdock.vllm")
     log.addHandler(handler)
+    log.setLevel(logging.WARNING)  # SchedEngine has vLLM log errors alone
     try:
         engine = BesideEngine(
             address, siblings=[child("Idle")] if beside else [], policy=policy, is_alone=not beside, **settings
@@ -121,8 +131,25 @@ def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[s
         engine.close()
     finally:
         log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
     warned = [line for line in records if "kv_load_failure_policy" in line]
     return {"recomputes": engine.scheduler.recompute_kv_load_failures, "warned": warned}
+
+
+def by_name(address: str) -> dict[str, Any]:
+    """Without its module's path, as its entry point has registered it and, again, its import. What MultiConnector reads
+    of its statistics in another process, where they come as plain data."""
+    register()
+    register()
+    engine = BesideEngine(address, siblings=[child("Idle")], is_named=True, weights_digest=os.urandom(8).hex())
+    engine.add("r", prompt(1, 150))
+    engine.run()
+    engine.close()
+    told = {"store_tokens": 128}  # 0.24 sends it as it stands in the object
+    read = MultiConnector.build_kv_connector_stats(
+        {"KvdockConnector": told if "to_dict" in vars(MultiKVConnectorStats) else {"data": told}}
+    )
+    return {"read": sorted(read.data), "kinds": [type(one).__name__ for one in read.data.values()]}
 
 
 def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
@@ -132,4 +159,4 @@ def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
     return found
 
 
-SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, undone)}
+SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, by_name, undone)}

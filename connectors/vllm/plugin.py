@@ -1,0 +1,15 @@
+"""The entry point of vLLM's group of general plugins: vLLM calls it in each of its processes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+NAME = "KvdockConnector"
+
+
+def register() -> None:
+    """Makes the connector known to vLLM by its name; any number of times."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(NAME, __name__.rpartition(".")[0], NAME)

@@ -26,7 +26,7 @@ from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
-from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.scheduler import SchedulerConnector
@@ -44,13 +44,12 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Table, begun, grown
+from kvdock.connectors.vllm.tables import Table, begun, failing, grown
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
 FIRST_STEPS = 3
 """After this many steps every worker has had time to say whether it is attached."""
-
 SHORT_OF_BLOCKS_S = 60.0
 """For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
 
@@ -74,7 +73,7 @@ class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
     `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
-    says what requests depend on beside their tokens. `is_beside`: another connector may load what requests compute from."""
+    says what requests depend on beside their tokens; `is_beside`: another connector may load what they compute from."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
@@ -244,22 +243,12 @@ class VllmScheduler:
         columns = self._whole_blocks(table, hit)
         begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
-            plan = self._failed(request.request_id, columns, tracked.local_tokens, hit)
+            plan = failing(self._groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit)
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
         self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
-
-    def _failed(self, request_id: str, columns: Table, local_tokens: int, hit_tokens: int) -> LoadPlan:
-        """A plan that names the blocks to be filled and nothing to fill them with."""
-        chunk, sizes = self._chunk_tokens, [group.block_tokens for group in self._groups]
-        pieces = tuple(
-            LoadPiece(at * size // chunk, group, (), (block,), 0)
-            for group, (size, column) in enumerate(zip(sizes, columns, strict=True))
-            for at, block in enumerate(column) if at * size >= local_tokens and block is not None
-        )
-        return LoadPlan(request_id, "", local_tokens, hit_tokens, chunk, pieces)
 
     # ------------------------------------------------------------------ each step
 
@@ -268,8 +257,8 @@ class VllmScheduler:
         self._built += 1
         self._tags.step()
         self.figures.state("attached", int(self._session.attachment is not None))
-        late, self._driver.late = self._driver.late, 0
-        self.figures.add("lookups_late", late)
+        self.figures.add("lookups_late", self._driver.late)
+        self._driver.late = 0
         self._note_given(output)
         for request_id in output.preempted_req_ids or ():
             self._preempted_s = self._clock()
@@ -282,9 +271,8 @@ class VllmScheduler:
         if self._last_store is not None and patience is not None and not patience.is_open:
             patience.spend(self._last_store)  # before more steps are given its blocks
         self._last_store = None
-        given = None if self._unnamed else self._fresh
         stores = self._stores.send()
-        fences = self._stores.guard(given)
+        fences = self._stores.guard(None if self._unnamed else self._fresh)
         loads = tuple(replace(load, waits=self._waits(load.plan)) for load in self._loads)
         self._loads = []
         self._in_flight.begin_step()

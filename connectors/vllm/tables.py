@@ -1,9 +1,12 @@
-"""Which blocks requests have, as vLLM's SchedulerOutput names them."""
+"""Which blocks requests have, as vLLM names them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.vllm.groups import KVGroup
 
 Table = list[list[int | None]]
 """Per KV group a request's blocks, from its first token on; None where it has none."""
@@ -25,6 +28,19 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
     for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if ids is not None and request_id not in cached.resumed_req_ids:
             yield request_id, [_or_none(column) for column in ids]
+
+
+def failing(
+    groups: Sequence[KVGroup], chunk_tokens: int, request_id: str, columns: Table, local_tokens: int, hit_tokens: int
+) -> LoadPlan:
+    """A plan that names the blocks to be filled and nothing to fill them with."""
+    sizes = [group.block_tokens for group in groups]
+    pieces = tuple(
+        LoadPiece(at * size // chunk_tokens, group, (), (block,), 0)
+        for group, (size, column) in enumerate(zip(sizes, columns, strict=True))
+        for at, block in enumerate(column) if at * size >= local_tokens and block is not None
+    )
+    return LoadPlan(request_id, "", local_tokens, hit_tokens, chunk_tokens, pieces)
 
 
 def _or_none(blocks: Sequence[int]) -> list[int | None]:

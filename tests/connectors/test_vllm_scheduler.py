@@ -244,6 +244,6 @@ def test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored(schedul
     for one, blocks in ((other, [5, 6, 7, 8]), (request, [1, 2, 3, 4])):
         scheduler.allocated(one, [[*blocks]], 0)
         step(scheduler, one, 64, new=[blocks])
-    scheduler.finished("r", has_failed=True)
+    scheduler.finished(request, has_answered=False, has_failed=True)
     dropped = {store.request_id: store.is_dropped for store in scheduler._stores._stores.values()}
     assert dropped == {"other": False, "r": True}

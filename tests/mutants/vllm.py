@@ -160,8 +160,10 @@ MUTANTS = (
     ),
     Mutant(
         "V15", "a store whose blocks a step gives away is dropped", SCHEDULER,
-        "        stores = self._stores.send()\n        fences = self._stores.guard(given)\n",
-        "        fences = self._stores.guard(given)\n        stores = self._stores.send()\n",
+        "        stores = self._stores.send()\n"
+        "        fences = self._stores.guard(None if self._unnamed else self._fresh)\n",
+        "        fences = self._stores.guard(None if self._unnamed else self._fresh)\n"
+        "        stores = self._stores.send()\n",
         ("tests/vllm/test_undone.py", "-k", "read_before and 0.33.0"),
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),

@@ -58,6 +58,7 @@ from kvdock.connectors.vllm.setup import (
     reports_early,
     undoes_steps,
     warn_of_policy,
+    warn_of_version,
     workers_here,
     zeroes_blocks,
 )
@@ -128,6 +129,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         place = place_of(vllm_config.parallel_config, self._groups)
         engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
         self._is_beside = engine is None or engine.kv_transfer_config is not transfer
+        if role == KVConnectorRole.SCHEDULER:
+            warn_of_version(vllm.__version__)
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):

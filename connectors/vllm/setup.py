@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -210,6 +211,21 @@ def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
         raise NotSupportedError(
             f"kvdock needs pipeline stages of equally many layers, found {layers}: choose a pipeline_parallel_size "
             f"that divides {sum(layers)}, and leave VLLM_PP_LAYER_PARTITION unset."
+        )
+
+
+VERSIONS = (0, 24), (0, 33)
+"""The first and the last minor version of vLLM that were tried."""
+
+
+def warn_of_version(version: str) -> None:
+    """`version`: vLLM's own."""
+    first, last = VERSIONS
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+        log.warning(
+            "found vLLM %s, and kvdock was tried with %d.%d to %d.%d: watch for errors, or choose one of those",
+            version, *first, *last,
         )
 
 

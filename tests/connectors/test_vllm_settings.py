@@ -31,6 +31,7 @@ from kvdock.connectors.vllm.setup import (
     refuse_what_is_not_supported,
     reports_early,
     undoes_steps,
+    warn_of_version,
     workers_here,
 )
 from kvdock.connectors.vllm.worker import BESIDE_STEPS, beside_steps
@@ -366,3 +367,16 @@ def test_background_loads_always_leave_blocks_for_the_largest_request() -> None:
     room.give_back("small")
     room.add(large)
     assert not room.fits(large)  # 5 + 11 + 11 > 20
+
+
+@pytest.mark.parametrize(("version", "warns"), [
+    ("0.23.1", True), ("0.24.0", False), ("0.32.0+cpu", False), ("0.33.1rc1.dev3+g0123", False), ("0.34.0", True),
+    ("1.0.0", True), ("dev", True),
+])
+def test_versions_that_were_not_tried_get_one_warning(
+    version: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_version(version)
+    assert caplog.messages == [
+        f"found vLLM {version}, and kvdock was tried with 0.24 to 0.33: watch for errors, or choose one of those"
+    ] * warns

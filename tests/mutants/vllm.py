@@ -20,7 +20,7 @@ MUTANTS = (
     ),
     Mutant(
         "V1", "a resumed request's blocks are appended to its table", TABLES,
-        "        if request_id in cached.resumed_req_ids:\n", "        if ids is None:\n",
+        "if ids is not None and request_id not in cached.resumed_req_ids:", "if ids is not None:",
         BY_HAND, "test_a_resumed_request_is_stored_from_its_new_blocks",
     ),
     Mutant(

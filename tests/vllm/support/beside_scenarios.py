@@ -7,13 +7,11 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
-from unittest import mock
 
-import undone_scenarios
 from sched_engine import SchedEngine
 from sched_scenarios import figures, prompt
+from undone_scenarios import asked_again
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
 from kvdock.connectors.vllm.plugin import register
@@ -152,11 +150,18 @@ def by_name(address: str) -> dict[str, Any]:
     return {"read": sorted(read.data), "kinds": [type(one).__name__ for one in read.data.values()]}
 
 
-def undone(address: str, scenario: str, *arguments: Any) -> dict[str, Any]:
-    """A scenario of undone_scenarios.py, beside a connector that does nothing, with stores that begin late."""
-    with mock.patch.object(undone_scenarios, "SchedEngine", partial(SlowStores, siblings=[child("Idle")])):
-        found: dict[str, Any] = undone_scenarios.SCENARIOS[scenario](address, *arguments)
-    return found
+def blocks_go_at_once(address: str) -> dict[str, int]:
+    """What a request stores is in blocks that the step which stores it gives to another one. Beside a connector that
+    does nothing."""
+    engine = SlowStores(
+        address, siblings=[child("Idle")], blocks=15, budget=256, weights_digest=os.urandom(8).hex()
+    )
+    engine.add("r", prompt(2, 193), 1)
+    engine.add("next", prompt(3, 220), 2)  # waits for the blocks
+    while not engine.requests["r"].is_finished():
+        engine.step()
+    time.sleep(0.1)  # the background reserves
+    return asked_again(engine, prompt(2, 193))
 
 
-SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, by_name, undone)}
+SCENARIOS = {made.__name__: made for made in (sibling_fails, handshakes, policies, by_name, blocks_go_at_once)}

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvdock.api.views import probes
 from kvdock.api.views.reports import Reports
 from kvdock.cli.main import app
 from kvdock.client.client import Client
+from kvdock.connectors.vllm.setup import Settings as ConnectorSettings
+from kvdock.protocol.address import CONNECTOR_PREFIX
 from kvdock.protocol.errors import CODES
 
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
@@ -82,6 +85,7 @@ def test_commands_flags_and_variables_of_all_pages_exist() -> None:
     commands = typer.main.get_group(app).commands
     flags = {name: {word for one in command.params for word in one.opts} for name, command in commands.items()}
     variables = {*OTHER_VARIABLES, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.__struct_fields__)}
+    variables |= {CONNECTOR_PREFIX, *(f"{CONNECTOR_PREFIX}{field.name.upper()}" for field in fields(ConnectorSettings))}
     pages = [ROOT / "README.md", ROOT / "Dockerfile", *EXAMPLES.iterdir(), *(ROOT / "docs").glob("*.md")]
     seen = 0
     for page in pages:

@@ -247,11 +247,14 @@ def aside(address: str) -> dict[str, Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # as logging has it
-    logging.getLogger("kvdock.vllm").addHandler(handler)
+    log = logging.getLogger("kvdock.vllm")
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING)  # SchedEngine has vLLM log errors alone
     engine = RecurrentEngine(
         address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False
     )
-    logging.getLogger("kvdock.vllm").removeHandler(handler)
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
     for name in ("first", "second"):
         engine.add(name, prompt(1, 150))
         engine.run()

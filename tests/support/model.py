@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ROOT = b""
@@ -47,7 +48,6 @@ class Record:
     key: bytes
     parent: bytes
     groups: set[int]
-    generation: int
     last_used: int
     temporary: bool
     state: str = "reserved"
@@ -77,13 +77,18 @@ class Refused(Exception):
 
 
 class Model:
-    def __init__(self, spaces: list[Space], slots: int, session_cap: float, total_cap: float) -> None:
-        self.spaces, self.slots = spaces, slots
+    """`is_gone`: whether the table, which is asked first, has evicted a record. It chooses among leaves that were used
+    last at the same time, for no rule does."""
+
+    def __init__(
+        self, spaces: list[Space], slots: int, session_cap: float, total_cap: float, is_gone: Callable[[Record], bool]
+    ) -> None:
+        self.spaces, self.slots, self.is_gone = spaces, slots, is_gone
         self.session_room, self.total_room = int(slots * session_cap), int(slots * total_cap)
         self.records: list[Record] = []
         self.grants: dict[int, Grant] = {}
         self.quotas: defaultdict[int, Quota] = defaultdict(Quota)
-        self.tick = self.generation = 0
+        self.tick = 0
 
     # -- questions
 
@@ -118,7 +123,7 @@ class Model:
             if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and bool(r.kept_until) == kept
             and (r.space, r.key) != (space, spare) and tenant in (None, self.spaces[r.space].tenant)
         ]
-        return min(free, key=lambda r: (r.last_used, r.generation), default=None)
+        return min(free, key=lambda r: (r.last_used, not self.is_gone(r)), default=None)
 
     def of_tenant(self, tenant: int) -> list[Record]:
         return [r for r in self.records if self.spaces[r.space].tenant == tenant]
@@ -266,8 +271,7 @@ class Model:
             if self.slots - self.used() < need:
                 limited = "no_space"
                 break
-            self.generation += 1
-            r = Record(space, key, parent, groups, self.generation, self.tick, temporary)
+            r = Record(space, key, parent, groups, self.tick, temporary)
             self.records.append(r)
             granted[i] = mine.lines[i] = r
         del self.grants[-1]

@@ -200,10 +200,11 @@ class WorkerConnector:
             self.end_load(loading)
 
     def submit_load(
-        self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Bands] | None = None, *, waits: bool = True
+        self, attachment: Attachment, plan: LoadPlan, bands: Sequence[Bands] | None = None, *, waits: bool = True,
+        after: int | None = None,
     ) -> Loading:
         """Enqueues the copies and returns. `bands`: per group; GPUs only. Not `waits`: nothing that is on the engine's
-        stream uses the blocks, so the copies may begin before it has ended."""
+        stream uses the blocks, so the copies may begin before it has ended, but not before what is on `after`."""
         loading = Loading(attachment, plan, self._clock())
         loading.holds_lease = attachment.grants.begin(plan.lease)
         if not loading.holds_lease:
@@ -214,7 +215,8 @@ class WorkerConnector:
                 # The copy begins with a few parts, and goes on while the rest is described.
                 for some in (pieces[:FIRST_PARTS], pieces[FIRST_PARTS:]):
                     if some:
-                        self._submit(loading, group, some, bands[group] if bands is not None else None, waits)
+                        banded = bands[group] if bands is not None else None
+                        self._submit(loading, group, some, banded, self._stream if waits else after)
         except CopyFailed as error:
             self._load_lost(loading, error)
         except CallFailed as error:
@@ -223,7 +225,7 @@ class WorkerConnector:
         return loading
 
     def _submit(
-        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Bands | None, waits: bool
+        self, loading: Loading, group: int, pieces: Sequence[LoadPiece], bands: Bands | None, after: int | None
     ) -> None:
         own = [self._own_part(piece, piece.parts, self.rank % self.session.manifest.writers) for piece in pieces]
         slots = self._addresses(loading.attachment, own)
@@ -231,7 +233,7 @@ class WorkerConnector:
             PartCopy(slot, piece.block_ids, piece.skip_blocks, part.checksum_value)
             for piece, part, slot in zip(pieces, own, slots, strict=True)
         ]
-        loader, after = self._loaders[group], self._stream if waits else None
+        loader = self._loaders[group]
         if bands is not None and isinstance(loader, CudaCopier):
             handle: CopyHandle = loader.scatter(
                 parts, after=after, bands=bands.ends, verified_after=bands.verified_after

@@ -137,6 +137,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
         self._worker: VllmWorker | None = None
         self._computed: torch.cuda.Stream | None = None
+        self._aside: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
         self._told, self._built = Report(), 0  # what workers said before the manifests were there; steps planned
@@ -197,6 +198,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":
             self._computed = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so in torch
         self._worker = VllmWorker(
             self._settings, manifest, self._identity(f"rank{place.rank}", ranks=(place.rank,), scheduler=False),
             layouts_of(self._groups, kv_caches, blocks, manifest.token_order), planes_of(self._groups, kv_caches),
@@ -209,6 +211,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             ),
             device=str(device), stream=_stream_of(str(device)),
             computed=self._computed.cuda_stream if self._computed is not None else None,
+            aside=self._aside.cuda_stream if self._aside is not None else None,
         )
         self._handshake = Handshake(msgspec.json.encode(manifest), self._instance)
 

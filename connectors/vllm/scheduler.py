@@ -13,9 +13,10 @@ Threads: vLLM's scheduler thread calls everything.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Miss, Pending
 from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
-from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.scheduler import SchedulerConnector
@@ -45,6 +45,7 @@ from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
 from kvdock.connectors.vllm.tables import Table, begun, failing, grown
+from kvdock.connectors.vllm.tracked import Tracked
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
@@ -52,21 +53,6 @@ FIRST_STEPS = 3
 """After this many steps every worker has had time to say whether it is attached."""
 SHORT_OF_BLOCKS_S = 60.0
 """For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
-
-
-@dataclass
-class _Tracked:
-    """A request from its arrival to its end. `table`: per group its blocks, None where it has none."""
-
-    request: Any
-    local_tokens: int = 0
-    is_async: bool = False
-    """As LoadOrder has it: of the load that it was last promised."""
-    is_new: bool = True
-    """It was not in any step since it was given its blocks."""
-    table: Table | None = None
-    is_old: bool = False
-    """The cache was reset since it was looked up: what it computes may rest on what was there before."""
 
 
 class VllmScheduler:
@@ -86,7 +72,7 @@ class VllmScheduler:
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self.figures = Figures()
         self._hints, self._outcomes = Hints(partial(self.figures.add, "hints_ignored")), Outcomes()
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._tags = tags if tags is not None else Tags()
         share = settings.compute_once
         self._chunk_tokens = session.manifest.chunk_tokens
@@ -113,11 +99,11 @@ class VllmScheduler:
         self._last_store: Future[None] | None = None
         self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
         self._loads: list[LoadOrder] = []
-        self._stores = Stores(
-            self._driver, ranks, partial(self.figures.add, "stores_dropped", 1),
-            held_steps=steps_ahead if is_beside else 0,
-        )
+        self._steps_ahead = steps_ahead
+        count_dropped = partial(self.figures.add, "stores_dropped", 1)
+        self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
         self._fresh: set[int] = set()  # blocks given out since the last build
+        self._loaded_into: set[int] = set()  # those of them that no step writes before a load has ended
         self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
         self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
         self._epochs: dict[int, ServerEpoch] = {}  # of the workers
@@ -159,7 +145,7 @@ class VllmScheduler:
                 self.figures.add(f"bypassed_{why}", 1)
                 self._outcomes.held_back(request, f"bypassed_{why}")
             return 0, False
-        tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
         if not self._clearing.is_over:
             self._clear_again()
@@ -215,7 +201,7 @@ class VllmScheduler:
         self._tags.arrived(request)
         is_long = self._usable(request) >= self._chunk_tokens
         if is_long and self._may_load(request) and self._tags.of(request) is not None:
-            self._tracked.setdefault(request.request_id, _Tracked(request))
+            self._tracked.setdefault(request.request_id, Tracked(request))
             self._early.arrived(request.request_id)
 
     def _expect(self, request_id: str) -> None:
@@ -225,13 +211,13 @@ class VllmScheduler:
 
     def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
         """The request has its blocks: a load begins when it was promised external tokens."""
-        tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.table, tracked.is_new = request, table, True
         if not any(table):  # vLLM 0.24 names blocks to the connector alone that loads
             self._unnamed.add(request.request_id)
-        for column, group in zip(table, self._groups, strict=True):
-            first = tracked.local_tokens // group.block_tokens
-            self._fresh.update(block for block in column[first:] if block is not None)
+        tracked.steps = deque(maxlen=self._steps_ahead + 2)
+        tracked.given = self._behind(table, tracked.local_tokens)
+        self._fresh |= tracked.given
         self._early.left(request.request_id)
         if external_tokens == 0:
             self._driver.drop_lookup(request.request_id)
@@ -240,6 +226,7 @@ class VllmScheduler:
         self._outcomes.loads(request, tracked.local_tokens, external_tokens)
         if tracked.is_async:
             self._budget.take(request)
+            self._loaded_into |= tracked.given
         columns = self._whole_blocks(table, hit)
         begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
@@ -272,16 +259,16 @@ class VllmScheduler:
             patience.spend(self._last_store)  # before more steps are given its blocks
         self._last_store = None
         stores = self._stores.send()
-        fences = self._stores.guard(None if self._unnamed else self._fresh)
-        loads = tuple(replace(load, waits=self._waits(load.plan)) for load in self._loads)
+        fences = self._stores.guard(None if self._unnamed else self._fresh - self._loaded_into)
+        loads = tuple(self._ordered(load) for load in self._loads)
         self._loads = []
         self._in_flight.begin_step()
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
             self._note_used(request_id)
             self._offer(request_id, count, duplicate=duplicate)
-        self._fresh.clear()
-        self._unnamed.clear()
+        for noted in (self._fresh, self._loaded_into, self._unnamed):
+            noted.clear()
         scheduled = list(output.num_scheduled_tokens)
         is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
         self._driver.step(is_idle)
@@ -290,10 +277,10 @@ class VllmScheduler:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
         return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
 
-    def _waits(self, plan: LoadPlan) -> bool:
-        """Whether steps under way, or stores, may still use blocks that the load writes."""
-        blocks = {block for piece in plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
-        return self._in_flight.touches(blocks) or any(not read.isdisjoint(blocks) for read in self._stores)
+    def _ordered(self, load: LoadOrder) -> LoadOrder:
+        """It comes after steps under way that may still use blocks that it writes, and after stores that may."""
+        blocks = {block for piece in load.plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
+        return replace(load, waits=self._in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
 
     def _note_used(self, request_id: str, *, is_preempted: bool = False) -> None:
         """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
@@ -314,14 +301,21 @@ class VllmScheduler:
     def _note_given(self, output: Any) -> None:
         """Blocks that the step's requests are given beside those of allocated()."""
         for request_id, table in begun(output):
-            if request_id in self._unnamed:
+            tracked = self._tracked.get(request_id)
+            if request_id in self._unnamed and tracked is not None:
                 self._unnamed.remove(request_id)
-                local_tokens = self._tracked[request_id].local_tokens
-                for column, group in zip(table, self._groups, strict=True):
-                    self._fresh.update(filter(None, column[local_tokens // group.block_tokens :]))
+                tracked.given = self._behind(table, tracked.local_tokens)
+            if tracked is not None:  # what was loaded into as well: from now on, steps write it
+                self._fresh |= tracked.given
+                tracked.given = set()
         for _, more in grown(output):
             for column in more:
                 self._fresh.update(filter(None, column))
+
+    def _behind(self, table: Table, local_tokens: int) -> set[int]:
+        """The blocks behind the first `local_tokens` tokens."""
+        columns = zip(table, self._groups, strict=True)
+        return {block for column, group in columns for block in column[local_tokens // group.block_tokens :] if block}
 
     def _note_tables(self, output: Any) -> None:
         for request_id, table in begun(output):
@@ -343,6 +337,7 @@ class VllmScheduler:
         request = tracked.request
         before = request.num_computed_tokens
         computed = min(before + count, request.num_tokens)  # what lies behind are drafts
+        tracked.steps.append((self._stores.step, before))
         for column, group in zip(tracked.table, self._groups, strict=True):
             if group.window_tokens is not None:  # vLLM has let these go
                 gone = min(group.left_behind(before) // group.block_tokens, len(column))
@@ -365,7 +360,8 @@ class VllmScheduler:
         if not self._is_stored(request_id):
             return
         own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
-        last = self._stores.begin(self._connector.stores.begin_last_store(request_id, own, computed_tokens))
+        offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
+        last = self._stores.begin(offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens))
         self._last_store = last or self._last_store
 
     def _whole_blocks(self, table: Table, tokens: int) -> Table:

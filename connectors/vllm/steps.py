@@ -18,19 +18,23 @@ NOWHERE = ServerEpoch("", "")
 @dataclass(frozen=True)
 class LoadOrder:
     """`is_async`: the request does not run in this step. `waits`: steps under way may still use some of its blocks, so
-    it comes after them."""
+    it comes after them. `after`: stores that may still read some of its blocks."""
 
     epoch: ServerEpoch
     plan: LoadPlan
     is_async: bool
     waits: bool = True
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StoreOrder:
+    """`waits`: steps under way may still compute what it reads."""
+
     store_id: str
     epoch: ServerEpoch
     plan: StorePlan
+    waits: bool = True
 
 
 @dataclass(frozen=True)

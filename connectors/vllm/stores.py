@@ -2,7 +2,8 @@
 
 Their slots are reserved in the background, and the plan goes to the workers with a later step. vLLM frees blocks when
 it likes, so a store whose blocks are given out anew is fenced: it goes to the workers with that step at the latest, and
-what the step writes comes after the store has read. It is dropped when its slots are not reserved yet.
+what the step writes comes after the store has read. It is dropped when its slots are not reserved yet. Where a load
+writes first, the load alone comes after the store, and the step in which its request runs.
 
 What a step computes may rest on a load of another connector that fails, which is known with the step's outcome. Workers
 publish what they are given, so beside other connectors a store is held back until the steps before it have ended.
@@ -29,7 +30,7 @@ from kvdock.connectors.vllm.steps import StoreOrder
 
 @dataclass
 class _Store:
-    """`step`: how many steps were planned before what it stores was known to be whole."""
+    """`step`: the number of the step that computes the last of what it stores."""
 
     request_id: str
     blocks: frozenset[int]
@@ -41,14 +42,15 @@ class _Store:
 
 class Stores:
     """`ranks`: how many workers report on each. `count_dropped`: is called for each store that the workers never get.
-    `held_steps`: how many more steps are planned before a store is sent than its slots take.
+    `steps_ahead`: how many steps are under way when vLLM plans another one. `holds`: a store is held back until what it
+    stores is computed. `step`: the number of the newest step, from 1.
     """
 
     def __init__(
-        self, driver: Driver, ranks: int, count_dropped: Callable[[], None], *, held_steps: int = 0
+        self, driver: Driver, ranks: int, count_dropped: Callable[[], None], *, steps_ahead: int, holds: bool
     ) -> None:
         self._driver, self._ranks, self._count_dropped = driver, ranks, count_dropped
-        self._held_steps, self._step = held_steps, 0
+        self._steps_ahead, self._holds, self.step = steps_ahead, holds, 0
         self._stores: dict[str, _Store] = {}
         self._lock = threading.Lock()
         self._reserved: list[tuple[str, Attachment, StorePlan | None]] = []
@@ -60,13 +62,19 @@ class Stores:
         """The blocks that each may still read."""
         return (store.blocks for store in self._stores.values())
 
-    def begin(self, offer: StoreOffer | None) -> Future[None] | None:
-        """Ends when the offer's slots are reserved, or could not be."""
+    def begin(
+        self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None
+    ) -> Future[None] | None:
+        """Ends when the offer's slots are reserved, or could not be. `computed_in`: given how many of the request's
+        first chunks, the number of the step that computes the last of them; None: the newest."""
         if offer is None:
             return None
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
-            self._stores[batch.store_id] = _Store(offer.request_id, blocks, self._ranks, self._step)
+            step = computed_in(batch.first + len(batch.keys))
+            self._stores[batch.store_id] = _Store(
+                offer.request_id, blocks, self._ranks, self.step if step is None else step
+            )
         return self._driver.store(
             offer, partial(self._take_reserved, offer.attachment),
             is_wanted=lambda batch: not self._stores[batch.store_id].is_dropped,
@@ -99,7 +107,7 @@ class Stores:
 
     def send(self) -> list[StoreOrder]:
         """A step is planned: those whose slots are reserved, and which are not held back any more."""
-        self._step += 1
+        self.step += 1
         with self._lock:
             reserved, self._reserved = self._reserved, []
         orders, held = [], []
@@ -111,11 +119,13 @@ class Stores:
                     self._count_dropped()
                 if plan is not None:
                     self._driver.abort(attachment, plan)
-            elif self._step - store.step <= self._held_steps:
+                continue
+            waits = self.step - store.step <= self._steps_ahead
+            if waits and self._holds:
                 held.append((store_id, attachment, plan))
             else:
                 store.is_sent = True
-                orders.append(StoreOrder(store_id, attachment.epoch, plan))
+                orders.append(StoreOrder(store_id, attachment.epoch, plan, waits))
         with self._lock:
             self._reserved[:0] = held
         return orders

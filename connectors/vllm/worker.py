@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 
@@ -86,12 +86,12 @@ def beside_steps(measured: CopyTuning, hash_threads: int) -> CopyTuning:
 class VllmWorker:
     """`device`: "cpu" or "cuda:N", where `layouts` are. `planes`: as Layers has it. `stream`: as WorkerConnector has
     it. `computed`: a stream that holds, when begin() is called, what comes before the step's stores; None: `stream` is
-    it."""
+    it. `aside`: a stream on which nothing is computed, for copies that need not wait for steps."""
 
     def __init__(
         self, settings: Settings, manifest: Manifest, identity: Identity, layouts: Sequence[PagedLayout],
         planes: Sequence[Mapping[str, int]], traits: EngineTraits, *, device: str, stream: int | None,
-        computed: int | None = None, clock: Callable[[], float] = time.perf_counter,
+        computed: int | None = None, aside: int | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         where, self.device = Device.named(device), device
         self._traits = traits
@@ -104,7 +104,7 @@ class VllmWorker:
         self._session, self._connector = open_worker(of_engine, manifest, identity, layouts, stream=stream)
         self._groups, self._layers = len(layouts), Layers(planes)
         self.figures, self._clock = CopyFigures(manifest, identity.ranks[0]), clock
-        self._stream, self._computed = stream, computed
+        self._stream, self._computed, self._aside = stream, computed, aside
         self._telling = Background("kvdock-tell")
         self._storing, self._publishing = Background("kvdock-store"), Background("kvdock-publish")
         self._stores: dict[str, _Store] = {}
@@ -126,28 +126,35 @@ class VllmWorker:
 
     def fence(self, orders: Orders, stream: int | None) -> None:
         """Before anything of the step is put on `stream`: what is, and later loads, come after `orders.fences`."""
+        fences = set(orders.fences)
+        if self._traits.zeroes_blocks:  # also those that are loaded into
+            fences.update(store_id for load in orders.loads for store_id in load.after)
         for order in orders.stores:
-            if order.store_id in orders.fences:  # this step is given their blocks: they come before it
+            if order.store_id in fences:  # this step is given their blocks: they come before it
                 self._begin_store(order, self._stream)
-        fenced = [self._stores[store_id] for store_id in orders.fences if store_id in self._stores]
-        if fenced:
+        if fenced := self._submitted(fences):
             began = self._clock()
-            wait([store.submitted for store in fenced])
             for store in fenced:
                 store.is_late = self._traits.zeroes_blocks
-                self._come_after(store.copies, stream)
+                for later in {stream, self._stream}:
+                    self._come_after(store.copies, later)
             self.figures.add("fence_seconds", self._clock() - began)
         if not orders.is_idle:
             self._order_reported(orders.alone, stream)
+
+    def _submitted(self, store_ids: Iterable[str]) -> list[_Store]:
+        """Those that are under way, when it is known what they copy."""
+        stores = [self._stores[store_id] for store_id in store_ids if store_id in self._stores]
+        wait([store.submitted for store in stores])
+        return stores
 
     def _come_after(self, copies: Storing | None, stream: int | None) -> None:
         if copies is None:
             return
         if stream is None or self._stream is None:
             copies.wait(None)
-            return
-        for later in {stream, self._stream}:
-            copies.order(later)
+        else:
+            copies.order(stream)
 
     def begin(self, orders: Orders) -> None:
         """Submits copies, before the step's forward pass or, if it reads none of them, after its launch. Those that it
@@ -155,7 +162,7 @@ class VllmWorker:
         self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
         for stored in orders.stores:
-            if stored.store_id not in orders.fences:
+            if stored.store_id not in self._stores:  # else fence() has begun it
                 self._begin_store(stored, self._computed)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
@@ -170,6 +177,7 @@ class VllmWorker:
     def _begin_store(self, order: StoreOrder, after: int | None) -> None:
         unended = [load.loading for load in self._running if load.reported and load.loading is not None]
         store = self._stores[order.store_id] = _Store(order)
+        after = after if order.waits else self._aside
         store.submitted = self._storing.run(self._submit_store, store, after, unended)
 
     def _order_reported(self, alone: str | None, stream: int | None) -> None:
@@ -254,9 +262,11 @@ class VllmWorker:
         if attachment is None:
             return None
         bands = self._layers.bands if is_early else None
-        return self._connector.submit_load(
-            attachment, order.plan, bands, waits=order.waits or self._traits.zeroes_blocks
-        )
+        waits, stores = order.waits or self._traits.zeroes_blocks, self._submitted(order.after)
+        for store in stores:
+            self._come_after(store.copies, self._stream if waits else self._aside)
+        after = self._aside if stores else None
+        return self._connector.submit_load(attachment, order.plan, bands, waits=waits, after=after)
 
     def _take_ended(self, awaited: Callable[[_Load], bool]) -> None:
         """Files the loads that have ended, and waits for those that are `awaited`."""

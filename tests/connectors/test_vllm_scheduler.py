@@ -20,14 +20,15 @@ from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
-from kvdock.connectors.vllm.steps import Report
+from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
+from kvdock.connectors.vllm.tracked import Tracked
 from kvdock.protocol.schemas import Group
 
 BLOCK, CHUNK = 16, 32
 FULL, WINDOW = KVGroup(None, BLOCK, {"a": 128}, False), KVGroup(24, BLOCK, {"b": 128}, False)
 
 
-def scheduler_of(address: str, *groups: KVGroup) -> VllmScheduler:
+def scheduler_of(address: str, *groups: KVGroup, steps_ahead: int = 0) -> VllmScheduler:
     described = manifest(
         chunk_tokens=CHUNK, block_tokens=BLOCK, cache_salt=unique("salt"), groups=tuple(
             Group(part_bytes=256) if group.window_tokens is None
@@ -38,7 +39,9 @@ def scheduler_of(address: str, *groups: KVGroup) -> VllmScheduler:
         Client(address), described, Identity(unique("instance"), unique("member"), ranks=(), scheduler=True)
     )
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    return VllmScheduler(session, groups, budget, Settings(address=address), ranks=1, fails_closed=False)
+    return VllmScheduler(
+        session, groups, budget, Settings(address=address), ranks=1, fails_closed=False, steps_ahead=steps_ahead
+    )
 
 
 @pytest.fixture
@@ -59,10 +62,10 @@ def request_of(tokens: int) -> Any:
 def step(
     scheduler: VllmScheduler, request: Any, tokens: int = 0, *, new: Sequence[Sequence[int]] | None = None,
     more: Sequence[Sequence[int]] | None = None, resumed: bool = False, preempted: bool = False,
-) -> None:
+) -> Orders:
     """Computes `tokens` of the request. `new`: its blocks when it is scheduled for the first time; `more`: those it
     grows into, or all of them when it is resumed."""
-    scheduler.build(SimpleNamespace(
+    orders = scheduler.build(SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else None,
         scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, block_ids=new)] if new is not None else [],
         scheduled_cached_reqs=SimpleNamespace(
@@ -72,6 +75,7 @@ def step(
         num_scheduled_tokens={request.request_id: tokens} if tokens else {}, finished_req_ids=set(),
     ))
     request.num_computed_tokens += tokens
+    return orders
 
 
 def offered(scheduler: VllmScheduler) -> list[set[int]]:
@@ -163,13 +167,65 @@ def test_steps_do_not_wait_for_a_slow_servers_slots_once_it_is_known_to_be_late(
     assert sorted(took)[5] < Settings.lookup_wait_s / 2
 
 
+# ---------------------------------------------------------------------- stores and loads of the same blocks
+
+def test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request_runs(scheduler: VllmScheduler) -> None:
+    writer, reader = request_of(65), request_of(64)
+    writer.request_id = "writer"
+    reader.all_token_ids = [2] * 64
+    scheduler.allocated(writer, [[1, 2, 3, 4, 5]], 0)
+    step(scheduler, writer, 65, new=[[1, 2, 3, 4, 5]])
+    eventually(lambda: bool(scheduler._stores._reserved))
+    stored = step(scheduler, writer, 1).stores
+    scheduler.finished(writer, has_answered=True)
+    assert [order.plan.tokens for order in stored] == [64]
+    scheduler.arrived(reader)
+    scheduler.lookup(reader, 0)
+    scheduler._tracked["r"].is_async = True  # as if it had found two chunks
+    scheduler.allocated(reader, [[3, 4, 6, 7]], 64)
+    orders = step(scheduler, reader)
+    assert [load.after for load in orders.loads] == [(stored[0].store_id,)] and orders.fences == ()
+    assert step(scheduler, reader, 64, new=[[3, 4, 6, 7]]).fences == (stored[0].store_id,), "now a step writes them"
+
+
+@pytest.mark.parametrize("more_steps", [0, 2])
+def test_what_was_computed_long_ago_is_stored_beside_steps_under_way(server: ServerProcess, more_steps: int) -> None:
+    """The chunks that are stored when the request ends, of which the newest step may be under way."""
+    scheduler, request = scheduler_of(server.unix, FULL, steps_ahead=1), request_of(99)
+    scheduler._exclusive = True
+    scheduler.start()
+    scheduler.allocated(request, [[1, 2, 3, 4, 5, 6, 7]], 0)
+    step(scheduler, request, 64, new=[[1, 2, 3, 4, 5, 6, 7]])
+    for tokens in (32, *[1] * more_steps):
+        scheduler._stores.drop_unsent("r")  # so that all of it is stored when the request ends
+        eventually(lambda: len(scheduler._stores._reserved) == len(offered(scheduler)))
+        step(scheduler, request, tokens)
+    scheduler._stores.drop_unsent("r")
+    scheduler.finished(request, has_answered=True)
+    eventually(lambda: len(scheduler._stores._reserved) == len(offered(scheduler)))
+    assert [(order.plan.tokens, order.waits) for order in step(scheduler, request).stores] == [(96, more_steps == 0)]
+    scheduler.close()
+
+
+def test_what_was_there_before_a_request_ran_may_be_a_load_that_ends_with_its_first_step() -> None:
+    tracked = Tracked(None)
+    assert tracked.computed_in(32) is None
+    tracked.steps.extend([(7, 64), (8, 70), (9, 71)])
+    assert [tracked.computed_in(tokens) for tokens in (32, 64, 65, 70, 71, 72)] == [7, 7, 7, 7, 8, 9]
+
+
 # ---------------------------------------------------------------------- steps under way
 
 STEPS = 3
 
 
+def ordered(scheduler: VllmScheduler, *blocks: int, skip: int = 0) -> LoadOrder:
+    plan = LoadPlan("l", "lease", 0, CHUNK, CHUNK, (LoadPiece(0, 0, (), blocks, skip),))
+    return scheduler._ordered(LoadOrder(NOWHERE, plan, is_async=True))
+
+
 def waits(scheduler: VllmScheduler, *blocks: int, skip: int = 0) -> bool:
-    return scheduler._waits(LoadPlan("l", "lease", 0, CHUNK, CHUNK, (LoadPiece(0, 0, (), blocks, skip),)))
+    return ordered(scheduler, *blocks, skip=skip).waits
 
 
 @pytest.fixture
@@ -228,13 +284,15 @@ def test_a_load_comes_after_stores_that_still_read_its_blocks(server: ServerProc
     scheduler.start()
     scheduler.allocated(request, [[1, 2, 3, 4]], 0)
     step(scheduler, request, 64, new=[[1, 2, 3, 4]])
+    eventually(lambda: bool(scheduler._stores._reserved))
     scheduler.finished(request, has_answered=False)
     other = request_of(8)
     other.request_id = "other"
     scheduler.allocated(other, [[5]], 0)
     for _ in range(STEPS + 1):
         step(scheduler, other, 1, more=[[]])
-    assert waits(scheduler, 2) and not waits(scheduler, 6), "no worker has said that it ended"
+    assert ordered(scheduler, 2).after and not ordered(scheduler, 6).after, "no worker has said that it ended"
+    assert not waits(scheduler, 2), "of the steps under way none writes it"
     scheduler.close()
 
 

@@ -14,10 +14,12 @@ from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Spectator, continued, sto
 from engine_helpers import config
 
 from kvdock.client.client import Client
+from kvdock.connectors.interface import Hit
+from kvdock.connectors.requests import Fetch
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
-from kvdock.connectors.vllm.steps import Orders, StoreOrder
+from kvdock.connectors.vllm.steps import LoadOrder, Orders, StoreOrder
 from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CpuCopier
@@ -67,6 +69,16 @@ class Worker:
         offer.attachment.release()
         return StoreOrder(offer.batches[0].store_id, offer.attachment.epoch, plan)
 
+    def load(self, name: str, tokens: list[int], first_block: int, after: tuple[str, ...]) -> LoadOrder:
+        """A load of all of `tokens`, which are stored."""
+        fetch = self.scheduler.lookup(name, tokens, 0)
+        assert isinstance(fetch, Fetch)
+        assert self.scheduler.fetch(fetch) is None and isinstance(self.scheduler.lookup(name, tokens, 0), Hit)
+        begun = self.scheduler.begin_load(name, [list(range(first_block, first_block + BLOCKS))], 0, len(tokens))
+        assert begun is not None
+        begun[0].release()
+        return LoadOrder(begun[0].epoch, begun[1], is_async=False, waits=False, after=after)
+
     def overwrite(self, order: StoreOrder) -> None:
         for piece in order.plan.pieces:
             for paged in (*self.kv.k, *self.kv.v):
@@ -112,6 +124,23 @@ def test_a_step_waits_for_a_stores_copies(worker: Worker) -> None:
     worker.overwrite(order)
     eventually(worker.is_told)
     worker.expect_stored(TOKENS)
+
+
+def test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks(worker: Worker) -> None:
+    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    eventually(worker.is_told)
+    second, may_copy = worker.order("second", OTHERS, 1 + BLOCKS), threading.Event()
+    load = worker.load("r", TOKENS, 1 + BLOCKS, after=(second.store_id,))
+    copier = worker.half._connector._storers[0]
+    assert isinstance(copier, CpuCopier)
+    copier._thread.submit(may_copy.wait)  # it is at work for somebody else
+    threading.Timer(0.3, may_copy.set).start()
+    worker.half.begin(Orders(stores=(second,), loads=(load,)))
+    assert may_copy.is_set()
+    eventually(worker.is_told)
+    worker.expect_stored(OTHERS)
+    for paged in (*worker.kv.k, *worker.kv.v):
+        assert torch.equal(paged[1 : 1 + BLOCKS], paged[1 + BLOCKS : 1 + 2 * BLOCKS])
 
 
 def test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_before(

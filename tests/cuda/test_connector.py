@@ -173,6 +173,39 @@ def test_a_load_that_need_not_wait_ends_while_the_engines_stream_is_at_work(
         worker._stream = None
 
 
+def test_a_load_into_blocks_that_a_store_still_reads_comes_after_it_alone(
+    server: ServerProcess, writer: GpuRig
+) -> None:
+    tokens, late, into = stored(writer, 21), tokens_of(22, CHUNKS), list(range(64, 64 + BLOCKS))
+    (busy, aside, engines), worker = (new_stream(), new_stream(), new_stream()), writer.connector.worker
+    worker._stream = stream_of(engines)
+    try:
+        before, request = writer.blocks(into), writer.hit(tokens)
+        offer = writer.connector.scheduler.stores.begin_store("late", late, [into], len(late))
+        assert offer is not None
+        plan = writer.connector.scheduler.stores.reserve(offer, offer.batches[0])
+        begun = writer.connector.scheduler.begin_load(request, [[*into]], 0, len(tokens))
+        assert plan is not None and begun is not None
+        torch.cuda.synchronize()
+        keep_busy(busy, 800_000_000)
+        keep_busy(engines, 3_200_000_000)
+        storing = worker.submit_store(offer.attachment, plan, after=stream_of(busy))
+        storing.order(stream_of(aside))
+        loading = worker.submit_load(*begun, waits=False, after=stream_of(aside))
+        assert not loading.wait(0.05) and not busy.query()
+        assert worker.finish_load(loading) == len(tokens) and busy.query() and not engines.query()
+        worker.end_load(loading)
+        assert worker.finish_store(storing) == CHUNKS
+        offer.attachment.release()
+        torch.cuda.synchronize()
+        assert torch.equal(writer.blocks(into), writer.blocks(range(BLOCKS)))
+    finally:
+        worker._stream = None
+    elsewhere = list(range(96, 96 + BLOCKS))
+    assert writer.load(writer.hit(late), elsewhere, 0, len(late)).valid_tokens == len(late)
+    assert torch.equal(writer.blocks(elsewhere), before)
+
+
 def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_end(
     server: ServerProcess, writer: GpuRig
 ) -> None:

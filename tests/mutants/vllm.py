@@ -310,4 +310,20 @@ MUTANTS = (
         ("tests/vllm/test_beside.py", "-k", "read_before and 0.24.0"),
         "test_beside_another_connector_stores_are_read_before_their_blocks_are_written",
     ),
+    Mutant(
+        "V28", "what the newest steps compute is stored beside them", "connectors/vllm/tracked.py",
+        "if before < tokens), self.steps[0][0])", "if before < 0), self.steps[0][0] - 9)",
+        BY_HAND, "test_what_was_computed_long_ago_is_stored_beside_steps_under_way[0]",
+    ),
+    Mutant(
+        "V29", "a load does not come after the stores that read its blocks", "connectors/vllm/worker.py",
+        "self._come_after(store.copies, self._stream if waits else self._aside)", "pass",
+        ("tests/connectors/test_vllm_worker.py",),
+        "test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks",
+    ),
+    Mutant(
+        "V30", "a step does not come after stores of what its request was loaded into", SCHEDULER,
+        "                self._fresh |= tracked.given\n", "",
+        BY_HAND, "test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request_runs",
+    ),
 )

@@ -52,6 +52,8 @@ def test_an_engine_of_another_namespace_changes_nothing(
 def test_under_pressure_an_exclusive_pool_harms_nothing(
     version: str, small: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = schedulers.run(version, "pressure", small.unix, [None], 0, SEEDS, exclusive=True)
+    found = schedulers.run(
+        version, "pressure", small.unix, [None], 0, SEEDS, exclusive=True, likely=0.1, overlap=True, late=True
+    )
     assert found["wrong"] == {}
-    assert found["loaded"] > 0 and found["preempted"] > 0
+    assert found["loaded"] > 0 and found["preempted"] > 0 and found["stores_at_once"] > 0

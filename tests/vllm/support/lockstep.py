@@ -78,20 +78,24 @@ class Queue:
             self.run_first()
 
 
+ASIDE = 1
+"""A stream that holds nothing of what is computed."""
+
+
 class LateLoading(Loading):
     """Copies in the step in which it ends, or when somebody waits for its end, or orders work after it. It is verified
     when its bytes are seen to be whole, `unsure` questions after it was submitted."""
 
     def __init__(
         self, engine: SchedEngine, submit: Callable[..., Loading], steps: int, unsure: int, attachment: Any, plan: Any,
-        bands: Any = None, *, waits: bool,
+        bands: Any = None, *, waits: bool, after: int | None,
     ) -> None:
         super().__init__(attachment, plan, 0.0)
         self._engine, self._waits = engine, waits
         self._submit, self.steps_left, self._unsure, self._copied = submit, steps, unsure, False
         groups = sorted({piece.group for piece in plan.pieces})
         self.copies = [(group, (), LateCopy(self)) for group in groups]
-        engine.seen["loads_after" if waits else "loads_at_once"] += 1
+        engine.seen["loads_after" if waits else "loads_after_stores" if after is not None else "loads_at_once"] += 1
         if engine.is_late and not waits:
             self.wait(None)
 
@@ -197,11 +201,15 @@ def into_lockstep(
     )
     submit_store = worker._connector.submit_store
 
-    def submit_computed(*arguments: Any, **how: Any) -> Any:
-        engine.computes()
-        return submit_store(*arguments, **how)
+    def submit_computed(*arguments: Any, after: int | None) -> Any:
+        if after != ASIDE:
+            engine.computes()
+        storing = submit_store(*arguments)
+        storing.wait(None)  # before the step, if it does not come after it
+        engine.seen["stores_after" if after != ASIDE else "stores_at_once"] += 1
+        return storing
 
-    worker._connector.submit_store = submit_computed
+    worker._connector.submit_store, worker._aside = submit_computed, ASIDE
     worker._reports_early = verified
     if verified and hasty:
         into_haste(worker)

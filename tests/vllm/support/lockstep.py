@@ -204,9 +204,10 @@ def into_lockstep(
     def submit_computed(*arguments: Any, after: int | None) -> Any:
         if after != ASIDE:
             engine.computes()
+            return submit_store(*arguments)
         storing = submit_store(*arguments)
-        storing.wait(None)  # before the step, if it does not come after it
-        engine.seen["stores_after" if after != ASIDE else "stores_at_once"] += 1
+        storing.wait(None)  # as early as it may
+        engine.seen["stores_at_once"] += 1
         return storing
 
     worker._connector.submit_store, worker._aside = submit_computed, ASIDE

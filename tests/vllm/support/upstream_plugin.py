@@ -1,8 +1,8 @@
 """pytest plugin for vLLM's own tests of connectors: what they make has kvdock's, at the server KVDOCK_ADDRESS.
 
-The tests make engines with functions of theirs. Before they are imported, three of these are replaced: the configuration
-names kvdock, the Scheduler is handed a real worker's handshake, and the connector that only counts calls hands them on
-to the real one. What comes out of a step is still the tests' own invention. So the worker is at work only when a test
+The tests make engines with functions of theirs. Before the tests are imported, three of these are replaced: the
+configuration names kvdock, the Scheduler is handed a real worker's handshake, and the connector that only counts calls
+hands them on to the real one. What steps bring is still made up by the tests. So the worker is at work only when a test
 has ended: it makes the stores that were planned, and then the server must have nothing that did not come, and the
 connector must have forgotten all requests.
 """

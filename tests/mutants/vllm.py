@@ -325,6 +325,8 @@ MUTANTS = (
         "V30", "a step does not come after stores of what its request was loaded into", SCHEDULER,
         "                self._fresh |= tracked.given\n", "",
         BY_HAND, "test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request_runs",
+    ),
+    Mutant(
         "V27", "vLLM keeps a request's blocks when it has ended", "connectors/vllm/connector.py",
         "return False, self._scheduler.finished(", "return True, self._scheduler.finished(",
         ("tests/vllm/test_upstream.py",), "test_vllms_own_tests_pass_with_kvdock_as_the_connector",

@@ -13,7 +13,10 @@ from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
 from schedulers import VERSIONS, Schedulers
 
-KINDS = ("llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3", "phi3")
+KINDS = (
+    "llama", "gemma", "gemma4", "mla", "deep", "mimo", "eagle", "eagle3", "phi3", "qwen3", "gptoss", "blip2", "lfm2",
+    "lora",
+)
 """What models.py makes."""
 
 

@@ -1,4 +1,4 @@
-"""Whole vLLM engines on the CPU that share KV because it is the same, or do not because it is not."""
+"""What names a model's KV, in the environment of whole vLLM engines and for the vLLMs of the Schedulers."""
 
 from __future__ import annotations
 
@@ -8,36 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HITS, PROMPTS, Engine
+from engines import ENGINE_PYTHON
 from schedulers import VERSIONS, Schedulers
 
-from kvdock.client.client import Client
-
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
-
-
-def test_engines_share_under_any_name_and_not_with_other_rotary_factors(
-    models: dict[str, Path], server: ServerProcess, tmp_path: Path
-) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(models["phi3"])
-    long = {"engine": {"max_model_len": 1025}}
-    renamed = {"engine": {"max_model_len": 2048, "served_model_name": "prod"}}
-    with Engine(models["phi3"], server.unix, **long) as first, Engine(link, server.unix, **renamed) as same:
-        first.generate(PROMPTS)
-        first.do("drain")
-        local, at_hand = first.generate(PROMPTS)
-        assert at_hand == HITS
-        assert same.generate(PROMPTS) == (local, HITS)
-        with Client(server.unix) as client:
-            attached = client.sessions().sessions
-        assert {session.model for session in attached} == {"Phi3ForCausalLM"}
-        assert sorted(session.label.split()[2] for session in attached) == [str(models["phi3"]), "prod"]
-        with Engine(models["phi3"], server.unix, engine={"max_model_len": 1024}) as other:
-            short, at_hand = other.generate(PROMPTS)
-            assert at_hand == [0, 0, 0]
-            assert [run[0] for run in short] != [run[0] for run in local], "the control: other factors show"
 
 
 def test_what_vllm_has_downloaded_is_found_without_asking_the_hub(tmp_path: Path) -> None:

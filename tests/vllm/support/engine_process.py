@@ -7,7 +7,8 @@ at the socket is {"model": "folder", "address": "unix:/…" or null, …} with f
 stdin, stdout and stderr, and where its process id and in the end its exit status are written.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
-are to be admitted in one step, {"do": "reset"},
+are to be admitted in one step, "adapter": [name, number, folder], "images": [[name or null, colour]] with one image for
+each prompt, and "kvdock": {…}, what kv_transfer_params say; {"do": "reset"},
 {"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
 to check, request by request.
@@ -79,10 +80,26 @@ def drafts_of(scheduler: Any) -> list[list[int]]:
     return drafts
 
 
+def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompts of a job, with their images."""
+    asked: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    for one, (name, colour) in zip(asked, job.get("images", ()), strict=False):
+        from models import SIDE
+        from PIL import Image
+
+        one["multi_modal_data"] = {"image": Image.new("RGB", (SIDE, SIDE), tuple(colour))}
+        if name is not None:
+            one["multi_modal_uuids"] = {"image": [name]}
+    return asked
+
+
 def fork_engines(socket_fd: int) -> None:
     """Until the other end of the socket is closed."""
     import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
+    from vllm.model_executor.models import registry
 
+    # vLLM asks another process what a class of model can do, and that process imports vllm again.
+    registry._run_in_subprocess = lambda ask: ask()
     gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
     with socket.socket(fileno=socket_fd) as asked:
@@ -144,13 +161,30 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     return wanted
 
 
+def keep_prefixes() -> None:
+    """With latent attention vLLM turns its prefix cache off on a CPU, although what it computes there behind a prefix
+    is right. Only with that cache is there a local hit to compare a load with."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    real = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        real(vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.executor import multiproc_executor
 
+    if said.get("keeps_prefixes"):
+        keep_prefixes()
     # Workers are forked too: on a CPU vLLM starts each anew, and each imports vLLM again.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
@@ -183,11 +217,15 @@ def serve(said: dict[str, Any]) -> None:
             say({})
         else:
             # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
-            asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+            asked = asked_of(job)
             batches = [asked] if job.get("at_once") else [[one] for one in asked]
+            adapter = LoRARequest(*job["adapter"]) if "adapter" in job else None
+            params.extra_args = {"kv_transfer_params": {"kvdock": job["kvdock"]}} if "kvdock" in job else None
             drafts.clear()
             with together(scheduler.connector, len(asked)) if job.get("together") else nullcontext():
-                outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
+                outs = [out for batch in batches for out in llm.generate(
+                    batch, params, use_tqdm=False, lora_request=adapter
+                )]
             cached = [out.num_cached_tokens for out in outs]
             say({"runs": [bits_of(out) for out in outs], "cached": cached, "drafts": drafts})
     llm.llm_engine.engine_core.shutdown()

@@ -13,60 +13,108 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+IMAGE = 259
+"""The token behind the bytes' and the three before them."""
+SIDE, IMAGE_TOKENS = 56, 16
+"""Pixels along the side of an image, and the tokens that it becomes."""
 LLAMA_LAYERS = {"llama": 3, "deep": 4, "eagle": 1, "eagle3": 1}
 
 
 def write(kind: str, folder: Path) -> None:
     """`kind`: llama (one group), gemma (full attention beside windows, three groups), gemma4 (the same with blocks of
     two sizes), mla (latent), deep (a llama of four layers), mimo (drafts for itself, mtp), eagle and eagle3 (drafts for
-    llama), phi3 (other rotary factors for a max_model_len above 1024)."""
+    llama), phi3 (other rotary factors for a max_model_len above 1024), qwen3, gptoss (sinks, experts and windows, two
+    groups), blip2 (begins with an image), lfm2 (a recurrent state beside attention), lora (no model: three adapters of
+    llama, of which "copy" has the files of "one")."""
     import torch
     import transformers as t
 
     torch.manual_seed(0)
+    if kind == "lora":
+        write_adapters(folder)
+        return
+    config = config_of(kind)
+    if kind == "blip2":
+        model = t.Blip2ForConditionalGeneration._from_config(config, dtype=torch.float32)
+    else:
+        model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if kind in ("eagle", "eagle3"):
+        write_drafter(kind, config, model.state_dict(), folder)
+        return
+    model.save_pretrained(folder)
+    (write_processor if kind == "blip2" else write_tokenizer)(folder)
+    if kind == "mimo":
+        add_mtp(model.state_dict(), folder)
+
+
+def config_of(kind: str) -> Any:
+    """A model's configuration. odd_config has the kinds that are more than full attention over tokens."""
+    import transformers as t
+
     common = {
         "vocab_size": 600, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
         "max_position_embeddings": 2048, "initializer_range": 0.25, "bos_token_id": 1, "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
     if kind in LLAMA_LAYERS:
-        config = t.LlamaConfig(
+        return t.LlamaConfig(
             num_hidden_layers=LLAMA_LAYERS[kind], num_key_value_heads=2, head_dim=32, **common
         )
-    elif kind == "mimo":
-        config = t.Qwen2Config(num_hidden_layers=3, num_key_value_heads=2, num_nextn_predict_layers=1, **common)
-    elif kind == "phi3":
+    if kind == "mimo":
+        return t.Qwen2Config(num_hidden_layers=3, num_key_value_heads=2, num_nextn_predict_layers=1, **common)
+    if kind == "phi3":
         scaling = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
-        config = t.Phi3Config(
+        return t.Phi3Config(
             num_hidden_layers=2, num_key_value_heads=2, original_max_position_embeddings=1024, rope_scaling=scaling,
             pad_token_id=0, **common,
         )
-    elif kind == "gemma":
-        config = t.Gemma3TextConfig(
+    if kind == "qwen3":
+        return t.Qwen3Config(num_hidden_layers=2, num_key_value_heads=2, head_dim=32, **common)
+    return odd_config(kind, common)
+
+
+def odd_config(kind: str, common: Mapping[str, Any]) -> Any:
+    """`common`: what these models have in common with the others."""
+    import transformers as t
+
+    if kind == "gptoss":
+        return t.GptOssConfig(
+            num_hidden_layers=2, num_key_value_heads=2, head_dim=32, sliding_window=64, num_local_experts=4,
+            num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], **common,
+        )
+    if kind == "gemma":
+        return t.Gemma3TextConfig(
             num_hidden_layers=6, num_key_value_heads=2, head_dim=32, sliding_window=64, query_pre_attn_scalar=32,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, **common,
         )
-    elif kind == "gemma4":
-        config = t.Gemma4TextConfig(
+    if kind == "gemma4":
+        return t.Gemma4TextConfig(
             num_hidden_layers=6, num_key_value_heads=2, head_dim=32, global_head_dim=64, num_global_key_value_heads=2,
             sliding_window=64, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
             hidden_size_per_layer_input=0, vocab_size_per_layer_input=600, num_kv_shared_layers=0,
             enable_moe_block=False, use_double_wide_mlp=False, **common,
         )
-    else:
-        config = t.DeepseekV2Config(
-            num_hidden_layers=2, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
-            qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=2,
-            moe_intermediate_size=64, **common,
+    if kind == "blip2":
+        narrow = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return t.Blip2Config(
+            text_config=t.OPTConfig(
+                num_hidden_layers=2, ffn_dim=256, word_embed_proj_dim=128, pad_token_id=0, **common
+            ),
+            vision_config=t.Blip2VisionConfig(image_size=SIDE, patch_size=14, initializer_range=0.25, **narrow),
+            qformer_config=t.Blip2QFormerConfig(encoder_hidden_size=64, initializer_range=0.25, **narrow),
+            num_query_tokens=IMAGE_TOKENS, image_token_index=IMAGE, image_text_hidden_size=64,
         )
-    model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if kind in ("eagle", "eagle3"):
-        write_drafter(kind, config, model.state_dict(), folder)
-        return
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    if kind == "mimo":
-        add_mtp(model.state_dict(), folder)
+    if kind == "lfm2":
+        return t.Lfm2Config(
+            num_hidden_layers=2, num_key_value_heads=2, layer_types=["conv", "full_attention"], conv_dim=128,
+            block_dim=128, block_ff_dim=256, block_multiple_of=32, block_auto_adjust_ff_dim=False,
+            block_ffn_dim_multiplier=1.0, **common,
+        )
+    return t.DeepseekV2Config(
+        num_hidden_layers=2, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=2,
+        moe_intermediate_size=64, **common,
+    )
 
 
 def write_drafter(kind: str, config: Any, weights: Mapping[str, Any], folder: Path) -> None:
@@ -120,6 +168,42 @@ def write_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
+
+
+def write_processor(folder: Path) -> None:
+    """A tokenizer that knows `IMAGE`, and what makes a blip2's pixels."""
+    import transformers as t
+
+    write_tokenizer(folder)
+    words = t.AutoTokenizer.from_pretrained(folder)
+    t.Blip2Processor(
+        t.BlipImageProcessor(size={"height": SIDE, "width": SIDE}), words, num_query_tokens=IMAGE_TOKENS
+    ).save_pretrained(folder)
+    assert words.convert_tokens_to_ids("<image>") == IMAGE
+
+
+def write_adapters(folder: Path) -> None:
+    """Each in a folder of its own inside `folder`, for the llama of three layers."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, rows = 8, {"k": 64, "v": 64}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
+        "target_modules": [f"{letter}_proj" for letter in rows],
+    }
+    for seed, names in enumerate((["one", "copy"], ["other"])):
+        torch.manual_seed(seed)
+        weights = {}
+        for layer in range(LLAMA_LAYERS["llama"]):
+            for letter, out in rows.items():
+                name = f"base_model.model.model.layers.{layer}.self_attn.{letter}_proj"
+                weights[f"{name}.lora_A.weight"] = torch.randn(rank, 128) * 0.25
+                weights[f"{name}.lora_B.weight"] = torch.randn(out, rank) * 0.25
+        for made in names:
+            (folder / made).mkdir()
+            (folder / made / "adapter_config.json").write_text(json.dumps(config))
+            save_file(weights, folder / made / "adapter_model.safetensors")
 
 
 if __name__ == "__main__":

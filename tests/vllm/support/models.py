@@ -79,7 +79,7 @@ def odd_config(kind: str, common: Mapping[str, Any]) -> Any:
 
     if kind == "gptoss":
         return t.GptOssConfig(
-            num_hidden_layers=2, num_key_value_heads=2, head_dim=32, sliding_window=64, num_local_experts=4,
+            num_hidden_layers=2, num_key_value_heads=2, head_dim=32, sliding_window=96, num_local_experts=4,
             num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention"], **common,
         )
     if kind == "gemma":

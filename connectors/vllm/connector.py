@@ -116,7 +116,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.load(transfer.kv_connector_extra_config, os.environ)
         if kv_cache_config is None:
             raise NotSupportedError("kvdock needs a vLLM that tells its connectors the KV cache configuration.")
-        refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups))
+        refuse_what_is_not_supported(vllm_config, len(kv_cache_config.kv_cache_groups), self._settings)
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups: tuple[KVGroup, ...] = ()
         """None: it stands aside."""
@@ -157,11 +157,13 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return False
+        """Where it says no, vLLM does; where it may depend, setup.py says on what."""
+        return True
 
     def unregister_kv_caches(self) -> None:
-        """NotSupportedError, before an engine that was not set up for sleep mode sleeps all the same."""
-        raise NotSupportedError("kvdock does not serve sleep mode yet: copies would meet KV tensors that have moved.")
+        """vLLM takes the KV memory away, and gives it back at the same addresses."""
+        if self._worker is not None:
+            self._worker.rest()
 
     def get_kv_connector_stats(self) -> KvdockStats | None:
         side = self._worker or self._scheduler
@@ -372,8 +374,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.busy
 
     def reset_cache(self) -> bool:
-        """vLLM asks for it with reset_connector=True, and when it pauses to change weights: clears what the server
-        holds for engines like this one, of all instances. False, and nothing is loaded until then, if it did not."""
+        """vLLM asks for it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
+        Settings.on_reset has it; False, and nothing is loaded until then, if the server was to clear and did not."""
         return self._scheduler is not None and self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
@@ -400,7 +402,7 @@ def _has_answered(request: Any) -> bool:
 
 
 def _adapters_as(lora_config: Any) -> str:
-    """What of vLLM's set-up of adapters can change KV; None is no adapters."""
+    """The part of vLLM's settings for adapters that changes KV. None: this engine has no adapters."""
     if lora_config is None:
         return ""
     return f"{lora_config.lora_dtype} {getattr(lora_config, 'enable_tower_connector_lora', False)}"

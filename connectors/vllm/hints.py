@@ -24,6 +24,8 @@ MOST_DIRECTIVES = 64
 """In one `kv.retain`."""
 MOST_WISHES = 64
 """For one request: each is a call to the server, before the stores of other requests."""
+MOST_NAME = 128
+"""Characters of a name of weights."""
 VERSION = "1"
 """That of all actions, as far as the first dot. 0 counts as 1: the forms are the same."""
 
@@ -35,12 +37,14 @@ OWN = "kvdock"
 @dataclass(frozen=True)
 class Asked:
     """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be
-    stored; `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it."""
+    stored; `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it; `weights`: names the
+    weights that it runs with, where they change in place."""
 
     load: bool = True
     store: bool = True
     report: bool = False
     session_end: bool = False
+    weights: str = ""
 
 
 def asked_by(request: Any) -> Asked:
@@ -116,7 +120,10 @@ def _asked(own: object) -> Asked:
     if not isinstance(own, Mapping) or not own or not set(own) <= set(names):
         _refuse(OWN, own, f"one or more of {', '.join(names)}")
     for name, value in own.items():
-        if not isinstance(value, bool):
+        if name == "weights":
+            if not isinstance(value, str) or not 1 <= len(value) <= MOST_NAME:
+                _refuse(name, value, f"a name of 1 to {MOST_NAME} characters")
+        elif not isinstance(value, bool):
             _refuse(name, value, "true or false")
     return Asked(**own)
 

@@ -1,8 +1,8 @@
 """What a request's KV depends on beside its tokens: its tag, which is mixed into its keys (protocol/keys.py).
 
-Adapter, salt and prompt embeddings hold for all of a request; images and the like stand at some of its tokens, so that
-requests which differ in a later image share what comes before it. Such requests have keys made of tokens in all
-engines: vLLM's own hashes know adapters by their names, and images by names that clients may give.
+Adapter, salt, prompt embeddings and the name of weights hold for all of a request; images and the like stand at some of
+its tokens, so that requests which differ in a later image share what comes before it. Such requests have keys made of
+tokens in all engines: vLLM's own hashes know adapters by their names, and images by names that clients may give.
 
 A request is not cached while its tag is not known: neither looked up nor stored. WHY has the reasons.
 """
@@ -10,6 +10,7 @@ A request is not cached while its tag is not known: neither looked up nor stored
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 from kvdock.connectors.background import Background
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.vllm.adapters import Adapter, Adapters
+from kvdock.connectors.vllm.hints import asked_by
 from kvdock.connectors.vllm.media import Media, Named, Unhashable, digest_of_tensor
 from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged
 
@@ -78,6 +80,7 @@ class _Met:
     adapter: Adapter | None = None
     media: list[tuple[Named, Any]] = field(default_factory=list)
     embeddings: str = ""
+    weights: str = ""
     awaits_embeddings: bool = False
     told: dict[str, Any] = field(default_factory=dict)
     is_counted: bool = False
@@ -86,15 +89,18 @@ class _Met:
 
 class Tags:
     """`adapters_as`: what vLLM's set-up says of all adapters and can change KV. `began_ns`: as Adapters has it.
-    `clock`: seconds, monotonic."""
+    `clock`: seconds, monotonic. `draw`: a name that nobody else has."""
 
     def __init__(
-        self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter
+        self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter,
+        draw: Callable[[], str] = lambda: os.urandom(16).hex(),
     ) -> None:
+        self._draw, self._weights = draw, ""
         self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
         self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns), adapters_as
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
+        self._plain = PLAIN
         self._has_grown = False
         """A prompt grew: what it grew by may be images that never came here."""
 
@@ -106,13 +112,20 @@ class Tags:
     def of(self, request: Any) -> Tag | None:
         """None while it is not known, or when it will never be."""
         if is_plain(request):
-            return PLAIN
+            return self._plain
         met = self._meet(request)
         if self._why_not(met):
             return None
         if met.tag is None:
             met.tag = self._tag(met)
         return met.tag
+
+    def weights_changed(self) -> None:
+        """From now on no request shares anything with earlier ones, but for those that name their weights."""
+        self._weights = self._draw()
+        self._plain = self._tag(_Met(0.0))
+        for met in self._met.values():
+            met.tag = None
 
     def waits(self, request: Any) -> bool:
         """Whether the tag may be known soon enough for a lookup to wait for it."""
@@ -146,6 +159,7 @@ class Tags:
             met.media = [
                 (self._media.meet(feature), feature) for feature in getattr(request, "mm_features", None) or ()
             ]
+            met.weights = asked_by(request).weights
             if getattr(request, "cache_salt", None):
                 met.told["salt"] = request.cache_salt
             if getattr(request, "resumable", False):
@@ -183,6 +197,10 @@ class Tags:
             told |= {"adapter": met.adapter.digest.hex(), "adapters as": self._adapters_as}
         if met.embeddings:
             told["embeddings"] = met.embeddings
+        if met.weights:
+            told["weights"] = met.weights
+        elif self._weights:
+            told["weights drawn"] = self._weights
         marks = sorted((_mark(named, feature) for named, feature in met.media), key=lambda mark: (mark.start, mark.end))
         return Tag(json.dumps(told, sort_keys=True).encode() if told else b"", tuple(marks))
 
@@ -195,6 +213,7 @@ def is_plain(request: Any) -> bool:
         or getattr(request, "cache_salt", None)
         or getattr(request, "prompt_embeds", None) is not None
         or getattr(request, "resumable", False)
+        or asked_by(request).weights
         or request.prompt_token_ids is None
     )
 

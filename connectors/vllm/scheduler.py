@@ -94,7 +94,7 @@ class VllmScheduler:
             cost=self._cost, declined=self._declined,
         )
         self._early = EarlyQuestions(self._expect)
-        self._clearing = Clearing(session)
+        self._clearing, self._on_reset = Clearing(session), settings.on_reset
         self._built = 0
         self._last_store: Future[None] | None = None
         self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
@@ -411,13 +411,17 @@ class VllmScheduler:
         return self._outcomes.ended(request)
 
     def reset(self) -> bool:
-        """What the server holds for engines like this one is not found any more. False: it did not clear it (yet).
+        """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.
 
         Waits for the server, as long as the client does: somebody asked for it."""
         for request_id, tracked in self._tracked.items():
             self._forget(request_id)
             tracked.is_old = True
         self._stores.drop_unsent()
+        if self._on_reset != "clear":
+            if self._on_reset == "apart":
+                self._tags.weights_changed()
+            return True
         cleared = self._clearing.ask(self._stores.sent)
         self._driver.run(self._clearing.tell_of_others)
         return cleared

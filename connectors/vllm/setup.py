@@ -28,6 +28,7 @@ MOST_SHARE = 10.0
 """The largest compute_once: who waits longer for others had better compute."""
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
+ON_RESET = ("clear", "apart", "leave")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Settings(LoadLimits):
     exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
+    on_reset: str = "clear"
+    """What vLLM's reset of the connector means. "clear": what the server holds for engines like this is cleared;
+    "apart": the weights may have changed, so this engine shares nothing with what was stored before; "leave": the
+    weights are what they were. Sleep mode wants one of the last two."""
     recompute_failed_loads: bool = True
     """What could not be loaded is computed, whatever vLLM's kv_load_failure_policy says. Beside other connectors that
     counts all the same."""
@@ -93,11 +98,9 @@ class Settings(LoadLimits):
             raise NotSupportedError(
                 f"{where}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
             )
-        if made.load_by_layer not in BY_LAYER:
-            raise NotSupportedError(
-                f"{where}: load_by_layer is {made.load_by_layer!r}, and one of {', '.join(BY_LAYER)} "
-                "is wanted."
-            )
+        for name, choices in (("load_by_layer", BY_LAYER), ("on_reset", ON_RESET)):
+            if (found := getattr(made, name)) not in choices:
+                raise NotSupportedError(f"{where}: {name} is {found!r}, and one of {', '.join(choices)} is wanted.")
         if not 0.0 <= made.lookup_wait_s <= MOST_WAIT_S:
             raise NotSupportedError(
                 f"{where}: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
@@ -164,7 +167,7 @@ def workers_here(vllm_config: Any) -> int:
     return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
 
 
-def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int) -> None:
+def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Settings) -> None:
     """NotSupportedError, one sentence each. `kv_groups`: how many KV cache groups there are."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
@@ -187,7 +190,23 @@ def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int) -> None:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise NotSupportedError("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        raise NotSupportedError("kvdock does not serve sleep mode yet: enable_sleep_mode is on, and off is wanted.")
+        _refuse_to_sleep(settings)
+
+
+def _refuse_to_sleep(settings: Settings) -> None:
+    """NotSupportedError, unless it is known what a sleep means for the pool and vLLM says when KV memory goes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if settings.on_reset == "clear":
+        raise NotSupportedError(
+            "kvdock: enable_sleep_mode is on, and on_reset is 'clear', so each sleep would clear what other instances "
+            "share; wanted: 'leave' if the weights come back as they were, 'apart' if they may change."
+        )
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        raise NotSupportedError(
+            "kvdock: enable_sleep_mode is on, and this vLLM does not tell connectors when it takes the KV memory away; "
+            "wanted: off, or vLLM 0.33."
+        )
 
 
 def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:

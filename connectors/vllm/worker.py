@@ -242,6 +242,12 @@ class VllmWorker:
             report.epochs[self._connector.rank] = self._reported_epoch = epoch
         return report
 
+    def rest(self) -> None:
+        """Returns once no copy is under way."""
+        self._take_ended(lambda load: True)
+        for store in self._submitted(list(self._stores)):
+            self._come_after(store.copies, None)
+
     def close(self) -> None:
         try:
             self._take_ended(lambda load: True)

@@ -146,22 +146,22 @@ def drafting(method: str, model: Model | None = None) -> SimpleNamespace:
 def test_context_parallelism_is_refused_at_start(name: str) -> None:
     set_up = config()
     setattr(set_up.parallel_config, name, 1)
-    refuse_what_is_not_supported(set_up, 1)
+    refuse_what_is_not_supported(set_up, 1, Settings())
     setattr(set_up.parallel_config, name, 2)
     with pytest.raises(NotSupportedError, match=f"{name} is 2, and 1 is wanted"):
-        refuse_what_is_not_supported(set_up, 1)
+        refuse_what_is_not_supported(set_up, 1, Settings())
 
 
 def test_a_pipeline_is_served_when_its_stages_hold_equally_much() -> None:
-    refuse_what_is_not_supported(config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[3, 3]), 1)
+    refuse_what_is_not_supported(config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[3, 3]), 1, Settings())
     uneven = config(pipeline_parallel_size=2, tensor_parallel_size=2, layers=[4, 3])
     with pytest.raises(NotSupportedError, match=r"found \[4, 3\]: choose a pipeline_parallel_size that divides 7"):
-        refuse_what_is_not_supported(uneven, 1)
+        refuse_what_is_not_supported(uneven, 1, Settings())
     with pytest.raises(NotSupportedError, match="one KV cache group, found 3"):
-        refuse_what_is_not_supported(config(pipeline_parallel_size=2, layers=[3, 3]), 3)
+        refuse_what_is_not_supported(config(pipeline_parallel_size=2, layers=[3, 3]), 3, Settings())
     with pytest.raises(NotSupportedError, match="'eagle' drafts with pipeline parallelism"):
         refuse_what_is_not_supported(
-            config(pipeline_parallel_size=2, layers=[3, 3], drafts=drafting("eagle")), 1
+            config(pipeline_parallel_size=2, layers=[3, 3], drafts=drafting("eagle")), 1, Settings()
         )
 
 
@@ -216,17 +216,17 @@ def test_workers_of_one_machine_are_counted_over_its_engines() -> None:
 
 
 def test_more_workers_than_a_lease_has_readers_are_refused() -> None:
-    refuse_what_is_not_supported(config(tensor_parallel_size=128), 1)
+    refuse_what_is_not_supported(config(tensor_parallel_size=128), 1, Settings())
     with pytest.raises(NotSupportedError, match="up to 128 workers an engine, found 256"):
-        refuse_what_is_not_supported(config(tensor_parallel_size=128, pipeline_parallel_size=2), 1)
+        refuse_what_is_not_supported(config(tensor_parallel_size=128, pipeline_parallel_size=2), 1, Settings())
 
 
 @pytest.mark.parametrize("method", ["extract_hidden_states", "custom_class"])
 def test_methods_of_drafting_whose_kv_is_not_known_are_refused_by_name(method: str) -> None:
     for known in (*DRAFTS_WITH_KV, *DRAFTS_WITHOUT_KV):
-        refuse_what_is_not_supported(config(drafts=drafting(known)), 1)
+        refuse_what_is_not_supported(config(drafts=drafting(known)), 1, Settings())
     with pytest.raises(NotSupportedError, match=f"the speculative method '{method}' keeps"):
-        refuse_what_is_not_supported(config(drafts=drafting(method)), 1)
+        refuse_what_is_not_supported(config(drafts=drafting(method)), 1, Settings())
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -126,6 +126,20 @@ def test_a_step_waits_for_a_stores_copies(worker: Worker) -> None:
     worker.expect_stored(TOKENS)
 
 
+def test_before_kv_memory_goes_all_copies_have_ended(worker: Worker) -> None:
+    order, may_copy = worker.order("r", TOKENS, 1), threading.Event()
+    copier = worker.half._connector._storers[0]
+    assert isinstance(copier, CpuCopier)
+    copier._thread.submit(may_copy.wait)  # it is at work for somebody else
+    worker.half.begin(Orders(stores=(order,)))
+    threading.Timer(0.3, may_copy.set).start()
+    worker.half.rest()
+    assert may_copy.is_set()
+    worker.overwrite(order)
+    eventually(worker.is_told)
+    worker.expect_stored(TOKENS)
+
+
 def test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks(worker: Worker) -> None:
     worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
     eventually(worker.is_told)

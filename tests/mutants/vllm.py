@@ -331,4 +331,15 @@ MUTANTS = (
         "return False, self._scheduler.finished(", "return True, self._scheduler.finished(",
         ("tests/vllm/test_upstream.py",), "test_vllms_own_tests_pass_with_kvdock_as_the_connector",
     ),
+    Mutant(
+        "V31", "after a reset that sets apart, requests share as before", SCHEDULER,
+        "self._tags.weights_changed()", "pass",
+        ("tests/vllm/test_tags.py", "-k", "kept_apart and tokens-0.33.0"),
+        "test_weights_that_may_have_changed_are_kept_apart_and_named_weights_are_shared",
+    ),
+    Mutant(
+        "V32", "KV memory goes while stores copy from it", WORKER,
+        "            self._come_after(store.copies, None)\n", "            pass\n",
+        ("tests/connectors/test_vllm_worker.py",), "test_before_kv_memory_goes_all_copies_have_ended",
+    ),
 )

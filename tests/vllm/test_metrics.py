@@ -72,14 +72,13 @@ def test_a_request_that_a_reset_preempts_is_computed_and_stored_anew(told: Calla
     assert found["answer"] is True and found["hits"][-1] == 128 and found["bad_reads"] == 0
 
 
-def test_sleep_mode_is_refused_at_start_and_when_it_comes(
+def test_sleep_mode_wants_a_word_on_the_pool_and_a_vllm_that_says_when_memory_goes(
     version: str, told: Callable[[str], dict[str, Any]]
 ) -> None:
     found = told("sleep")
-    assert "kvdock does not serve sleep mode yet" in found["kvdock"]
-    assert "KV tensors that have moved" in found["asleep"]
-    if version == "0.33.0":  # which asks connectors
-        assert found["vllm"] == "KvdockConnector does not support sleep mode."
+    assert "on_reset is 'clear'" in found["clear"] and "wanted: 'leave' if" in found["clear"]
+    for on_reset in ("apart", "leave"):
+        assert found[on_reset] == "" if version == "0.33.0" else "wanted: off, or vLLM 0.33" in found[on_reset]
 
 
 def samples(engine: Engine) -> dict[str, float]:

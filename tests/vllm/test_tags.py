@@ -95,3 +95,16 @@ def test_requests_say_what_is_done_for_them_and_hear_what_came_of_it(run: Any, v
         {"kvdock": nothing | {"why": "bypassed_adapter"}},
     ]
     assert found["sources"] == ({"host": 128} if version == "0.33.0" else {})
+
+
+@every_version
+@both_keys
+def test_weights_that_may_have_changed_are_kept_apart_and_named_weights_are_shared(run: Any, keys: str) -> None:
+    found = run("weights", keys, "apart")
+    assert found["answers"] == [True, True]
+    assert found["loaded"] == [0, 0, ALL, 0, 0, ALL, ALL, ALL, 0], "the pool is left: others load the first"
+
+
+@every_version
+def test_a_reset_that_leaves_the_pool_changes_nothing(run: Any) -> None:
+    assert run("weights", "hashes", "leave")["loaded"] == [0, ALL, ALL, 0, ALL, ALL, ALL, ALL, 0]

@@ -22,6 +22,8 @@ from sched_scenarios import prompt
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
+from kvdock.connectors.vllm.setup import ON_RESET
+
 
 def own_engine(address: str, **settings: Any) -> SchedEngine:
     """In a namespace that no other has."""
@@ -200,25 +202,25 @@ def reset_running(address: str, *, preempts: bool) -> dict[str, Any]:
 
 
 def sleep(address: str) -> dict[str, Any]:
-    """How sleep mode is refused: by vLLM where it asks connectors, by the connector at start, and when it comes."""
+    """Whether an engine with sleep mode starts: what vLLM and the connector say, by `on_reset`."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
     engine = own_engine(address)
     engine.config.model_config.enable_sleep_mode = True  # no platform of this machine lets it be asked for
     said = {}
-    for who, attempt in (
-        ("vllm", getattr(engine.config, "_verify_kv_transfer_compat", lambda: None)),
-        ("kvdock", lambda: KVConnectorFactory.create_connector(
-            config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.worker._kv_cache_config
-        )),
-        ("asleep", engine.worker.unregister_kv_caches),
-    ):
+    for on_reset in ON_RESET:
+        engine.config.kv_transfer_config.kv_connector_extra_config["on_reset"] = on_reset
         try:
-            attempt()
-            said[who] = ""
+            getattr(engine.config, "_verify_kv_transfer_compat", lambda: None)()
+            KVConnectorFactory.create_connector(
+                config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.worker._kv_cache_config
+            )
+            said[on_reset] = ""
         except ValueError as error:
-            said[who] = str(error)
+            said[on_reset] = str(error)
+    engine.worker.unregister_kv_caches()
+    engine.worker.unregister_kv_caches()  # vLLM may say so twice
     engine.close()
     return said
 

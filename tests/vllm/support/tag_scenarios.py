@@ -279,11 +279,28 @@ def controls(address: str) -> dict[str, Any]:
     return {**ended(engine, loaded), "answers": answers, "sources": told}
 
 
+def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:
+    """One instance before, between and after two resets, then another one. Some requests name their weights."""
+    name, named = os.urandom(8).hex(), asks(weights="1")
+    first, answers = engine_at(address, keys, name, on_reset=on_reset), list[bool]()
+    loaded = [run(first, {})]
+    for following in ([{}, {}, named], [{}, named]):
+        answers.append(first.scheduler.reset_prefix_cache(reset_connector=True))
+        loaded += [run(first, one) for one in following]
+    wrong = ended(first, [])["wrong"]
+    other = engine_at(address, keys, name, on_reset=on_reset)
+    loaded += [run(other, one) for one in ({}, named, asks(weights="2"))]
+    found = ended(other, loaded)
+    return found | {"answers": answers, "wrong": found["wrong"] + wrong}
+
+
 def adapter_nowhere() -> Request:
     return {"lora_request": LoRARequest(lora_name="nowhere", lora_int_id=9, lora_path="/nowhere")}
 
 
 SCENARIOS = {
     made.__name__: made
-    for made in (salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready, controls)
+    for made in (
+        salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready, controls, weights,
+    )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from paths import ROOT
 
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
@@ -22,6 +24,7 @@ from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
     MOST_HASH_THREADS,
+    VERSIONS,
     Settings,
     cores_of,
     drafts_with_kv,
@@ -380,3 +383,9 @@ def test_versions_that_were_not_tried_get_one_warning(
     assert caplog.messages == [
         f"found vLLM {version}, and kvdock was tried with 0.24 to 0.33: watch for errors, or choose one of those"
     ] * warns
+
+
+def test_the_extra_of_the_package_wants_the_versions_that_were_tried() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    first, (major, minor) = VERSIONS
+    assert extras["vllm"] == [f"vllm>={first[0]}.{first[1]},<{major}.{minor + 1}"]

@@ -28,11 +28,14 @@ verified = $(PIP) --require-hashes $(addprefix -r ,$(1))
 # Ctrl-C waits until the program has its handlers: Python would answer it with a traceback before that.
 HOLD_CTRL_C = $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 
+IN_VLLM := $(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .'
+BETWEEN := 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
+
 RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test sanitize test-vllm vllm bench pins sbom lint types clean
+.PHONY: setup run test sanitize test-vllm vllm test-vllm-versions bench pins sbom lint types clean
 
 # Everything for development.
 setup:
@@ -48,7 +51,11 @@ test: setup
 
 # The connector inside real vLLM, without a GPU: whole engines on the CPU, schedulers of two versions.
 test-vllm: vllm
-	$(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .' $(ARGS)
+	$(IN_VLLM) $(ARGS)
+
+# The schedulers of the newest release of each minor version between those two, as far as tests are marked every_minor.
+test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
+	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
 
 # What test-vllm needs.
 vllm: setup .venv-vllm-cpu/.built .venv-vllm-cpu/.upstream .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
@@ -124,14 +131,14 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@touch $@
 
 .venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps
-	.venv-vllm-cpu/bin/pip install --quiet --no-compile --no-deps --target .venv-vllm-0.$* vllm==0.$*
+	.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py 0.$* .venv-vllm-0.$*
 	@touch $@
 
-# The extension is that of $(VENV), so both have the same Python.
+# The extension is that of $(VENV), so both have the same Python. vLLM finds the plugin in what describes the package.
 .venv-vllm-cpu/.built: .venv-vllm-cpu/.deps $(VENV)/.built
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	to=$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
-	cp $$from/_editable_skbc_kvdock.* $$to/ && ln -sfn $$from/kvdock $$to/kvdock
+	cp -r $$from/_editable_skbc_kvdock.* $$from/kvdock-*.dist-info $$to/ && ln -sfn $$from/kvdock $$to/kvdock
 	@touch $@
 
 # The rooms as an installed package has them, for editors and type checkers.

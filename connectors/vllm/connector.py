@@ -71,7 +71,7 @@ from kvdock.protocol.schemas import Manifest
 log = logging.getLogger("kvdock.vllm")
 
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
-"""Failed loads can be reported by request (since 0.33's line)."""
+"""Failed loads can be reported by request (since vLLM 0.30)."""
 
 
 @dataclass

@@ -213,7 +213,7 @@ class VllmScheduler:
         """The request has its blocks: a load begins when it was promised external tokens."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.table, tracked.is_new = request, table, True
-        if not any(table):  # vLLM 0.24 names blocks to the connector alone that loads
+        if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
             self._unnamed.add(request.request_id)
         tracked.steps = deque(maxlen=self._steps_ahead + 2)
         tracked.given = self._behind(table, tracked.local_tokens)

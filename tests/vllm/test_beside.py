@@ -24,6 +24,7 @@ def test_what_was_computed_from_a_load_of_another_connector_that_failed_is_not_s
         assert found["loaded"] == 256 if policy == "recompute" else 128  # what was computed again is there
 
 
+@pytest.mark.every_minor
 @every_version
 def test_beside_another_connector_stores_are_read_before_their_blocks_are_written(
     version: str, server: ServerProcess, schedulers: Schedulers
@@ -32,6 +33,7 @@ def test_beside_another_connector_stores_are_read_before_their_blocks_are_writte
     assert found == {"loaded": 192, "wrong": 0}
 
 
+@pytest.mark.every_minor
 @every_version
 @pytest.mark.parametrize("comes_first", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
@@ -46,6 +48,7 @@ def test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind(
         assert not found["bad_reads"] and not found["wrong_tokens"] and not found["held"]
 
 
+@pytest.mark.every_minor
 @every_version
 def test_alone_it_has_what_it_could_not_load_computed(
     version: str, server: ServerProcess, schedulers: Schedulers
@@ -71,6 +74,7 @@ def test_beside_others_it_warns_by_the_policy_that_counts(
     )
 
 
+@pytest.mark.every_minor
 @every_version
 def test_vllm_knows_it_by_its_name_and_multiconnector_reads_its_statistics(
     version: str, server: ServerProcess, schedulers: Schedulers

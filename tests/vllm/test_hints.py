@@ -56,6 +56,7 @@ def test_what_nobody_will_ask_for_goes_first_but_for_what_others_share(
     assert (found["older"], found["other"]) == (10, 10) and 4 <= found["wanted"] < 10 and found["ignored"] == 0
 
 
+@pytest.mark.every_minor
 @every_version
 def test_a_conversations_end_is_said_in_kv_transfer_params(
     small: ServerProcess, version: str, schedulers: Schedulers

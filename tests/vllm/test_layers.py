@@ -14,6 +14,7 @@ every_way = pytest.mark.parametrize(("overlap", "runner"), [(False, 1), (True, 2
 every_groups = pytest.mark.parametrize("windows", [[None], [None, 48]], ids=["1group", "2groups"])
 
 
+@pytest.mark.every_minor
 @every_version
 @every_way
 @every_groups

@@ -32,6 +32,7 @@ def told(version: str, server: ServerProcess, schedulers: Schedulers) -> Callabl
     return lambda scenario: schedulers.run(version, scenario, server.unix, module="hook_scenarios")
 
 
+@pytest.mark.every_minor
 def test_a_load_is_in_prometheus_and_in_the_log(told: Callable[[str], dict[str, Any]]) -> None:
     found = told("statistics")
     cold, warm, lines = found["cold"], found["warm"], "\n".join(found["lines"])
@@ -52,6 +53,7 @@ def test_figures_of_two_workers_are_added(told: Callable[[str], dict[str, Any]])
     assert told("two_workers") == {"sums": [one, both, None], "untouched": one}
 
 
+@pytest.mark.every_minor
 def test_nothing_stored_before_a_reset_is_loaded_after_it(told: Callable[[str], dict[str, Any]]) -> None:
     assert told("reset") == {"hits": [0, 128, 0, 128], "answer": True, "bad_reads": 0}
 

@@ -145,6 +145,7 @@ def test_an_engine_that_drafts_from_the_prompt_shares_with_one_that_does_not_dra
 # ------------------------------------------------------------------ schedulers
 
 
+@pytest.mark.every_minor
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_worker_loads_its_own_part(

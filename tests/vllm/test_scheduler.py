@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version
+from schedulers import SEEDS, VERSIONS, Schedulers, every_mode, every_version, minor
 
 pytestmark = pytest.mark.vllm
 
 ONE, TWO, THREE = [None], [None, 48], [None, 48, 32]
 LOCAL = [None, -80]
+BY_REQUEST = 30
+"""Since this minor version vLLM takes failed loads by request, and so for several groups."""
 CROWDS = [(41, 2), (63, 2), (139, 2)]
 """Runs of `crowd` that stood still in both versions."""
 
@@ -22,6 +24,7 @@ every_groups = pytest.mark.parametrize("windows", [ONE, TWO, THREE], ids=["1grou
 and_local = pytest.mark.parametrize("windows", [ONE, TWO, THREE, LOCAL], ids=["1group", "2groups", "3groups", "local"])
 
 
+@pytest.mark.every_minor
 @every_version
 @every_mode
 @and_local
@@ -70,6 +73,7 @@ def test_a_scheduler_that_hashes_otherwise_than_its_workers_is_refused(
     assert "the same PYTHONHASHSEED" in schedulers.run(version, "two_seeds", server.unix)["refused"]
 
 
+@pytest.mark.every_minor
 @every_version
 @every_mode
 @and_local
@@ -104,16 +108,18 @@ def test_misfortune_with_every_other_load_harms_nothing(
     found = schedulers.run(version, "pressure", server.unix, windows, 0, SEEDS, likely=0.2)
     assert found["wrong"] == {}
     assert found["damaged"] > 0 and found["loaded"] > 0
-    if len(windows) == 1 or version != "0.24.0":
+    if len(windows) == 1 or minor(version) >= BY_REQUEST:
         assert found["damaged_loads"] > 0 and found["aborted_waiting_for_remote_kvs"] > 0
 
 
+@pytest.mark.every_minor
 @every_version
 def test_an_aborted_load_gives_its_blocks_back(version: str, server: ServerProcess, schedulers: Schedulers) -> None:
     found = schedulers.run(version, "abort", server.unix)
     assert found["held"] == found["bad_reads"] == found["unfinished"] == 0 and found["loaded"] > 0
 
 
+@pytest.mark.every_minor
 @every_version
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_chunk_damaged_as_its_load_begins_is_computed(
@@ -124,12 +130,17 @@ def test_a_chunk_damaged_as_its_load_begins_is_computed(
     assert found["bad_reads"] == found["wrong_tokens"] == found["unfinished"] == 0
 
 
-def test_0_33_computes_a_load_of_several_groups_that_failed(server: ServerProcess, schedulers: Schedulers) -> None:
-    found = schedulers.run("0.33.0", "load_error", server.unix, THREE)
+@pytest.mark.every_minor
+@pytest.mark.parametrize("version", [each for each in VERSIONS if minor(each) >= BY_REQUEST])
+def test_a_load_of_several_groups_that_failed_is_computed(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = schedulers.run(version, "load_error", server.unix, THREE)
     assert found["damaged_loads"] == found["async_loads"] >= 1
     assert found["bad_reads"] == found["wrong_tokens"] == found["unfinished"] == 0
 
 
+@pytest.mark.every_minor
 @every_version
 @every_mode
 @every_groups
@@ -157,6 +168,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
     assert capped["loaded"] > 0 and capped["unfinished"] == capped["bad_reads"] == capped["wrong_tokens"] == 0
 
 
+@pytest.mark.every_minor
 @every_version
 @pytest.mark.parametrize("windows", [ONE, TWO], ids=["1group", "2groups"])
 def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
@@ -170,6 +182,7 @@ def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
     assert all(found.get(name, 0) > 0 for name in ordered), found
 
 
+@pytest.mark.every_minor
 @every_version
 def test_blocks_filled_in_the_wrong_order_are_seen(
     version: str, server: ServerProcess, schedulers: Schedulers

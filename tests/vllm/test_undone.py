@@ -18,6 +18,7 @@ def roomy() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.every_minor
 @every_version
 @pytest.mark.parametrize(
     "scenario", ["given_to_another", "computed_in_part", "damaged_and_no_room", "shares_what_is_damaged"]

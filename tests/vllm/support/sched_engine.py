@@ -6,7 +6,7 @@ up to it. So before a chunk is "computed", every position that its attention may
 was loaded wrongly, overwritten, or never there. What is computed from something wrong is wrong itself, as in a model,
 so that it is seen again wherever it goes.
 
-Runs in an environment with vLLM 0.24, 0.32 or 0.33; none needs a GPU.
+Runs in an environment with any vLLM from 0.24 to 0.33; none needs a GPU.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from engines import ENGINE_PYTHON, HERE, ROOT, python_path
 
-VERSIONS = ("0.24.0", "0.33.0")
-ITSELF = "0.32.0"
+# With VLLM_VERSIONS: `make test-vllm-versions`.
+VERSIONS = tuple(os.environ.get("VLLM_VERSIONS", "0.24.0 0.33.0").split())
+ITSELF = "0.32.0+cpu"
 """The version of the environment, which whole engines run with."""
 
 SEEDS = int(os.environ.get("VLLM_SEEDS", "40"))
@@ -21,6 +22,10 @@ SEEDS = int(os.environ.get("VLLM_SEEDS", "40"))
 
 every_version = pytest.mark.parametrize("version", VERSIONS)
 every_mode = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
+
+
+def minor(version: str) -> int:
+    return int(version.split(".")[1])
 
 
 class Schedulers:
@@ -70,7 +75,7 @@ class Schedulers:
 
     def _start(self, version: str) -> subprocess.Popen[str]:
         vllm = ROOT / f".venv-vllm-{version}"
-        assert version == ITSELF or vllm.is_dir(), f"no vLLM {version}: make test-vllm"
+        assert version == ITSELF or vllm.is_dir(), f"no vLLM {version}: make .venv-vllm-{version}/.deps"
         folders = [HERE] if version == ITSELF else [vllm, HERE]
         with self._log(version).open("w") as log:
             ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}

@@ -32,17 +32,17 @@ answers() { # name, pid, command: waits until the command succeeds
     done
 }
 
-kvdock serve --socket-path "$folder/kvdock.sock" --port 0 --pool-bytes "$POOL" >"$LOGS/kvdock.log" 2>&1 &
+export KVDOCK_SOCKET_PATH="$folder/kvdock.sock" # for the server, the instances and the commands
+unset KVDOCK_ADDRESS                             # which would name another server
+kvdock serve --port 0 --pool-bytes "$POOL" >"$LOGS/kvdock.log" 2>&1 &
 pids="$pids $!"
-answers kvdock $! kvdock status --server "unix:$folder/kvdock.sock"
+answers kvdock $! kvdock status
 
 for port in "$FIRST" "$SECOND"; do
     # shellcheck disable=SC2086  # several arguments
     vllm serve "$MODEL" $VLLM_ARGS --host 127.0.0.1 --port "$port" --gpu-memory-utilization "$GPU_SHARE" \
-        --served-model-name model --enable-prompt-tokens-details --kv-transfer-config "{
-            \"kv_connector\": \"KvdockConnector\", \"kv_connector_module_path\": \"kvdock.connectors.vllm\",
-            \"kv_role\": \"kv_both\", \"kv_load_failure_policy\": \"recompute\",
-            \"kv_connector_extra_config\": {\"address\": \"unix:$folder/kvdock.sock\"}}" >"$LOGS/$port.log" 2>&1 &
+        --served-model-name model --enable-prompt-tokens-details \
+        --kv-transfer-config '{"kv_connector":"KvdockConnector","kv_role":"kv_both"}' >"$LOGS/$port.log" 2>&1 &
     pids="$pids $!"
     answers "$port" $! curl -fs "http://127.0.0.1:$port/health"
 done
@@ -55,4 +55,4 @@ for port in "$FIRST" "$SECOND"; do
     echo
     sleep 1 # an answer comes a moment before what was computed for it has been stored
 done
-kvdock status --server "unix:$folder/kvdock.sock"
+kvdock status

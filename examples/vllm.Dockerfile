@@ -1,0 +1,34 @@
+# vLLM's own image with kvdock's connector in it. Build it in a checkout:
+#
+#     docker build -f examples/vllm.Dockerfile -t vllm-kvdock .
+#
+# `--build-arg VLLM=v0.32.0` takes another version of vLLM. What the image runs is vLLM's choice; its user is the one that
+# kvdock's own image has, because engines and server are one user. docs/deploy.md has the `docker run` lines.
+
+ARG VLLM=v0.33.0
+
+# The extension is built where it will run: for vLLM's Python, and with the nvcc that vLLM has there for kernels of its own.
+FROM vllm/vllm-openai:${VLLM} AS build
+USER root
+RUN apt-get update && apt-get install --no-install-recommends -y g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+ENV PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY pins pins
+RUN python3 -m venv /build \
+    && /build/bin/pip install --require-hashes -r pins/build.txt \
+    && /build/bin/pip download --require-hashes --no-deps -d dist -r pins/server.txt
+COPY . .
+RUN /build/bin/pip wheel --no-build-isolation --no-deps -w dist .
+
+FROM vllm/vllm-openai:${VLLM}
+USER root
+# What vLLM has stays as it is: the connector needs two packages, and takes vLLM's where they are there.
+RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
+    python3 -m pip install --no-cache-dir --no-index --find-links /dist --no-deps kvdock msgspec posix-ipc \
+    && python3 -c "from kvdock import _core; raise SystemExit(not _core.cuda_kernels() \
+and 'kvdock was built without its GPU kernels, for want of nvcc')"
+RUN useradd --uid 7410 --create-home --shell /usr/sbin/nologin kvdock \
+    && install -d -o kvdock -m 0700 /run/kvdock \
+    && install -d -o kvdock /models
+ENV HOME=/home/kvdock HF_HOME=/models KVDOCK_ADDRESS=unix:/run/kvdock/kvdock.sock
+USER 7410

@@ -1,0 +1,105 @@
+"""The recipe of vLLM's image with kvdock in it, as far as it can be checked without a container engine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from itertools import pairwise
+
+import pytest
+from paths import ROOT
+
+from kvdock import _core
+from kvdock.connectors.vllm.setup import VERSIONS
+
+RECIPE, SERVER = ROOT / "examples" / "vllm.Dockerfile", ROOT / "Dockerfile"
+KNOWN = {"ARG", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+"""An ENTRYPOINT or a CMD would not be vLLM's."""
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^#.*\n", "", RECIPE.read_text(), flags=re.MULTILINE).replace("\\\n", "")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    return [(name, rest) for name, rest in lines]
+
+
+def commands() -> list[list[str]]:
+    """The words of each command of all RUN lines, without RUN's own options."""
+    return [
+        shlex.split(command) for name, rest in instructions() if name == "RUN"
+        for command in re.sub(r"^(--\S+ +)+", "", rest).split("&&")
+    ]
+
+
+def after(words: list[str], option: str) -> list[str]:
+    return [value for word, value in pairwise(words) if word == option]
+
+
+def test_its_instructions_are_known_and_leave_vllms_entry() -> None:
+    assert {name for name, _ in instructions()} <= KNOWN
+    stages = [rest for name, rest in instructions() if name == "FROM"]
+    assert stages == ["vllm/vllm-openai:${VLLM} AS build", "vllm/vllm-openai:${VLLM}"], "one Python, one CUDA"
+
+
+def test_its_vllm_is_the_newest_that_was_tried() -> None:
+    chosen = next(rest for name, rest in instructions() if name == "ARG")
+    assert re.fullmatch(r"VLLM=v{}\.{}\.\d+".format(*VERSIONS[1]), chosen), chosen
+    assert re.findall(r"--build-arg VLLM=v(\d+)\.(\d+)", RECIPE.read_text()) == [("0", "32")]
+
+
+def test_what_it_copies_and_installs_from_is_in_the_build_context() -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [rest.split()[:-1] for name, rest in instructions() if name == "COPY"]
+    assert copied == [["pins"], ["."]] and "pins" in sent
+    lists = [path for words in commands() for path in after(words, "-r")]
+    assert set(lists) == {"pins/build.txt", "pins/server.txt"} and all((ROOT / path).is_file() for path in lists)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    rooms = set(project["tool"]["scikit-build"]["wheel"]["packages"].values())
+    files = {"csrc", "CMakeLists.txt", "README.md", "pyproject.toml", *project["project"]["license-files"]}
+    assert rooms | files <= sent
+
+
+@pytest.mark.security
+def test_it_takes_from_an_index_only_what_has_a_hash() -> None:
+    pips = [words for words in commands() if "pip" in " ".join(words[:3])]
+    assert len(pips) == 4
+    for words in pips:
+        assert ("--require-hashes" in words) == bool(after(words, "-r"))
+        assert "--require-hashes" in words or "--no-index" in words or words[1] == "wheel", words
+    assert ("ENV", "PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_DISABLE_PIP_VERSION_CHECK=1") in instructions()
+
+
+def test_it_installs_what_the_connector_needs_of_what_it_downloaded() -> None:
+    words, = (words for words in commands() if "--no-index" in words)
+    wanted = words[words.index("--no-deps") + 1 :]
+    pinned = (ROOT / "pins/server.txt").read_text()
+    assert wanted[0] == "kvdock" and all(f"\n{name}==" in pinned for name in wanted[1:])
+
+
+def test_a_build_without_kernels_is_no_image() -> None:
+    words, = (words for words in commands() if words[1:2] == ["-c"])
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+    assert (done.returncode == 0) == bool(_core.cuda_kernels()), done.stderr
+    without = words[2].replace("_core.cuda_kernels()", "[]")
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
+    assert done.returncode == 1 and "for want of nvcc" in done.stderr
+
+
+@pytest.mark.security
+def test_its_user_and_its_socket_are_the_servers() -> None:
+    recipe, server = (path.read_text().split("\nFROM ")[-1] for path in (RECIPE, SERVER))
+    for form in (r"^USER (\d+)$", r"useradd --uid (\d+)", r"-d -o kvdock -m 0700 (\S+)"):
+        assert re.findall(form, recipe, re.MULTILINE) == re.findall(form, server, re.MULTILINE) != []
+    socket = re.search(r"KVDOCK_SOCKET_PATH=(\S+)", server)
+    assert socket is not None and f"KVDOCK_ADDRESS=unix:{socket[1]}\n" in recipe
+    assert instructions()[-1][0] == "USER", "what runs is not root"
+
+
+def test_every_command_is_one_for_a_shell() -> None:
+    for name, rest in instructions():
+        if name == "RUN":
+            command = re.sub(r"^(--\S+ +)+", "", rest)
+            assert subprocess.run(["sh", "-n", "-c", command]).returncode == 0, command

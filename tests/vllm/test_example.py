@@ -6,14 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engines import ENGINE_PYTHON, ROOT
+from engines import ENGINE_PYTHON, ROOT, free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -22,14 +21,6 @@ VLLM_ARGS = (
     "--dtype float32 --max-model-len 2048 --enforce-eager --block-size 32 --num-gpu-blocks-override 200 "
     "--max-num-seqs 4"
 )
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def run_example(seconds: float, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -257,26 +257,31 @@ def asks(**own: Any) -> Request:
 
 
 def controls(address: str) -> dict[str, Any]:
-    """What requests load that may not, or whose tokens may not be stored, and what each hears with its answer."""
+    """What requests load that may not, or whose tokens may not be stored, and what each hears with its answer.
+    `sources`: what vLLM heard when it asked where the tokens of a load came from."""
     engine = engine_at(address, "hashes", os.urandom(8).hex(), compute_once=2.0)
-    connector, answers = engine.scheduler.connector, list[Any]()
+    connector, answers, sources = engine.scheduler.connector, list[Any](), list[dict[str, int]]()
     ended_as = connector.request_finished_all_groups
+    came_from = connector.get_external_cache_hit_sources
 
     def noted(request: Any, block_ids: Any) -> Any:
         found = ended_as(request, block_ids)
         answers.append(found[1])
         return found
 
-    connector.request_finished_all_groups = noted
+    def asked(request: Any, tokens: int) -> Any:
+        found = came_from(request, tokens)
+        sources.append({source.value: count for source, count in found.items()})
+        return found
+
+    connector.request_finished_all_groups, connector.get_external_cache_hit_sources = noted, asked
     made = [
         asks(store=False, report=True), asks(report=True), asks(load=False, report=True), asks(report=True), {},
         {"kv_transfer_params": {"kvdock": {"report": True}, "do_remote_decode": True}},
         asks(report=True) | adapter_nowhere(),
     ]
     loaded = [run(engine, one) for one in made]
-    sources = getattr(connector, "_cache_hit_source", None) and connector.get_external_cache_hit_sources(None, 128)
-    told = {source.value: tokens for source, tokens in (sources or {}).items()}
-    return {**ended(engine, loaded), "answers": answers, "sources": told}
+    return {**ended(engine, loaded), "answers": answers, "sources": sources}
 
 
 def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:

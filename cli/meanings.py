@@ -57,7 +57,7 @@ MEANINGS: dict[str, str] = {
     "always removes it.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",
-    "recent_requests": "Lookups and stores kept for the status page.",
+    "recent_requests": "Lookups, stores and ended requests kept for `kvdock requests` and the status page.",
 }
 
 COMPUTED_DEFAULTS: dict[str, str] = {

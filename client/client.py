@@ -199,9 +199,11 @@ class Client:
         return self._do(c.STATS, None, timeout_s)
 
     def requests(
-        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+        self, *, limit: int | None = None, cursor: str | None = None, request: str = "", timeout_s: float | None = None
     ) -> Requests:
-        return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor))
+        """Those whose ids begin with `request`."""
+        query = {"request": request} if request else {}
+        return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor) | query)
 
     # ---------------------------------------------------------------- administration
 

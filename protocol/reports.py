@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.version import API_VERSION
 from kvdock.protocol.wire_types import Answer, Hex64
 
@@ -36,11 +37,12 @@ class Leases(Answer, kw_only=True):
 
 
 class RequestView(Answer, kw_only=True):
-    """One recent call: what it asked for and what it got."""
+    """One recent call: what it asked for and what it got. Or a request that its engine told of when it had ended, and
+    that looked up nothing here."""
 
     at: float
     """Unix seconds, for display only."""
-    kind: Literal["lookup", "store"]
+    kind: Literal["lookup", "store", "ended"]
     session: str
     label: str
     request: str
@@ -49,6 +51,8 @@ class RequestView(Answer, kw_only=True):
     chunks: int
     bytes: int
     took_us: int
+    outcome: OutcomeView | None = None
+    """What became of the request, once its engine has told it."""
 
 
 class Requests(Answer, kw_only=True):

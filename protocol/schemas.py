@@ -15,6 +15,7 @@ import msgspec
 
 from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
@@ -168,7 +169,7 @@ class GrantRanks(Body, kw_only=True):
     """Empty: the question or answer is for the member that asked for the grant."""
 
 
-class Heartbeat(Carrier, kw_only=True, omit_defaults=True):
+class Heartbeat(Teller, kw_only=True, omit_defaults=True):
     member: Name
     done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
     """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""

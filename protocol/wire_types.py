@@ -16,7 +16,8 @@ MAX_GROUPS: Final = _core.MAX_GROUPS
 MAX_RANKS: Final = _core.MAX_RANKS
 KEY_BYTES: Final = _core.KEY_BYTES
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+MAX_NAME: Final = 256
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Label = Annotated[str, msgspec.Meta(max_length=256)]
 Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!\n)")]
 """Whose sessions and chunks."""

@@ -50,7 +50,11 @@ BODIES: dict[type[Body], dict[str, Any]] = {
         "instance": INSTANCE, "manifest": _MANIFEST,
         "member": {"id": MEMBER, "ranks": [0], "scheduler": True, "lock_offset": LOCK_OFFSET},
     },
-    s.Heartbeat: {"member": MEMBER, "pinned_through": 1, "changes_since": _CHANGES},
+    s.Heartbeat: {
+        "member": MEMBER, "pinned_through": 1, "changes_since": _CHANGES, "outcomes": [
+            {"request": "r-1", "prompt_tokens": 40, "local_tokens": 0, "found_tokens": 16, "loaded_tokens": 16},
+        ],
+    },
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
@@ -79,7 +83,8 @@ _VALUES: dict[str, Any] = {
     "reserved_bytes": 0, "quarantined_bytes": 0, "reserved": 0, "quarantined": 0, "reservations": 0, "epoch": 0,
     "ranks": 0, "remaining": 0, "busy": [], "retiring": [], "ReleaseAnswer.remaining": [],
     "CommitAnswer.remaining": [], "MismatchAnswer.quarantined": 1, "index": 0, "group": 0, "writer": 0, "segment": 0,
-    "first_chunk": 0, "tokens": 32, "hit_tokens": 16, "took_us": 41, "uptime_s": 61.5, "now": 1700000000.0,
+    "first_chunk": 0, "tokens": 32, "hit_tokens": 16, "prompt_tokens": 40, "local_tokens": 0, "found_tokens": 16,
+    "loaded_tokens": 16, "took_us": 41, "uptime_s": 61.5, "now": 1700000000.0,
     "at": 1700000000.0, "heartbeat_s": 2.0, "deadline_s": 30.0, "scheduler": True, "state": "live", "status": "ok",
     "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Tokens found", "chart": "Hit ratio",
     "session_cap": 0.5, "total_cap": 0.75, "grow_water": 0.05, "low_water": 0.005, "high_water": 0.01,
@@ -115,8 +120,8 @@ def _example(kind: inspect.Type, value: Any = None) -> Any:
 
 
 def _field(struct: str, field: inspect.Field) -> Any:
-    """A field with a default has it, but for the changes of a heartbeat, which few would guess. NODEFAULT: absent."""
-    if field.required or field.name == "changes":
+    """A field with a default has it, but for those that few would guess. NODEFAULT: absent."""
+    if field.required or field.name in ("changes", "outcome"):
         return _example(field.type, _VALUES.get(f"{struct}.{field.name}", _VALUES.get(field.name)))
     return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 

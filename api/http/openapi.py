@@ -17,10 +17,11 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import admin_schemas, reports, schemas, wire_types
+from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
+from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER
 from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Identity
@@ -120,8 +121,8 @@ def _problem() -> dict[str, Any]:
 
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
-    bases = (Body, Identity, Answer, Carrier, Carried)
-    named = {**vars(wire_types), **vars(reports), **vars(schemas), **vars(admin_schemas)}
+    bases = (Body, Identity, Answer, Carrier, Carried, Teller)
+    named = {**vars(wire_types), **vars(outcomes), **vars(reports), **vars(schemas), **vars(admin_schemas)}
     return [
         item
         for item in named.values()

@@ -79,8 +79,9 @@ _add(
     "Send one every `heartbeat_s` of the last answer. Unmap the segments in `retired`. `pinned_through`: how far "
     "segments are registered by now, for members that need it. `changes_since` asks which chunks lookups began and "
     "ceased to find, in order, for engines that inform routers; after an answer that is not `complete`, forget all "
-    "chunks and start again.",
-    retry="idempotent: done and keep may be sent twice, and questions that were not answered are asked again.",
+    "chunks and start again. `outcomes` tells people what became of requests: `GET /v1/requests` shows it.",
+    retry="idempotent: `done`, `keep` and `outcomes` may be sent twice, and questions that were not answered are asked "
+    "again.",
     errors=("unknown_session", "unknown_member", "member_dead", "foreign_grant", "not_the_asker", "not_a_holder"),
 )
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -133,7 +133,19 @@ async def stats(request: Request) -> Response:
 _list(
     c.NAMESPACES, "pool", "list_namespaces", "Manifests that engines have attached with", Reports.namespaces,
 )
-_list(c.REQUESTS, "pool", "list_requests", "The last lookups and stores, newest first", Reports.requests)
+Begins = Annotated[str, Query(alias="request", max_length=256, description="How the ids of requests begin")]
+
+
+@_route(
+    c.REQUESTS, "pool", "The last lookups and stores, newest first, and what became of their requests",
+    f"{PAGED} `outcome` is what the engine's heartbeat told of a request when it had ended. A request that looked up "
+    "nothing here is a row of its own, of the kind `ended`. Stores have ids of their own.",
+    errors=("bad_argument",),
+)
+async def list_requests(
+    request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0, begins: Begins = ""
+) -> Response:
+    return answer(handlers_of(request).reports.requests(peer_of_call(request), limit, cursor, begins))
 
 
 @_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")

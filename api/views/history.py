@@ -51,6 +51,10 @@ class Counters(msgspec.Struct):
     refused_retains: Annotated[int, Meta(
         description="Chunks that hints did not retain because as much of the pool was as may be"
     )] = 0
+    outcomes: Annotated[int, Meta(description="Ended requests that engines told of")] = 0
+    dropped_outcomes: Annotated[int, Meta(
+        description="Ended requests that engines did not tell of, because no heartbeat had room"
+    )] = 0
     mismatches: Annotated[int, Meta(description="Chunks taken out of use after a checksum mismatch")] = 0
 
 
@@ -140,26 +144,63 @@ class History:
 
 
 class RecentRequests:
-    """The most recent lookups and stores, newest first."""
+    """The most recent lookups and stores, newest first, and what engines told of requests."""
 
     def __init__(self, keep: int) -> None:
-        self._ring: deque[tuple[str, RequestView]] = deque(maxlen=keep)
+        self._keep = keep
+        self._ring: deque[tuple[str, RequestView]] = deque()
         """With the tenant of each."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
+        self._untold: dict[tuple[str, str], deque[RequestView]] = {}
+        """By session and request, the lookups of the ring that have no outcome yet, oldest first."""
+        self._told: dict[tuple[str, str], RequestView] = {}
+        """By session and request, the newest of the ring that has one."""
 
     def add(self, tenant: str, request: RequestView) -> None:
+        if len(self._ring) == self._keep:
+            self._forget(self._ring.pop()[1])
         self._count += 1
         self._ring.appendleft((tenant, request))
+        if request.outcome is not None:
+            self._told[_name(request)] = request
+        elif request.kind == "lookup":
+            self._untold.setdefault(_name(request), deque()).append(request)
 
-    def view(self, limit: int, cursor: int, sees: Callable[[str], bool]) -> tuple[list[RequestView], str | None]:
-        """From request number `cursor` (0: the newest) backwards, those of tenants that the caller sees; and the cursor
-        of the next page."""
+    def _forget(self, oldest: RequestView) -> None:
+        name = _name(oldest)
+        if self._told.get(name) is oldest:
+            del self._told[name]
+        if oldest.kind == "lookup" and oldest.outcome is None:
+            self._untold[name].popleft()
+            if not self._untold[name]:
+                del self._untold[name]
+
+    def tell(self, tenant: str, ended: RequestView) -> None:
+        """`ended` has the outcome of a request: its lookups get it. If there are none, it is a row of its own, unless
+        it was told before."""
+        name = _name(ended)
+        lookups = self._untold.pop(name, ())
+        for lookup in lookups:
+            lookup.outcome = ended.outcome
+            self._told[name] = lookup
+        if not lookups and (name not in self._told or self._told[name].outcome != ended.outcome):
+            self.add(tenant, ended)
+
+    def view(
+        self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
+    ) -> tuple[list[RequestView], str | None]:
+        """From request number `cursor` (0: the newest) backwards, those of tenants that the caller sees whose ids begin
+        with `request`; and the cursor of the next page."""
         start = max(0, self._count - cursor) if cursor else 0
         shown: list[RequestView] = []
-        for at, (tenant, request) in enumerate(islice(self._ring, start, None), start):
-            if sees(tenant):
+        for at, (tenant, one) in enumerate(islice(self._ring, start, None), start):
+            if sees(tenant) and one.request.startswith(request):
                 if len(shown) == limit:
                     return shown, str(self._count - at)
-                shown.append(request)
+                shown.append(one)
         return shown, None
+
+
+def _name(request: RequestView) -> tuple[str, str]:
+    return request.session, request.request

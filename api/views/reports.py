@@ -95,8 +95,9 @@ class Reports:
             next=following,
         )
 
-    def requests(self, peer: Peer, limit: int, cursor: int) -> Requests:
-        shown, following = self._tally.recent.view(limit, cursor, peer.sees)
+    def requests(self, peer: Peer, limit: int, cursor: int, request: str) -> Requests:
+        """Those whose ids begin with `request`."""
+        shown, following = self._tally.recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
 
     def stats(self) -> Stats:

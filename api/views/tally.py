@@ -10,8 +10,9 @@ from collections.abc import Callable
 from kvdock._core import Lookup as Found, Reservation as Granted, Table
 from kvdock.api.pool.registry import Recent, SessionRecord
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, RecentRequests
+from kvdock.protocol.outcomes import view_of
 from kvdock.protocol.reports import RequestView
-from kvdock.protocol.schemas import Lookup, Reserve
+from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 
 
@@ -87,3 +88,14 @@ class Tally:
             tokens=len(keys) // KEY_BYTES * chunk_tokens, hit_tokens=len(granted.present) * chunk_tokens,
             chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=(self.now_ns() - started_ns) // 1000,
         ))
+
+    def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
+        """What an engine tells of requests that have ended."""
+        self.counters.outcomes += len(body.outcomes)
+        self.counters.dropped_outcomes += body.outcomes_dropped
+        for outcome in body.outcomes:
+            self.recent.tell(session.tenant, RequestView(
+                at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
+                tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
+                outcome=view_of(outcome),
+            ))

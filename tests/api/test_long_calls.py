@@ -28,6 +28,7 @@ from kvdock.api.settings import Settings
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MAX_QUOTAS
 from kvdock.protocol.forms import JSON
+from kvdock.protocol.outcomes import MAX_OUTCOMES
 from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_ENTRIES, MAX_KEYS, MAX_RELEASES, MAX_STORE_KEYS
 
 pytestmark = pytest.mark.security
@@ -147,6 +148,7 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "heartbeat": ("POST", "/v1/sessions/{s}/heartbeat", {
         "member": "m", "done": [{"grant": f"{n:016x}"} for n in range(MAX_ANSWERS)],
         "keep": [f"{n:016x}" for n in range(MAX_ANSWERS)], "changes_since": 0,
+        "outcomes": [{"request": f"{n}", "prompt_tokens": 1} for n in range(MAX_OUTCOMES)],
     }),
     "configure": ("PATCH", "/v1/config", {"tenants": {f"t{n}": {"chunks": 1} for n in range(MAX_QUOTAS)}}),
     "releases": ("POST", "/v1/releases", {"session": "{s}", "releases": [["0" * 16, [0] * 64]] * 256}),

@@ -31,6 +31,7 @@ from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.outcomes import Outcome
 
 pytestmark = pytest.mark.security
 
@@ -177,6 +178,9 @@ def test_lists_show_a_tenant_its_own_only_and_an_operator_all(
     engine.store(chain)
     engine.lookup(chain, request=unique("request of a"))
     other.reserve(keys(1, unique("b")), store=unique("store of b"))
+    other.heartbeat(outcomes=[Outcome(request="told by b", prompt_tokens=1)])
+    assert "told by b" not in json.dumps(asked_by(A, server, "/v1/requests?request=told")[1])
+    assert "told by b" in json.dumps(asked_by(B, server, "/v1/requests?request=told")[1])
     for path in ("/v1/sessions", "/v1/leases", "/v1/namespaces", "/v1/requests"):
         seen = {name: json.dumps(asked_by(token, server, path)[1]) for name, token in (("a", A), ("b", B))}
         every = json.dumps(asked_by(OPERATOR, server, f"{path}?limit=1000")[1])

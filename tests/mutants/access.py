@@ -69,7 +69,7 @@ MUTANTS = (
     ),
     Mutant(
         "S12", "a tenant's list of requests shows those of all", "api/views/reports.py",
-        "recent.view(limit, cursor, peer.sees)", "recent.view(limit, cursor, lambda tenant: True)",
+        "recent.view(limit, cursor, peer.sees, ", "recent.view(limit, cursor, lambda tenant: True, ",
         (_TENANTS, "-k", "lists_show"), "test_lists_show_a_tenant_its_own_only_and_an_operator_all",
     ),
     Mutant(

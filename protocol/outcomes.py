@@ -1,0 +1,78 @@
+"""What became of an engine's requests, as the engine itself knows it: heartbeats tell it, and people read it.
+
+The record is every engine's. Why not more of a prompt was loaded is a short word of the engine's choice: REASONS has
+those that this project's connectors say, and any other one is shown as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvdock.protocol.wire_types import Answer, Carrier, Identity, Name
+
+MAX_OUTCOMES: Final = 64
+"""In one heartbeat."""
+TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Why = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{0,64}$(?!\n)")]
+
+REASONS: Final = {
+    "late": "the server's answer was late",
+    "load_failed": "not all of a load came",
+    "declined_short": "fewer tokens than min_load_tokens",
+    "declined_dear": "computing was expected to be quicker",
+    "bypassed_adapter": "not looked up: its adapter is not known for sure",
+    "bypassed_media": "not looked up: its media are not known for sure",
+    "bypassed_embeddings": "not looked up: its embeddings are not at hand",
+    "bypassed_growing": "not looked up: its prompt grows",
+    "bypassed_unready": "not looked up: its adapter or media were not hashed in time",
+}
+"""Why not more was loaded, in words. docs/vllm.md says when each of them is said."""
+
+
+def in_words(why: str) -> str:
+    """A reason as people read it: "" stays ""."""
+    return REASONS.get(why) or why.replace("_", " ")
+
+
+class Outcome(Identity, frozen=True, kw_only=True):
+    """A request that has ended. What was loaded lies behind the local tokens of the same admission."""
+
+    request: Name
+    """As the engine's lookups name it."""
+    prompt_tokens: TokenCount
+    local_tokens: TokenCount = 0
+    """What the engine's own cache had of it when it was admitted for the first time, or when its last load began."""
+    found_tokens: TokenCount = 0
+    """The longest prefix that the server had, from the first token on."""
+    loaded_tokens: TokenCount = 0
+    why: Why = ""
+    """What kept more from being loaded. Empty: nothing did."""
+
+
+class Teller(Carrier, kw_only=True):
+    """A call that may tell what became of requests."""
+
+    outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
+    """Requests that have ended, in that order. Telling one again is harmless."""
+    outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    """How many more have ended since the last heartbeat: they did not fit."""
+
+
+class OutcomeView(Answer, kw_only=True):
+    """As Outcome has it."""
+
+    prompt_tokens: int
+    local_tokens: int
+    found_tokens: int
+    loaded_tokens: int
+    why: str
+    why_in_words: str
+
+
+def view_of(outcome: Outcome) -> OutcomeView:
+    return OutcomeView(
+        prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, found_tokens=outcome.found_tokens,
+        loaded_tokens=outcome.loaded_tokens, why=outcome.why, why_in_words=in_words(outcome.why),
+    )

@@ -34,6 +34,7 @@ from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.wishes import Wish, tell_wishes
+from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import BeingStored
 
 NO_LIMITS = LoadLimits()
@@ -277,6 +278,10 @@ class Driver:
         known = self.scheduler.known_keys(request_id) if wishes else None
         if known is not None:
             self._storing.run(tell_wishes, self.scheduler.session, *known, wishes)
+
+    def ended(self, outcome: Outcome) -> None:
+        """A request has ended: the next heartbeat tells people at the server what became of it."""
+        self.scheduler.session.outcomes.add(outcome)
 
     def finished(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""

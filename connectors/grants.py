@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvdock.protocol.schemas import GrantRanks
 
 
 class GrantBook:
@@ -40,3 +43,15 @@ class GrantBook:
                 return False
             self._refused.add(grant)
             return True
+
+    def answers(
+        self, questions: Sequence[GrantRanks], keeps_lease: Callable[[str], bool]
+    ) -> tuple[list[GrantRanks], list[str]]:
+        """A heartbeat's `done` and `keep`. `keeps_lease`: whether this member's lookup still needs a lease."""
+        done, keep = [], []
+        for question in questions:
+            if not question.ranks and keeps_lease(question.grant):
+                keep.append(question.grant)
+            elif self.ask(question.grant):
+                done.append(question)
+        return done, keep

@@ -16,10 +16,12 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.grants import GrantBook
+from kvdock.connectors.outcomes import Untold
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
@@ -131,6 +133,7 @@ class EngineSession:
         register: Register | None = None,
     ) -> None:
         self.client, self.manifest, self.identity = client, manifest, identity
+        self.outcomes = Untold()  # heartbeats tell them
         self._observer = SessionObserver()
         self._register = register
         self._source = source if source is not None else random.Random()
@@ -387,13 +390,13 @@ class EngineSession:
                 beat = Heartbeat(
                     member=attachment.member, done=done, keep=keep, pinned_through=through, changes_since=since
                 )
-                answer = self.client.heartbeat(attachment.session, beat)
+                answer = self.outcomes.carried(beat, partial(self.client.heartbeat, attachment.session))
                 has_told = answer.changes is None or self._tell(attachment, answer.changes)
                 for segment in answer.retired:  # nobody holds any of it: no copy of ours can be in it
                     _unmap(attachment, segment)
                 if answer.segments != len(attachment.segments.segments):
                     self._follow(attachment)
-                done, keep = self._answers(attachment, answer.questions)
+                done, keep = attachment.grants.answers(answer.questions, self._observer.keeps_lease)
                 is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_ENTRIES
                 if not done and not keep and not is_behind:
                     if has_told:
@@ -428,15 +431,6 @@ class EngineSession:
             self._map(attachment, segments, populate=True)
         except (AttachError, OSError) as error:
             log.warning("cannot map the pool's new segments yet: %s", error)
-
-    def _answers(self, attachment: Attachment, questions: list[GrantRanks]) -> tuple[list[GrantRanks], list[str]]:
-        done, keep = [], []
-        for question in questions:
-            if not question.ranks and self._observer.keeps_lease(question.grant):
-                keep.append(question.grant)
-            elif attachment.grants.ask(question.grant):
-                done.append(question)
-        return done, keep
 
 
 def _pinned_through(registrar: SegmentRegistrar | None) -> int | None:

@@ -71,7 +71,7 @@ class VllmScheduler:
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self.figures = Figures()
-        self._hints, self._outcomes = Hints(partial(self.figures.add, "hints_ignored")), Outcomes()
+        self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
         self._tags = tags if tags is not None else Tags()
         share = settings.compute_once
@@ -93,7 +93,7 @@ class VllmScheduler:
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
             cost=self._cost, declined=self._declined,
         )
-        self._early = EarlyQuestions(self._expect)
+        self._early, self._outcomes = EarlyQuestions(self._expect), Outcomes(self._driver.ended)
         self._clearing, self._on_reset = Clearing(session), settings.on_reset
         self._built = 0
         self._last_store: Future[None] | None = None
@@ -136,6 +136,7 @@ class VllmScheduler:
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         self._begins_anew(request.request_id)
+        self._outcomes.looked_up(request, local_tokens)
         if not self._may_load(request):
             return 0, False
         if self._tags.of(request) is None:
@@ -219,11 +220,11 @@ class VllmScheduler:
         tracked.given = self._behind(table, tracked.local_tokens)
         self._fresh |= tracked.given
         self._early.left(request.request_id)
+        self._outcomes.admitted(request, external_tokens)
         if external_tokens == 0:
             self._driver.drop_lookup(request.request_id)
             return
         hit = tracked.local_tokens + external_tokens
-        self._outcomes.loads(request, tracked.local_tokens, external_tokens)
         if tracked.is_async:
             self._budget.take(request)
             self._loaded_into |= tracked.given

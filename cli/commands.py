@@ -118,6 +118,27 @@ def leases(
     show_leases(server, limit=None if everything else limit, as_json=as_json, console=_console())
 
 
+def requests(
+    begins: Annotated[str, typer.Argument(
+        metavar="ID", help="A request's id, or how it begins.", show_default=False,
+    )] = "",
+    server: Server = "",
+    as_json: AsJson = False,
+    limit: ListLimit = 100,
+    everything: ListAll = False,
+) -> None:
+    """List the last lookups and stores, newest first.
+
+    A request that has ended shows what became of it, once its engine has told it with a heartbeat: how many tokens its
+    own cache had, how many were loaded, and why not more. Those that looked up nothing here are of the kind `ended`.
+    """
+    from kvdock.cli.lists import show_requests
+
+    show_requests(
+        server, begins=begins, limit=None if everything else limit, as_json=as_json, console=_console()
+    )
+
+
 def access_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; the server's log names it.")],
     access_file: Annotated[str, typer.Option(

@@ -1,8 +1,11 @@
-"""`kvdock sessions` and `kvdock leases`: which engines are attached and what they hold."""
+"""`kvdock sessions`, `kvdock leases` and `kvdock requests`: which engines are attached, what they hold, and what became
+of their requests."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +13,7 @@ from rich.text import Text
 
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.words import duration, printable, size
-from kvdock.protocol.reports import Leases, LeaseView
+from kvdock.protocol.reports import Leases, LeaseView, Requests, RequestView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
 
@@ -38,6 +41,19 @@ def show_leases(server: str, *, limit: int | None, as_json: bool, console: Conso
     _say_more(console, following)
 
 
+def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool, console: Console) -> None:
+    """The last lookups and stores whose ids begin with `begins`, newest first. `limit` None: all. Raises CommandError,
+    ApiError."""
+    with reached(server) as client:
+        requests, following = first(partial(client.requests, request=begins), lambda page: page.requests, limit)
+    if as_json:
+        print_json(console, Requests(requests=requests, next=following))
+        return
+    nothing = "none of the last requests has an id that begins so" if begins else "no engine has asked for anything yet"
+    console.print(_requests_table(requests) if requests else nothing)
+    _say_more(console, following)
+
+
 def sessions_table(sessions: Iterable[SessionView]) -> Table:
     return _table("sessions", ("engine", "model", "namespace", "processes", "leases", "reservations", "held",
                                "attached"), (
@@ -54,6 +70,21 @@ def _leases_table(leases: Iterable[LeaseView], engines: dict[str, str]) -> Table
          _waiting(view), f"{view.chunks:,}", size(view.bytes), duration(view.age_s), view.grant)
         for view in leases
     ))
+
+
+def _requests_table(requests: Iterable[RequestView]) -> Table:
+    return _table("requests", ("time", "kind", "request", "engine", "tokens", "found", "local", "loaded",
+                               "why less"), (
+        (time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.request, view.label or view.session,
+         f"{view.tokens:,}", f"{view.hit_tokens:,}", *_outcome(view))
+        for view in requests
+    ))
+
+
+def _outcome(view: RequestView) -> tuple[str, str, str]:
+    """Local and loaded tokens, and why not more were loaded; empty as long as the engine has not told them."""
+    told = view.outcome
+    return ("", "", "") if told is None else (f"{told.local_tokens:,}", f"{told.loaded_tokens:,}", told.why_in_words)
 
 
 def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:

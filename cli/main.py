@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 for command in (
     serve, commands.status, commands.doctor, commands.lookup, commands.clear, commands.sessions, commands.leases,
-    commands.access_token, commands.bench, commands.demo, config,
+    commands.requests, commands.access_token, commands.bench, commands.demo, config,
 ):
     app.command(command.__name__.replace("_", "-"), epilog=EPILOG)(command)
 

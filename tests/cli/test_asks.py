@@ -1,4 +1,4 @@
-"""`kvdock lookup`, `clear`, `sessions`, `leases` and `bench` against a real server with real members."""
+"""`kvdock lookup`, `clear`, `sessions`, `leases`, `requests` and `bench` against a real server with real members."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
 
 from kvdock.client.client import Client
 from kvdock.protocol.keys import chunk_keys
+from kvdock.protocol.outcomes import Outcome
 
 
 @pytest.fixture
@@ -203,6 +204,33 @@ def test_json_lists_are_the_servers_own(server: ServerProcess, engine: Engine) -
         assert set(shown[command][0]) == set(own[command][0])
 
 
+def test_requests_lists_what_became_of_each_and_finds_them_by_id(server: ServerProcess, engine: Engine) -> None:
+    chain, name = keys(2, unique("asked")), unique("cmpl")
+    engine.store(chain)
+    engine.lookup(chain, request=f"{name}-0")
+    engine.lookup(keys(1, unique("miss")), request=f"{name}-1 \x1b[31m")
+    engine.heartbeat(outcomes=[
+        Outcome(request=f"{name}-0", prompt_tokens=40, found_tokens=32, local_tokens=1600, loaded_tokens=17,
+                why="load_failed"),
+        Outcome(request=f"{name}-2", prompt_tokens=44, why="of_tomorrow"),
+    ])
+    table = kvdock("requests", name, "--server", server.unix, COLUMNS="200")
+    ended, untold, told = (line.split() for line in table.stdout.splitlines()[2:])
+    assert ended[1:] == ["ended", f"{name}-2", "asker", "44", "0", "0", "0", "of", "tomorrow"]
+    assert untold[1:] == ["lookup", f"{name}-1", "�[31m", "asker", "16", "0"]
+    assert told[1:] == ["lookup", f"{name}-0", "asker", "32", "32", "1,600", "17", "not", "all", "of", "a", "load",
+                        "came"]
+    every = kvdock("requests", "--server", server.unix, "--all", COLUMNS="200").stdout
+    assert f"{name}-0" in every and "store" in every
+    assert kvdock("requests", f"{name}-9", "--server", server.unix).stdout == (
+        "none of the last requests has an id that begins so\n"
+    )
+    own = json.loads(raw(server.unix, "GET", f"/v1/requests?request={name}")[2])
+    assert json.loads(kvdock("requests", name, "--json", "--server", server.unix).stdout) == own
+    limited = kvdock("requests", name, "--limit", "2", "--server", server.unix, COLUMNS="200").stdout
+    assert "more: --limit" in limited and f"{name}-0" not in limited
+
+
 def test_lists_go_on_over_pages_and_say_when_there_is_more() -> None:
     with ServerProcess(table_grants=1 << 12, session_grants=2000) as server, Client(server.unix) as client:
         engine = attach(client)
@@ -222,11 +250,13 @@ def test_lists_go_on_over_pages_and_say_when_there_is_more() -> None:
 def test_empty_lists_say_so() -> None:
     with ServerProcess() as server:
         assert kvdock("sessions", "--server", server.unix).stdout == "no engine is attached\n"
+        assert kvdock("requests", "--server", server.unix).stdout == "no engine has asked for anything yet\n"
         assert kvdock("leases", "--server", server.unix).stdout == "no engine holds a lease or a reservation\n"
 
 
 @pytest.mark.parametrize("command", [
-    ["sessions"], ["leases", "--json"], ["lookup", "--keys", "ab" * 32], ["clear", "--all", "--yes"], ["bench"],
+    ["sessions"], ["leases", "--json"], ["requests", "r-1"], ["lookup", "--keys", "ab" * 32],
+    ["clear", "--all", "--yes"], ["bench"],
 ])
 def test_without_a_server_each_says_how_to_start_one(tmp_path: Path, command: list[str]) -> None:
     nobody = f"unix:{tmp_path}/nobody.sock"

@@ -68,12 +68,21 @@ export class Source {
     this.#nextMs = 0;
   }
 
+  /** From now on it is another path; the last body stays until its first answer. */
+  turnTo(path) {
+    this.path = path;
+    this.hurry();
+  }
+
   /** Fetches if it is time; resolves to true when there is something new to draw. */
   async refresh(nowMs) {
     if (this.#busy || nowMs < this.#nextMs) return false;
     this.#busy = true;
+    const { path } = this;
     try {
-      this.body = await get(this.path);
+      const body = await get(path);
+      if (path !== this.path) return false;
+      this.body = body;
       this.error = null;
       this.locked = false;
     } catch (error) {
@@ -82,7 +91,7 @@ export class Source {
       this.error = this.locked ? null : error.message;
     } finally {
       this.#busy = false;
-      this.#nextMs = nowMs + this.everyMs(this.body) - POLL_MS / 2;
+      this.#nextMs = path === this.path ? nowMs + this.everyMs(this.body) - POLL_MS / 2 : 0;
     }
     return true;
   }

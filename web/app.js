@@ -34,7 +34,7 @@ const panels = [
   { id: "history", needs: ["stats"], view: mountHistory },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
   { id: "grants", needs: ["leases"], uses: ["sessions"], view: mountGrants },
-  { id: "requests", needs: ["requests"], view: mountRequests },
+  { id: "requests", needs: ["requests"], view: (root) => mountRequests(root, findRequests) },
 ].map((panel) => ({ ...panel, draw: panel.view(byId(panel.id)), note: addNote(byId(panel.id)) }));
 
 const access = mountAccess((text) => {
@@ -43,6 +43,11 @@ const access = mountAccess((text) => {
   ask();
 });
 const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
+
+function findRequests(begins) {
+  sources.requests.turnTo(begins ? `v1/requests?request=${encodeURIComponent(begins)}` : "v1/requests");
+  refresh(sources.requests);
+}
 
 /** A line in the panel that is visible only while one of its paths fails. */
 function addNote(root) {

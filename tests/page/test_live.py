@@ -7,11 +7,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from api_helpers import OPERATOR, ServerProcess
+from api_helpers import OPERATOR, ServerProcess, attach, keys
 from connector_helpers import PATIENCE_S
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
 
+from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings
 from kvdock.connectors.session import Identity
 from kvdock.engine.config import preset
@@ -19,6 +20,7 @@ from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import connect
 from kvdock.engine.request import SamplingParams
+from kvdock.protocol.outcomes import Outcome
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -94,3 +96,29 @@ def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open
             stopped.process.send_signal(signal.SIGCONT)
         wait_phase(page, "live")
         expect(page.locator("#pill")).to_have_text("Ready")
+
+
+def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: OpenPage) -> None:
+    """Also those that are too far back to be in the list of all."""
+    with ServerProcess(recent_requests=1000) as server, Client(server.unix) as client:
+        engine = attach(client, label="told")
+        chain = keys(2, "found by id")
+        engine.store(chain)
+        engine.lookup(chain, request="needle-1")
+        for number in range(150):
+            engine.lookup(keys(1, f"hay {number}"), request=f"hay-{number}")
+        outcome = Outcome(request="needle-1", prompt_tokens=40, found_tokens=32, loaded_tokens=16, why="load_failed")
+        engine.heartbeat(outcomes=[outcome])
+        page = open_page(server.http, access_token=OPERATOR)
+        rows = page.locator("#requests tbody tr")
+        expect(rows).to_have_count(40)
+        page.get_by_label("Request id begins with").fill("needle")
+        expect(rows).to_have_count(1)
+        expect(rows).to_contain_text("needle-1")
+        expect(rows).to_contain_text("not all of a load came")
+        page.get_by_label("Request id begins with").fill("nobody & nothing")
+        expect(page.locator("#requests .hint")).to_have_text("None of the last requests has an id that begins so.")
+        page.get_by_label("Request id begins with").fill("")
+        expect(rows).to_have_count(40)
+        client.leave(engine.session, engine.member)
+        engine.close()

@@ -86,6 +86,34 @@ def test_requests_are_newest_first_with_hit_share(page_server: PageServer, open_
     assert "4,096 1,024 25 %" in first and first.endswith("2.31 ms")
 
 
+def test_requests_show_what_the_engine_told_of_them_and_why_not_more_was_loaded(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    told, untold, ended = say.live_requests(3).requests
+    told.outcome, untold.outcome = say.outcome(told.tokens, 384, "declined_dear", local=128), None
+    ended.kind, ended.tokens, ended.hit_tokens = "ended", 96, 0
+    ended.outcome = say.outcome(96, 0, "something_new", local=0)
+    page_server.bodies["requests"] = Requests(requests=[told, untold, ended])
+    page = open_page(page_server.url)
+    rows = page.locator("#requests tbody tr")
+    expect(rows).to_have_count(3)
+
+    def cells(row: int) -> dict[str, str]:
+        found = rows.nth(row).locator("td")
+        return {cell.get_attribute("data-head") or "": say.plain(cell.inner_text()) for cell in found.all()}
+
+    shown = ("Kind", "Found", "Local", "Loaded", "Why less", "Took")
+    assert [cells(0)[head] for head in shown[:-1]] == [
+        "Lookup", "0", "128", "256", "computing was expected to be quicker"
+    ]
+    assert [cells(1)[head] for head in shown[2:5]] == ["", "", ""]
+    assert [cells(2)[head] for head in shown] == ["Ended", "0", "0", "0", "something new", "–"]
+    why = rows.nth(0).locator("td[data-head='Why less']")
+    assert why.get_attribute("title") == "declined_dear"
+    tokens = rows.nth(0).locator("td[data-head=Tokens]")
+    assert tokens.get_attribute("title") == f"{told.tokens}; the prompt has {told.tokens + 7}"
+
+
 LOOKS_UNTIL = """text => {
   window.looks = () => performance.getEntriesByType("resource").filter(n => n.name.endsWith("/v1/status"));
   const before = looks().length, tiles = document.querySelector("#tiles");

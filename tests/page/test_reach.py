@@ -13,6 +13,7 @@ from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import Leases
 
 pytest_plugins = ["page_fixtures"]
@@ -30,6 +31,9 @@ def test_a_hostile_label_is_shown_as_text(page_server: PageServer, open_page: Op
     page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])])
     requests = say.live_requests(1)
     requests.requests[0].label = requests.requests[0].request = HOSTILE
+    requests.requests[0].outcome = OutcomeView(
+        prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0, why=HOSTILE, why_in_words=HOSTILE
+    )
     page_server.bodies["requests"] = requests
     page_server.bodies["stats"] = say.history(say.series(HOSTILE, "bytes", HOSTILE, [1.0]))
     page_server.bodies["status"] = say.status(status="not ready", reasons=[HOSTILE], counters={HOSTILE: 1})
@@ -84,6 +88,10 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
     page_server.bodies["leases"] = Leases(leases=[say.grant(1, "lease", "s1", long, 8, list(range(0, 8, 2)))])
     requests = say.live_requests(2)
     requests.requests[0].label = requests.requests[0].request = long
+    requests.requests[0].outcome = OutcomeView(
+        prompt_tokens=1 << 30, local_tokens=1 << 30, found_tokens=1 << 30, loaded_tokens=1 << 30, why=long[:64],
+        why_in_words=long[:64],
+    )
     page_server.bodies["requests"] = requests
     page_server.bodies["status"] = say.status(status="not ready", reasons=[long])
     page = open_page(page_server.url)
@@ -101,7 +109,7 @@ def test_tables_keep_their_roles_on_a_phone(status_page_url: str, open_page: Ope
     page = open_page(status_page_url, viewport={"width": 390, "height": 844})
     table = page.get_by_role("table", name="Recent requests")
     expect(table.get_by_role("columnheader", name="Took")).to_have_count(1)
-    expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(10)
+    expect(table.get_by_role("row").nth(1).get_by_role("cell")).to_have_count(11)
 
 
 CONTRAST = """() => {

@@ -18,6 +18,7 @@ import msgspec
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import (
     ChunkCounts,
     Leases,
@@ -146,6 +147,14 @@ def live_leases() -> Leases:
     ])
 
 
+def outcome(tokens: int, found: int, why: str, local: int = 32) -> OutcomeView:
+    """All that was found behind the local tokens was loaded."""
+    return view_of(Outcome(
+        request="r", prompt_tokens=tokens + 7, local_tokens=local, found_tokens=found,
+        loaded_tokens=max(0, found - local), why=why,
+    ))
+
+
 def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
     names = ("vllm-prod-0", "vllm-prod-1", "")
     rows = []
@@ -157,6 +166,7 @@ def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
             request=f"chatcmpl-{(i * 2654435761) % (1 << 24):06x}", tokens=tokens, hit_tokens=hit,
             chunks=(tokens if store else hit) // 256, bytes=(tokens if store else hit) // 256 * 2 * MIB,
             took_us=90 + (i * 613) % 2400,
+            outcome=None if store or i % 3 else outcome(tokens, hit, "late" if i % 2 else "load_failed"),
         ))
     return Requests(requests=rows)
 

@@ -44,7 +44,7 @@ class Outcomes:
         self._of(request).cached_tokens = local_tokens
 
     def found(self, request: Any, tokens: int) -> None:
-        """The server has a prefix of so many tokens."""
+        """The server has the first `tokens` tokens of the request."""
         outcome = self._of(request)
         outcome.found_tokens = max(outcome.found_tokens, tokens)
 
@@ -53,12 +53,12 @@ class Outcomes:
         self._of(request).why = why
 
     def declined(self, request: Any, why: str, tokens: int) -> None:
-        """A prefix of so many tokens is computed."""
+        """The server has the first `tokens` tokens, and they are computed all the same."""
         self.found(request, tokens)
         self.held_back(request, f"declined_{why}")
 
     def admitted(self, request: Any, tokens: int) -> None:
-        """So many tokens are being loaded. What vLLM has of a request that it preempted may be the request's own."""
+        """A load of `tokens` tokens begins. What vLLM has of a request that it preempted may be the request's own."""
         outcome = self._of(request)
         if tokens or not outcome.is_admitted:
             outcome.local_tokens, outcome.loaded_tokens = outcome.cached_tokens, tokens

@@ -98,8 +98,7 @@ class VllmScheduler:
         self._built = 0
         self._last_store: Future[None] | None = None
         self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
-        self._loads: list[LoadOrder] = []
-        self._steps_ahead = steps_ahead
+        self._loads, self._steps_ahead = list[LoadOrder](), steps_ahead
         count_dropped = partial(self.figures.add, "stores_dropped", 1)
         self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
         self._fresh: set[int] = set()  # blocks given out since the last build

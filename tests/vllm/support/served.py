@@ -34,7 +34,7 @@ from bench.model import ATTENTION_S, GIB_TOKENS, STEP_S, STEP_TOKENS
 PREFILL_PER_S = 33_000.0
 """Tokens: what an H200 was seen to compute, where bench.model has less."""
 HEAD = 64
-"""K and V of one head of so many fp16 elements: 256 bytes a token, as 8-byte integers 32."""
+"""Elements of fp16 that one head's K has for a token, and its V as many: 256 bytes a token together."""
 VOCABULARY = 30_000
 
 

@@ -89,4 +89,16 @@ MUTANTS = (
         ("tests/api/test_quotas.py", "-k", "lowered"),
         "test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased",
     ),
+    Mutant(
+        "P73", "what an engine tells of a request joins other sessions' lookups of that name", "api/views/history.py",
+        "    return request.session, request.request\n", '    return "", request.request\n',
+        ("tests/api/test_outcomes.py", "-k", "own_session"),
+        "test_an_outcome_joins_the_lookups_of_its_own_session_alone",
+    ),
+    Mutant(
+        "P74", "requests that are not listed any more are remembered", "api/views/history.py",
+        "            self._forget(self._ring.pop()[1])\n", "            self._ring.pop()\n",
+        ("tests/api/test_outcomes.py", "-k", "remembered"),
+        "test_nothing_is_remembered_of_requests_that_are_not_listed_any_more",
+    ),
 )

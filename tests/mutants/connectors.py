@@ -87,4 +87,10 @@ MUTANTS = (
         ("tests/connectors/test_load_cost.py",),
         "test_a_short_hit_is_dearer_than_computing_and_a_long_one_is_not",
     ),
+    Mutant(
+        "P75", "heartbeats go on telling what the server does not take", "connectors/outcomes.py",
+        "                self._refuse()\n", "                self._put_back(beat.outcomes, 0)\n",
+        ("tests/connectors/test_outcomes.py", "-k", "without_this_field"),
+        "test_a_server_without_this_field_loses_no_engine",
+    ),
 )

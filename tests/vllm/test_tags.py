@@ -112,3 +112,18 @@ def test_weights_that_may_have_changed_are_kept_apart_and_named_weights_are_shar
 @every_version
 def test_a_reset_that_leaves_the_pool_changes_nothing(run: Any) -> None:
     assert run("weights", "hashes", "leave")["loaded"] == [0, ALL, ALL, 0, ALL, ALL, ALL, ALL, 0]
+
+
+@every_version
+def test_the_server_hears_what_became_of_each_request(run: Any) -> None:
+    found = run("told")
+    assert found["loaded"] == [0, ALL, 0]
+    bypassed = "not looked up: its adapter is not known for sure"
+    assert found["rows"] == [
+        ["r0", "lookup", 150, 0, 0, 0, "", ""],
+        ["r1", "lookup", 150, 0, ALL, ALL, "", ""],
+        ["r2", "lookup", 150, 144, 0, 0, "", ""],
+        ["r3", "ended", 150, 0, 0, 0, "bypassed_adapter", bypassed],
+        ["r4", "ended", 20, 0, 0, 0, "", ""],
+        ["r5", "lookup", 150, 0, 0, 0, "", ""],
+    ]

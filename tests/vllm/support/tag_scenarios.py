@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import astuple
 from sched_engine import SchedEngine
 from sched_scenarios import hash_seed, prompt
 from vllm.lora.request import LoRARequest
@@ -24,10 +25,13 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import RequestStatus
 
+from kvdock.client.client import Client
 from kvdock.connectors.vllm import request_tag
 from kvdock.connectors.vllm.connector import KvdockConnector
 from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.schemas import listed_id
 
 CHUNK, TOKENS = 32, 150
 ALL = 128
@@ -299,6 +303,30 @@ def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:
     return found | {"answers": answers, "wrong": found["wrong"] + wrong}
 
 
+def told(address: str) -> dict[str, Any]:
+    """What the server hears of each request: of one that stores, one that loads, one that vLLM's own cache has, one that
+    is not looked up, one that is too short, and one that is aborted while it runs."""
+    engine = engine_at(address, "hashes", os.urandom(8).hex())
+    loaded = [run(engine, {}), run(engine, {})]
+    engine.add("r2", prompt(1, TOKENS), 2)
+    engine.run()
+    loaded.append(run(engine, adapter_nowhere()))
+    engine.add("r4", prompt(2, 20), 2)
+    engine.run()
+    engine.add("r5", prompt(3, TOKENS), 200)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.finish_requests("r5", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    session, rows, end = listed_id(engine.half._session.attachment.session), list[Any](), time.monotonic() + 20
+    with Client(address) as client:
+        while len({row[0] for row in rows}) < len(engine.requests) and time.monotonic() < end:
+            time.sleep(TICK_S)
+            views = [view for view in client.requests(limit=1000).requests if view.session == session]
+            rows = [(view.request, view.kind, *astuple(view.outcome)) for view in views if view.outcome is not None]
+    return {**ended(engine, loaded), "rows": sorted(rows)}
+
+
 def adapter_nowhere() -> Request:
     return {"lora_request": LoRARequest(lora_name="nowhere", lora_int_id=9, lora_path="/nowhere")}
 
@@ -307,5 +335,6 @@ SCENARIOS = {
     made.__name__: made
     for made in (
         salts, adapters, replaced, too_new, no_files, images, one_name, not_here, growing, unready, controls, weights,
+        told,
     )
 }

@@ -304,8 +304,8 @@ def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:
 
 
 def told(address: str) -> dict[str, Any]:
-    """What the server hears of each request: of one that stores, one that loads, one that vLLM's own cache has, one that
-    is not looked up, one that is too short, and one that is aborted while it runs."""
+    """What the server hears of each request: of one that stores, one that loads, one that vLLM's own cache has, one
+    that is not looked up, one that is too short, and one that is aborted while it runs."""
     engine = engine_at(address, "hashes", os.urandom(8).hex())
     loaded = [run(engine, {}), run(engine, {})]
     engine.add("r2", prompt(1, TOKENS), 2)

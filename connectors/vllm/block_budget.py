@@ -17,6 +17,10 @@ from typing import Any
 
 from kvdock.connectors.vllm.groups import KVGroup
 
+STATE_BLOCKS = 4
+"""Of a request with a recurrent state: the one that steps write, two before it that steps under way may read, and one
+in which vLLM keeps a state for its own prefix cache."""
+
 
 class BlockBudget:
     """`blocks`: of the pool. `longest_tokens`: of any request. `step_tokens`: of one step. `in_order`: requests are
@@ -59,6 +63,9 @@ class BlockBudget:
     def _blocks_for(self, tokens: int) -> int:
         total = 0
         for group in self._groups:
+            if group.state:
+                total += STATE_BLOCKS
+                continue
             held = tokens
             if group.window_tokens is not None:
                 held = min(tokens, group.window_tokens + self._step + group.block_tokens)

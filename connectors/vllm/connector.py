@@ -62,6 +62,7 @@ from kvdock.connectors.vllm.setup import (
     workers_here,
     zeroes_blocks,
 )
+from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
 from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.protocol.access_token import read_token
@@ -70,8 +71,13 @@ from kvdock.protocol.schemas import Manifest
 
 log = logging.getLogger("kvdock.vllm")
 
+ASIDE = "kvdock stands aside, and vLLM runs as without it: %s"
+
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Failed loads can be reported by request (since vLLM 0.30)."""
+
+RECONCILES = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+"""As states.py has it; for connectors that do not ask for anything else."""
 
 
 @dataclass
@@ -120,15 +126,22 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._config, self._cache = vllm_config, kv_cache_config
         self._groups: tuple[KVGroup, ...] = ()
         """None: it stands aside."""
+        refuse_unreconciled_hits(vllm_config, kv_cache_config, reconciles=RECONCILES)
         try:
-            self._groups = groups_of(kv_cache_config)
+            groups = groups_of(kv_cache_config)
+            refuse_states(vllm_config, groups, load_async=self._settings.load_async)
+            self._groups = groups
         except CannotCacheError as why:
             if role is KVConnectorRole.SCHEDULER:  # once for each engine
-                log.warning("kvdock stands aside, and vLLM runs as without it: %s", why)
+                log.warning(ASIDE, why)
         self._instance = f"vllm-{transfer.engine_id}"
         place = place_of(vllm_config.parallel_config, self._groups)
         engine = get_current_vllm_config_or_none()  # known in workers; another connector gives a copy of its own making
         self._is_beside = engine is None or engine.kv_transfer_config is not transfer
+        if self._is_beside and role == KVConnectorRole.WORKER and any(group.state for group in self._groups):
+            self._groups = ()  # nobody introduces itself, so the scheduler's side does not begin
+            if place.rank == 0:
+                log.warning(ASIDE, "it caches recurrent states where no other connector is set, and one is.")
         if role == KVConnectorRole.SCHEDULER:
             warn_of_version(vllm.__version__)
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:

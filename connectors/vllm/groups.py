@@ -20,7 +20,8 @@ from kvdock.datapath.layout import PagedLayout, Plane
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 LOCAL = ("ChunkedLocalAttentionSpec",)
-KINDS = f"{', '.join((*FULL, *WINDOW, *LOCAL))}, or uniform groups of these"
+STATE = ("MambaSpec",)
+KINDS = f"{', '.join((*FULL, *WINDOW, *LOCAL, *STATE))}, or uniform groups of these"
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class KVGroup:
     """MLA: every rank holds the same bytes."""
     local_tokens: int | None = None
     """Chunked local attention: a token sees its own piece of so many tokens, up to itself. None: it does not end so."""
+    state: str = ""
+    """What a page holds of a recurrent state (states.py): its tensors' types and shapes. Empty: it holds KV."""
 
     def left_behind(self, tokens: int) -> int:
         """How many of the first `tokens` tokens nobody reads any more who goes on behind them: vLLM gives them away."""
@@ -58,16 +61,23 @@ def _group(group: Any) -> KVGroup:
     inner = getattr(spec, "kv_cache_specs", None)
     specs = dict(inner) if inner is not None else dict.fromkeys(group.layer_names, spec)
     kinds = {type(one).__name__ for one in specs.values()}
-    first, window, local = next(iter(specs.values())), None, None
+    first, window, local, state = next(iter(specs.values())), None, None, ""
     if kinds <= set(WINDOW):
         window = max(1, _one([one.sliding_window for one in specs.values()]) - 1)  # the next token sees itself as well
     elif kinds <= set(LOCAL):
         local = _one([one.attention_chunk_size for one in specs.values()])
         window = max(1, local - 1)
+    elif kinds <= set(STATE):
+        window, state = 1, " ".join(dict.fromkeys(_state(one) for one in specs.values()))
     elif not kinds <= set(FULL):
         raise CannotCacheError(f"kvdock cannot cache KV of kind {', '.join(sorted(kinds))}; it knows {KINDS}.")
     pages = {name: int(specs[name].page_size_bytes) for name in group.layer_names if name in specs}
-    return KVGroup(window, int(first.block_size), pages, all("MLA" in kind for kind in kinds), local)
+    return KVGroup(window, int(first.block_size), pages, all("MLA" in kind for kind in kinds), local, state)
+
+
+def _state(spec: Any) -> str:
+    tensors = zip(spec.dtypes, spec.shapes, strict=True)
+    return f"{spec.mamba_type} {'+'.join(f'{dtype}{list(shape)}' for dtype, shape in tensors)}"
 
 
 def _one(windows: Sequence[int]) -> int:
@@ -82,8 +92,10 @@ def step_tokens(groups: Sequence[KVGroup]) -> int:
 
 
 def chunk_tokens(groups: Sequence[KVGroup], wanted: int) -> int:
-    """`wanted`, rounded up to whole blocks of every group."""
+    """`wanted`, rounded up to whole blocks of every group. With recurrent states one of them: hits end at any state."""
     step = step_tokens(groups)
+    if any(group.state for group in groups):
+        return step
     return -(-wanted // step) * step
 
 
@@ -96,7 +108,7 @@ def signature(groups: Sequence[KVGroup], tensors: Mapping[str, Any], num_blocks:
             axes = sorted(range(1, len(tensor.shape)), key=lambda axis: -tensor.stride(axis))
             order = ".".join(f"{axis}:{tensor.shape[axis]}" for axis in axes)
             split = tensor.shape[0] // num_blocks
-            orders.append(f"{tensor.dtype}/{order}/{split}")
+            orders.append(f"{tensor.dtype}/{order}/{split}{group.state and f'/{group.state}'}")
     if len(set(orders)) == 1:
         return orders[0]
     return hashlib.sha256("\n".join(orders).encode()).hexdigest()

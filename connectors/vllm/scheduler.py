@@ -44,7 +44,7 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Table, begun, failing, grown
+from kvdock.connectors.vllm.tables import Table, begun, failing, grown, settled
 from kvdock.connectors.vllm.tracked import Tracked
 
 LEAST_PROMPT = 64
@@ -70,6 +70,7 @@ class VllmScheduler:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
         self._verifies_all = len(groups) > 1 or not settings.load_async
+        self._has_states = any(group.state for group in groups)
         self.figures = Figures()
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
@@ -164,6 +165,8 @@ class VllmScheduler:
             return 0, False
         self._outcomes.found(request, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
+        if self._has_states and not tracked.is_async:
+            return 0, False  # as states.py has it
         if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
             # vLLM has no way back from such a load: it had better not fail. Workers say so with their first steps.
             return (None if self._built < FIRST_STEPS else 0), False
@@ -346,7 +349,7 @@ class VllmScheduler:
         chunk = self._chunk_tokens
         if is_new and computed // chunk <= tracked.local_tokens // chunk:
             return  # all of it was a local hit: it is offered again once the first token is out
-        columns = self._whole_blocks(tracked.table, computed)
+        columns = settled(self._groups, self._whole_blocks(tracked.table, computed), before, before + count)
         self._stores.begin(self._connector.stores.begin_store(
             request_id, request.all_token_ids, columns, computed, duplicate=duplicate
         ))
@@ -359,7 +362,8 @@ class VllmScheduler:
             return
         if not self._is_stored(request_id):
             return
-        own = [[None if block in self._fresh else block for block in column] for column in tracked.table]
+        whole = settled(self._groups, tracked.table)
+        own = [[None if block in self._fresh else block for block in column] for column in whole]
         offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
         last = self._stores.begin(offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens))
         self._last_store = last or self._last_store

@@ -30,6 +30,17 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
             yield request_id, [_or_none(column) for column in ids]
 
 
+def settled(groups: Sequence[KVGroup], columns: Table, *boundaries: int) -> Table:
+    """`columns` without recurrent states that may still change (states.py). Left are those after so many tokens as
+    `boundaries` say, where a step begins or ends."""
+    return [
+        column if not group.state else [
+            block if (at + 1) * group.block_tokens in boundaries else None for at, block in enumerate(column)
+        ]
+        for column, group in zip(columns, groups, strict=True)
+    ]
+
+
 def failing(
     groups: Sequence[KVGroup], chunk_tokens: int, request_id: str, columns: Table, local_tokens: int, hit_tokens: int
 ) -> LoadPlan:

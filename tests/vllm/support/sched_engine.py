@@ -50,6 +50,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -60,6 +61,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 BLOCK = 16
 LONGEST = 1024
+STATE = 0
+"""In the place of a window: a recurrent state."""
 WRONG_TOKEN = 3
 IDLE_STEPS = 400
 """Steps in which nothing is computed, one after the other, until an engine that is stepped by hand stands still."""
@@ -109,8 +112,10 @@ class SchedEngine:
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
-        events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False, **extra: Any,
+        events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False,
+        states: str = "align", **extra: Any,
     ) -> None:
+        self._states = states
         self.is_late, self._compute = late, list[Callable[[], None]]()
         self.windows, self.blocks, self.steps = windows, blocks, 0
         self._step_s, self._is_connected = step_s, bool(address)
@@ -143,7 +148,7 @@ class SchedEngine:
                 ),
                 cache_config=CacheConfig(
                     block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching,
-                    prefix_caching_hash_algo=algorithm,
+                    prefix_caching_hash_algo=algorithm, mamba_cache_mode=states,
                 ),
                 kv_transfer_config=KVTransferConfig(**self.transfer({
                     "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
@@ -179,6 +184,8 @@ class SchedEngine:
     def spec(self, window: int | None, size: int) -> Any:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
         shape = {"block_size": size, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
+        if window == STATE:
+            return MambaSpec(size, ((size,),), (torch.int64,), mamba_cache_mode=self._states)
         if window is None:
             return FullAttentionSpec(**shape)
         if window < 0:
@@ -361,6 +368,8 @@ class SchedEngine:
         if not self._is_connected:
             time.sleep(self._step_s)
         self.computes()
+        for copy in getattr(out, "kv_cache_block_copies", None) or ():  # newer versions: a hit that ends inside a block
+            self._cells[copy.dst_block_id] = self._cells[copy.src_block_id]
         starts = self._note(out)
         ids, sampled = list(out.num_scheduled_tokens), list[list[int]]()
         if self.asks_for_layers and ids:
@@ -397,6 +406,8 @@ class SchedEngine:
         """Whether all is right that a chunk from `start` on reads."""
         prints = fingerprints(group, self._tokens[request_id], self._prints.setdefault((request_id, group), []))
         window, size, table = self.windows[group], self.sizes[group], np.array(self.tables[request_id][group])
+        if window == STATE:
+            return self._reads_state(request_id, group, start, prints)
         first = 0 if window is None else start // -window * -window if window < 0 else max(0, start - window + 1)
         at = np.arange(first, start)
         right = self._cells[table[at // size], at % size] ^ self._mark == np.array(prints, dtype=np.int64)[at]
@@ -404,13 +415,24 @@ class SchedEngine:
             self.bad_reads.append((self.steps, request_id, group, wrong, int(table[wrong // size])))
         return bool(right.all())
 
+    def _reads_state(self, request_id: str, group: int, start: int, prints: Sequence[int]) -> bool:
+        """Whether the state after the first `start` tokens is in the block of the last of them."""
+        block = self.tables[request_id][group][(start - 1) // self.sizes[group]] if start else None
+        if block is None or self._cells[block, 0] ^ self._mark == prints[start - 1]:
+            return True
+        self.bad_reads.append((self.steps, request_id, group, start - 1, block))
+        return False
+
     def _writes(self, request_id: str, group: int, start: int, count: int, is_right: bool) -> None:
         size, table = self.sizes[group], np.array(self.tables[request_id][group])
         at = np.arange(start, start + count)
+        if self.windows[group] == STATE:  # in one cell, over the state before
+            at = at[-1:]
         assert table[at // size].all(), f"{request_id}: the null block is written, tokens from {start} on"
         made = np.array(self._prints[request_id, group], dtype=np.int64)[at]
         # These cells and no others: loads in the background write beside them.
-        self._cells[table[at // size], at % size] = (made if is_right else -made) ^ self._mark
+        slots = at % size if self.windows[group] != STATE else 0
+        self._cells[table[at // size], slots] = (made if is_right else -made) ^ self._mark
 
     def _note(self, out: Any) -> dict[str, int]:
         """Block tables and tokens, and per request how many tokens are computed."""

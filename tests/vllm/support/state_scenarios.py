@@ -1,0 +1,86 @@
+"""Scenarios of models with recurrent states, beside those of sched_scenarios.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sched_engine import STATE, SchedEngine
+from sched_scenarios import figures, prompt, warm
+
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.vllm import scheduler as scheduler_module
+from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.tables import Table
+
+SHAPE = [None, STATE]
+
+
+def shared(address: str, sizes: Sequence[int] = (), **settings: Any) -> dict[str, Any]:
+    """Prompts that begin alike, in an engine that keeps its own prefixes and then in one that has to load. `loaded`:
+    tokens of each prompt there."""
+    prompts = {
+        "first": prompt(1, 150), "inside": prompt(1, 100) + prompt(2, 30), "again": prompt(1, 100) + prompt(3, 30),
+        "shorter": prompt(1, 97), "once more": prompt(1, 97), "longer": prompt(1, 150) + prompt(4, 60),
+        "deep": prompt(1, 150) + prompt(4, 100),
+    }
+    for forgets in (False, True):
+        engine, loaded = SchedEngine(address, windows=SHAPE, sizes=sizes, blocks=128, **settings), []
+        for name, tokens in prompts.items():
+            before = engine.loaded_tokens
+            engine.add(name, tokens)
+            engine.run()
+            loaded.append(engine.loaded_tokens - before)
+            if forgets:
+                engine.forget_prefixes()
+        engine.close()
+        found = figures(engine)
+        assert not any(found[name] for name in ("bad_reads", "wrong_tokens", "unfinished", "held", "remembered")), found
+    return {"loaded": loaded}
+
+
+def answered(address: str) -> dict[str, Any]:
+    """A conversation: what is asked next begins with the first prompt and its answer, which ends `count` tokens behind
+    the boundary of a block. `loaded`: of each."""
+    loaded = []
+    for count in range(18):
+        engine = SchedEngine(address, windows=SHAPE, blocks=128, weights_digest=f"answered {count}")
+        first = engine.add("first", prompt(1, 64 + 5), max_tokens=16 * 3 - 5 + count)
+        engine.run()
+        engine.forget_prefixes()
+        engine.add("next", [*first.all_token_ids, *prompt(2, 20)])
+        engine.run()
+        engine.close()
+        assert not engine.bad_reads and not engine.wrong_tokens
+        loaded.append(engine.loaded_tokens)
+    return {"loaded": loaded}
+
+
+def aside(address: str, **settings: Any) -> dict[str, Any]:
+    """An engine whose connector may stand aside: it makes what it makes without. `refused`: or it does not start."""
+    try:
+        engine = SchedEngine(address, windows=SHAPE, blocks=128, weights_digest="aside", **settings)
+    except NotSupportedError as error:
+        return {"refused": str(error)}
+    for number in range(2):
+        engine.add(f"r{number}", prompt(1, 100) + prompt(number, 30))
+        engine.run()
+    wrong = len(engine.bad_reads) + engine.wrong_tokens
+    return {"wrong": wrong, "loaded": engine.loaded_tokens, "stood_aside": engine.scheduler.connector._groups == ()}
+
+
+def running_stored(address: str) -> dict[str, Any]:
+    """Negative control: every state that a table has is stored, also one that steps still write."""
+    real = scheduler_module.settled
+
+    def unsettled(groups: Sequence[KVGroup], columns: Table, *boundaries: int) -> Table:
+        return columns
+
+    scheduler_module.settled = unsettled
+    try:
+        return warm(address, SHAPE)
+    finally:
+        scheduler_module.settled = real
+
+
+SCENARIOS = {made.__name__: made for made in (shared, answered, aside, running_stored)}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Table, begun, failing, grown, settled
+from kvdock.connectors.vllm.tables import Handed, Table, begun, failing, grown, handed, settled
 from kvdock.connectors.vllm.tracked import Tracked
 
 LEAST_PROMPT = 64
@@ -269,7 +269,7 @@ class VllmScheduler:
         for request_id, count in output.num_scheduled_tokens.items():
             self._budget.give_back(request_id)
             self._note_used(request_id)
-            self._offer(request_id, count, duplicate=duplicate)
+            self._offer(request_id, count, handed(output, request_id), duplicate=duplicate)
         for noted in (self._fresh, self._loaded_into, self._unnamed):
             noted.clear()
         scheduled = list(output.num_scheduled_tokens)
@@ -331,7 +331,7 @@ class VllmScheduler:
                 for column, added in zip(tracked.table, more, strict=True):
                     column.extend(added)
 
-    def _offer(self, request_id: str, count: int, *, duplicate: bool) -> None:
+    def _offer(self, request_id: str, count: int, states: Set[Handed], *, duplicate: bool) -> None:
         """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
         from the pool while the request runs."""
         tracked = self._tracked.get(request_id)
@@ -346,10 +346,10 @@ class VllmScheduler:
                 gone = min(group.left_behind(before) // group.block_tokens, len(column))
                 column[:gone] = [None] * gone
         is_new, tracked.is_new = tracked.is_new, False
-        chunk = self._chunk_tokens
-        if is_new and computed // chunk <= tracked.local_tokens // chunk:
+        if is_new and computed // self._chunk_tokens <= tracked.local_tokens // self._chunk_tokens:
             return  # all of it was a local hit: it is offered again once the first token is out
-        columns = settled(self._groups, self._whole_blocks(tracked.table, computed), before, before + count)
+        whole = self._whole_blocks(tracked.table, computed)
+        columns = settled(self._groups, whole, (before, before + count), states)
         self._stores.begin(self._connector.stores.begin_store(
             request_id, request.all_token_ids, columns, computed, duplicate=duplicate
         ))

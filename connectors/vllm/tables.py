@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any
 
 from kvdock.connectors.plans import LoadPiece, LoadPlan
@@ -10,6 +10,8 @@ from kvdock.connectors.vllm.groups import KVGroup
 
 Table = list[list[int | None]]
 """Per KV group a request's blocks, from its first token on; None where it has none."""
+Handed = tuple[int, int, int]
+"""A recurrent state that changes no more: KV group, block, and after how many of the request's tokens it is."""
 
 
 def begun(output: Any) -> Iterator[tuple[str, Table]]:
@@ -30,15 +32,27 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
             yield request_id, [_or_none(column) for column in ids]
 
 
-def settled(groups: Sequence[KVGroup], columns: Table, *boundaries: int) -> Table:
+def handed(output: Any, request_id: str) -> Set[Handed]:
+    """The states that vLLM says the step leaves of the request; before 0.32 none."""
+    told = getattr(output, "kv_connector_block_state", None)
+    return frozenset(told.boundary_state_offloads.get(request_id, ())) if told is not None else frozenset()
+
+
+def settled(
+    groups: Sequence[KVGroup], columns: Table, boundaries: Collection[int] = (), states: Set[Handed] = frozenset()
+) -> Table:
     """`columns` without recurrent states that may still change (states.py). Left are those after so many tokens as
-    `boundaries` say, where a step begins or ends."""
-    return [
-        column if not group.state else [
-            block if (at + 1) * group.block_tokens in boundaries else None for at, block in enumerate(column)
-        ]
-        for column, group in zip(columns, groups, strict=True)
-    ]
+    `boundaries` say, where a step begins or ends, and those of `states` that are where they are said to be."""
+    left = []
+    for index, (column, group) in enumerate(zip(columns, groups, strict=True)):
+        if group.state:
+            ends = range(group.block_tokens, (len(column) + 1) * group.block_tokens, group.block_tokens)
+            column = [
+                block if end in boundaries or (index, block, end) in states else None
+                for block, end in zip(column, ends, strict=True)
+            ]
+        left.append(column)
+    return left
 
 
 def failing(

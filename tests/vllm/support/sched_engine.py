@@ -113,9 +113,10 @@ class SchedEngine:
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
         events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False,
-        states: str = "align", **extra: Any,
+        states: str = "align", exports: bool = False, hash_tokens: int = 0, **extra: Any,
     ) -> None:
-        self._states = states
+        self._states, self._exports = states, exports
+        self.hash_tokens = hash_tokens or gcd(*(sizes or (BLOCK,)))
         self.is_late, self._compute = late, list[Callable[[], None]]()
         self.windows, self.blocks, self.steps = windows, blocks, 0
         self._step_s, self._is_connected = step_s, bool(address)
@@ -163,6 +164,8 @@ class SchedEngine:
         # A platform without devices switches this off; the scheduler takes the groups it is given.
         self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
         self.config.cache_config.num_gpu_blocks = blocks
+        if hash_tokens:
+            self.config.cache_config.prefix_match_unit = hash_tokens
         self._start(blocks)
 
     def transfer(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +188,8 @@ class SchedEngine:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
         shape = {"block_size": size, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
         if window == STATE:
-            return MambaSpec(size, ((size,),), (torch.int64,), mamba_cache_mode=self._states)
+            more = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if self._exports else {}
+            return MambaSpec(size, ((size,),), (torch.int64,), mamba_cache_mode=self._states, **more)
         if window is None:
             return FullAttentionSpec(**shape)
         if window < 0:
@@ -200,12 +204,12 @@ class SchedEngine:
         kv_config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(gcd(*self.sizes), hash_function)
+        self._hasher = get_request_block_hasher(self.hash_tokens, hash_function)
         with set_current_vllm_config(self.config):
             self.scheduler = (AsyncScheduler if self._overlap else Scheduler)(
                 vllm_config=self.config, kv_cache_config=kv_config, log_stats=True,
                 structured_output_manager=StructuredOutputManager(self.config), block_size=lcm(*self.sizes),
-                hash_block_size=gcd(*self.sizes),
+                hash_block_size=self.hash_tokens,
             )
         self.scheduler.use_v2_model_runner = self._runner == 2
         if self._is_connected:
@@ -432,7 +436,23 @@ class SchedEngine:
         made = np.array(self._prints[request_id, group], dtype=np.int64)[at]
         # These cells and no others: loads in the background write beside them.
         slots = at % size if self.windows[group] != STATE else 0
+        if self.windows[group] == STATE and self._exports:
+            self._export(request_id, group, start, start + count, is_right)
         self._cells[table[at // size], slots] = (made if is_right else -made) ^ self._mark
+
+    def _export(self, request_id: str, group: int, start: int, end: int, is_right: bool) -> None:
+        """The state at the last place in the chunk where a hit may end, as kernels do that have it on their way."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
+        [offset], [column] = compute_mamba_prefill_checkpoints(
+            [end], [end - start], self.hash_tokens, self.sizes[group], 1, False, manager.cache_hit_alignment_tokens
+        )
+        block = self.tables[request_id][group][column] if column >= 0 else 0
+        if block:
+            made = self._prints[request_id, group][start + offset - 1]
+            self._cells[block, 0] = (made if is_right else -made) ^ self._mark
+            self.seen["exported"] += 1
 
     def _note(self, out: Any) -> dict[str, int]:
         """Block tables and tokens, and per request how many tokens are computed."""

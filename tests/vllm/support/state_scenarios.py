@@ -73,12 +73,12 @@ def running_stored(address: str) -> dict[str, Any]:
     """Negative control: every state that a table has is stored, also one that steps still write."""
     real = scheduler_module.settled
 
-    def unsettled(groups: Sequence[KVGroup], columns: Table, *boundaries: int) -> Table:
+    def unsettled(groups: Sequence[KVGroup], columns: Table, *settles: object) -> Table:
         return columns
 
     scheduler_module.settled = unsettled
     try:
-        return warm(address, SHAPE)
+        return warm(address, SHAPE, [8, 16], exports=True)
     finally:
         scheduler_module.settled = real
 

@@ -26,13 +26,18 @@ from kvdock.protocol.schemas import Group
 
 BLOCK, CHUNK = 16, 32
 FULL, WINDOW = KVGroup(None, BLOCK, {"a": 128}, False), KVGroup(24, BLOCK, {"b": 128}, False)
+STATE = KVGroup(1, CHUNK, {"b": 128}, False, state="mamba")
 
 
-def scheduler_of(address: str, *groups: KVGroup, steps_ahead: int = 0) -> VllmScheduler:
+def scheduler_of(
+    address: str, *groups: KVGroup, steps_ahead: int = 0, block_tokens: int = BLOCK
+) -> VllmScheduler:
     described = manifest(
-        chunk_tokens=CHUNK, block_tokens=BLOCK, cache_salt=unique("salt"), groups=tuple(
-            Group(part_bytes=256) if group.window_tokens is None
-            else Group(kind="window", window_tokens=group.window_tokens, part_bytes=256) for group in groups
+        chunk_tokens=CHUNK, block_tokens=block_tokens, cache_salt=unique("salt"), groups=tuple(
+            Group(part_bytes=256, block_tokens=group.block_tokens) if group.window_tokens is None
+            else Group(
+                kind="window", window_tokens=group.window_tokens, part_bytes=256, block_tokens=group.block_tokens
+            ) for group in groups
         ),
     )
     session = EngineSession(
@@ -62,9 +67,10 @@ def request_of(tokens: int) -> Any:
 def step(
     scheduler: VllmScheduler, request: Any, tokens: int = 0, *, new: Sequence[Sequence[int]] | None = None,
     more: Sequence[Sequence[int]] | None = None, resumed: bool = False, preempted: bool = False,
+    states: Sequence[tuple[int, int, int]] = (),
 ) -> Orders:
     """Computes `tokens` of the request. `new`: its blocks when it is scheduled for the first time; `more`: those it
-    grows into, or all of them when it is resumed."""
+    grows into, or all of them when it is resumed. `states`: those that vLLM hands over."""
     orders = scheduler.build(SimpleNamespace(
         preempted_req_ids={request.request_id} if preempted else None,
         scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, block_ids=new)] if new is not None else [],
@@ -73,6 +79,7 @@ def step(
             resumed_req_ids={request.request_id} if resumed else set(),
         ),
         num_scheduled_tokens={request.request_id: tokens} if tokens else {}, finished_req_ids=set(),
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={request.request_id: states}),
     ))
     request.num_computed_tokens += tokens
     return orders
@@ -109,6 +116,53 @@ def test_blocks_that_a_window_left_behind_are_not_stored_late(server: ServerProc
     step(scheduler, request, 32, more=[[5, 6], [15, 16]])
     assert set().union(*offered(scheduler)) == {1, 2, 3, 4, 5, 6, 13, 14, 15, 16}
     scheduler.close()
+
+
+@pytest.fixture
+def recurrent(server: ServerProcess) -> Iterator[VllmScheduler]:
+    made = scheduler_of(server.unix, FULL, STATE, block_tokens=CHUNK)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_state_is_stored_where_a_step_ends_or_begins_at_the_boundary_of_its_block(recurrent: VllmScheduler) -> None:
+    request = request_of(224)
+    table = [[*range(1, 15)], [21, 22]]
+    recurrent.allocated(request, table, 0)
+    step(recurrent, request, 40, new=table)
+    assert offered(recurrent) == [{1, 2}], "a step that went beyond: what the block holds is not the state at its end"
+    step(recurrent, request, 24)
+    assert offered(recurrent)[-1] == {3, 4, 22}
+    step(recurrent, request, 50, more=[[], [0, 23]])
+    assert offered(recurrent)[-1] == {5, 6}, "the block that steps are still writing is another one"
+    recurrent.finished(request, has_answered=True)
+    assert set().union(*offered(recurrent)) == {1, 2, 3, 4, 5, 6, 22}
+
+
+def test_a_state_whose_tokens_are_known_a_step_late_is_stored_then(recurrent: VllmScheduler) -> None:
+    request = request_of(63)
+    table = [[1, 2, 3, 4], [21, 22]]
+    recurrent.allocated(request, table, 0)
+    step(recurrent, request, 63, new=table)
+    assert offered(recurrent) == [{1, 2}]
+    step(recurrent, request, 1)  # of a token that the step before makes
+    assert offered(recurrent) == [{1, 2}]
+    request.all_token_ids, request.num_tokens = [1] * 64, 64
+    step(recurrent, request, 1, more=[[5], [23]])
+    assert offered(recurrent)[-1] == {3, 4, 22}
+
+
+def test_a_state_that_vllm_hands_over_is_stored_if_it_is_where_it_is_said_to_be(recurrent: VllmScheduler) -> None:
+    for states, stored in ([[(1, 22, 64)], [{1, 2}, {3, 4, 22}]], [[(1, 23, 64), (0, 22, 64)], [{1, 2, 3, 4}]]):
+        request = request_of(80)
+        request.request_id = unique("r")
+        request.all_token_ids[0] = len(states)
+        table = [[1, 2, 3, 4, 5], [21, 22, 23]]
+        before = len(offered(recurrent))
+        recurrent.allocated(request, table, 0)
+        step(recurrent, request, 80, new=table, states=states)
+        assert offered(recurrent)[before:] == stored
 
 
 def test_a_request_whose_load_is_under_way_at_a_reset_is_not_stored(scheduler: VllmScheduler) -> None:

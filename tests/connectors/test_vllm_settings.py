@@ -345,11 +345,11 @@ def test_drafts_that_keep_no_kv_change_nothing() -> None:
 
 
 def test_kinds_of_kv_that_a_prefix_does_not_name_are_refused() -> None:
-    class MambaSpec:
+    class CrossAttentionSpec:
         block_size, page_size_bytes = 16, 128
 
-    group = SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["a"])
-    with pytest.raises(NotSupportedError, match="KV of kind MambaSpec"):
+    group = SimpleNamespace(kv_cache_spec=CrossAttentionSpec(), layer_names=["a"])
+    with pytest.raises(NotSupportedError, match="KV of kind CrossAttentionSpec"):
         groups_of(SimpleNamespace(kv_cache_groups=[group]))
 
 

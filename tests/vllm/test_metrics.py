@@ -116,12 +116,11 @@ def test_a_whole_engine_exports_what_it_loaded(models: dict[str, Path], server: 
         assert engine.generate(PROMPTS)[1] == [0, 0, 0]
 
 
-def test_beside_a_model_with_recurrent_states_it_stands_aside(told: Callable[[str], dict[str, Any]]) -> None:
+def test_beside_recurrent_states_without_a_prefix_cache_it_stands_aside(told: Callable[[str], dict[str, Any]]) -> None:
     found = told("aside")
     assert [line for line in found["said"] if "aside" in line] == [
-        "kvdock stands aside, and vLLM runs as without it: kvdock cannot cache KV of kind MambaSpec; it knows "
-        "FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, ChunkedLocalAttentionSpec, or "
-        "uniform groups of these."
+        "kvdock stands aside, and vLLM runs as without it: kvdock cannot cache recurrent states here: prefix caching "
+        "is off, and --enable-prefix-caching --mamba-cache-mode align is wanted."
     ]
     assert found["made"] == [4, 4] and found["loaded"] == 0 and found["remembered"] == 0
     assert found["told"] == [None, False, False]

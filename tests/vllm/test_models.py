@@ -41,7 +41,8 @@ LENGTH, OTHER_LENGTH = 1536, 2048
 class Row:
     """`groups`: KV cache groups. `engine`: what vLLM is made with; `said`: what else Engine is told. `lengths`: two
     values of max_model_len, for which the model computes the same if `lengths_share`. `how`, `same`, `other`: what
-    requests have beside tokens; `same` is that under another name, `other` is another thing under its name."""
+    requests have beside tokens; `same` is that under another name, `other` is another thing under its name. `renamed`:
+    what the connector under another name is told."""
 
     groups: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Row:
     how: dict[str, Any] = field(default_factory=dict)
     same: dict[str, Any] = field(default_factory=dict)
     other: dict[str, Any] | None = None
+    renamed: dict[str, Any] = field(default_factory=lambda: {"load_async": False})
 
 
 def image(name: str, *colour: int) -> dict[str, Any]:
@@ -74,6 +76,7 @@ ROWS = {
         engine=LORA, how={"adapter": ["sql", 1, "one"]}, same={"adapter": ["query", 5, "copy"]},
         other={"adapter": ["sql", 1, "other"]},
     ),
+    "lfm2": Row(groups=2, renamed={}),
 }
 
 
@@ -84,7 +87,7 @@ class Kind:
         self.row, self.running, self._adapters = row, ExitStack(), adapters
         length, other_length = row.lengths
         self.first = self._engine(model, address, length)
-        self.renamed = self._engine(link, address, length, {"load_async": False}, served_model_name="prod")
+        self.renamed = self._engine(link, address, length, row.renamed, served_model_name="prod")
         self.resized = self._engine(model, address, other_length)
         self.another = self._engine(model, address, length) if row.other is not None else None
 
@@ -159,13 +162,14 @@ def test_what_engines_of_a_kind_load_of_each_other(kind: Kind, server: ServerPro
     kind.close()
 
 
-def test_beside_recurrent_states_an_engine_makes_what_it_makes_without_kvdock(
+def test_beside_recurrent_states_without_a_prefix_cache_an_engine_makes_what_it_makes_without_kvdock(
     models: dict[str, Path], server: ServerProcess
 ) -> None:
     """1 to 4 alike: it stores nothing, and so nobody loads."""
+    off = {"log_level": "WARNING", "enable_prefix_caching": False}
     with (
-        Engine(models["lfm2"], server.unix, engine={"log_level": "WARNING"}) as beside,
-        Engine(models["lfm2"], None) as alone,
+        Engine(models["lfm2"], server.unix, engine=off) as beside,
+        Engine(models["lfm2"], None, engine={"enable_prefix_caching": False}) as alone,
     ):
         for _ in range(2):
             assert beside.generate(ASKED) == alone.generate(ASKED)

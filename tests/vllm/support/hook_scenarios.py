@@ -253,7 +253,7 @@ def aside(address: str) -> dict[str, Any]:
     log.addHandler(handler)
     log.setLevel(logging.WARNING)  # SchedEngine has vLLM log errors alone
     engine = RecurrentEngine(
-        address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False
+        address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False, states="none"
     )
     log.removeHandler(handler)
     log.setLevel(logging.NOTSET)

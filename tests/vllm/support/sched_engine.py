@@ -11,7 +11,6 @@ Runs in an environment with any vLLM from 0.24 to 0.33; none needs a GPU.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -26,6 +25,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_USE_V2_MO
 
 import numpy as np
 import torch
+from fingerprints import STATE, continued, export_state, fingerprints, next_token, reads_state, state_spec
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -50,7 +50,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -61,8 +60,6 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 BLOCK = 16
 LONGEST = 1024
-STATE = 0
-"""In the place of a window: a recurrent state."""
 WRONG_TOKEN = 3
 IDLE_STEPS = 400
 """Steps in which nothing is computed, one after the other, until an engine that is stepped by hand stands still."""
@@ -78,31 +75,10 @@ class Standstill(Exception):
     """Requests are there and none of them moves."""
 
 
-def fingerprints(group: int, tokens: Sequence[int], known: list[int]) -> list[int]:
-    """`known`, grown to one for each token: 63 bits, never 0, which is what fresh memory holds."""
-    last = known[-1] if known else group + 1
-    for token in tokens[len(known) :]:
-        packed = (last << 32 | token).to_bytes(12, "little")
-        last = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1 | 1
-        known.append(last)
-    return known
-
-
-def next_token(prints: Sequence[int]) -> int:
-    return prints[-1] % 900 + 5
-
-
-def continued(tokens: Sequence[int], count: int) -> list[int]:
-    """What a right engine generates."""
-    made, known = list(tokens), []
-    for _ in range(count):
-        made.append(next_token(fingerprints(0, made, known)))
-    return made[len(tokens) :]
-
-
 class SchedEngine:
-    """Per KV cache group `windows`, None for full attention and below zero for chunked local attention of so many
-    tokens, and `sizes`, the tokens of a block, BLOCK if not given.
+    """Per KV cache group `windows`, None for full attention, STATE for a recurrent state and below zero for chunked
+    local attention of so many tokens, and `sizes`, the tokens of a block, BLOCK if not given. `states`: their
+    mamba_cache_mode; `exports`: as export_state has it. `hash_tokens`: of each of vLLM's hashes, a block if 0.
     `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
     of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads that do not wait
     for it come before it; for engines in lockstep that overlap. `events`: KV cache events are published, at an endpoint
@@ -149,7 +125,8 @@ class SchedEngine:
                 ),
                 cache_config=CacheConfig(
                     block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching,
-                    prefix_caching_hash_algo=algorithm, mamba_cache_mode=states,
+                    prefix_caching_hash_algo=algorithm,
+                    mamba_cache_mode=states if STATE in windows else "none",
                 ),
                 kv_transfer_config=KVTransferConfig(**self.transfer({
                     "address": address, "chunk_tokens": 32, "weights_digest": "fingerprints",
@@ -188,8 +165,7 @@ class SchedEngine:
         # K and V of one head of two fp16 elements: 8 bytes a token, one fingerprint.
         shape = {"block_size": size, "num_kv_heads": 1, "head_size": 2, "dtype": torch.float16}
         if window == STATE:
-            more = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if self._exports else {}
-            return MambaSpec(size, ((size,),), (torch.int64,), mamba_cache_mode=self._states, **more)
+            return state_spec(size, self._states, exports=self._exports)
         if window is None:
             return FullAttentionSpec(**shape)
         if window < 0:
@@ -411,21 +387,13 @@ class SchedEngine:
         prints = fingerprints(group, self._tokens[request_id], self._prints.setdefault((request_id, group), []))
         window, size, table = self.windows[group], self.sizes[group], np.array(self.tables[request_id][group])
         if window == STATE:
-            return self._reads_state(request_id, group, start, prints)
+            return reads_state(self, request_id, group, start, prints)
         first = 0 if window is None else start // -window * -window if window < 0 else max(0, start - window + 1)
         at = np.arange(first, start)
         right = self._cells[table[at // size], at % size] ^ self._mark == np.array(prints, dtype=np.int64)[at]
         for wrong in at[~right].tolist():
             self.bad_reads.append((self.steps, request_id, group, wrong, int(table[wrong // size])))
         return bool(right.all())
-
-    def _reads_state(self, request_id: str, group: int, start: int, prints: Sequence[int]) -> bool:
-        """Whether the state after the first `start` tokens is in the block of the last of them."""
-        block = self.tables[request_id][group][(start - 1) // self.sizes[group]] if start else None
-        if block is None or self._cells[block, 0] ^ self._mark == prints[start - 1]:
-            return True
-        self.bad_reads.append((self.steps, request_id, group, start - 1, block))
-        return False
 
     def _writes(self, request_id: str, group: int, start: int, count: int, is_right: bool) -> None:
         size, table = self.sizes[group], np.array(self.tables[request_id][group])
@@ -437,22 +405,8 @@ class SchedEngine:
         # These cells and no others: loads in the background write beside them.
         slots = at % size if self.windows[group] != STATE else 0
         if self.windows[group] == STATE and self._exports:
-            self._export(request_id, group, start, start + count, is_right)
+            export_state(self, request_id, group, start, start + count, is_right)
         self._cells[table[at // size], slots] = (made if is_right else -made) ^ self._mark
-
-    def _export(self, request_id: str, group: int, start: int, end: int, is_right: bool) -> None:
-        """The state at the last place in the chunk where a hit may end, as kernels do that have it on their way."""
-        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-
-        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
-        [offset], [column] = compute_mamba_prefill_checkpoints(
-            [end], [end - start], self.hash_tokens, self.sizes[group], 1, False, manager.cache_hit_alignment_tokens
-        )
-        block = self.tables[request_id][group][column] if column >= 0 else 0
-        if block:
-            made = self._prints[request_id, group][start + offset - 1]
-            self._cells[block, 0] = (made if is_right else -made) ^ self._mark
-            self.seen["exported"] += 1
 
     def _note(self, out: Any) -> dict[str, int]:
         """Block tables and tokens, and per request how many tokens are computed."""

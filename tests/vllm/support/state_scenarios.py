@@ -9,7 +9,7 @@ from sched_engine import STATE, SchedEngine
 from sched_scenarios import figures, prompt, warm
 
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.vllm import scheduler as scheduler_module
+from kvdock.connectors.vllm import connector as connector_module, scheduler as scheduler_module
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.tables import Table
 
@@ -39,12 +39,14 @@ def shared(address: str, sizes: Sequence[int] = (), **settings: Any) -> dict[str
     return {"loaded": loaded}
 
 
-def answered(address: str) -> dict[str, Any]:
-    """A conversation: what is asked next begins with the first prompt and its answer, which ends `count` tokens behind
-    the boundary of a block. `loaded`: of each."""
+def answered(address: str, overlap: bool) -> dict[str, Any]:
+    """A conversation: what is asked next begins with the first prompt and its answer, which is longer each time.
+    `loaded`: of each."""
     loaded = []
     for count in range(18):
-        engine = SchedEngine(address, windows=SHAPE, blocks=128, weights_digest=f"answered {count}")
+        engine = SchedEngine(
+            address, windows=SHAPE, blocks=128, overlap=overlap, weights_digest=f"answered {count} {overlap}"
+        )
         first = engine.add("first", prompt(1, 64 + 5), max_tokens=16 * 3 - 5 + count)
         engine.run()
         engine.forget_prefixes()
@@ -57,7 +59,7 @@ def answered(address: str) -> dict[str, Any]:
 
 
 def aside(address: str, **settings: Any) -> dict[str, Any]:
-    """An engine whose connector may stand aside: it makes what it makes without. `refused`: or it does not start."""
+    """An engine whose connector stands aside: it makes what it makes without. `refused`: or it does not start."""
     try:
         engine = SchedEngine(address, windows=SHAPE, blocks=128, weights_digest="aside", **settings)
     except NotSupportedError as error:
@@ -69,18 +71,31 @@ def aside(address: str, **settings: Any) -> dict[str, Any]:
     return {"wrong": wrong, "loaded": engine.loaded_tokens, "stood_aside": engine.scheduler.connector._groups == ()}
 
 
-def running_stored(address: str) -> dict[str, Any]:
-    """Negative control: every state that a table has is stored, also one that steps still write."""
+def unguarded(address: str) -> dict[str, Any]:
+    """Negative control: a vLLM that should be refused is not, and the connector stands aside."""
+    real = connector_module.refuse_unreconciled_hits
+    connector_module.refuse_unreconciled_hits = lambda *said, **more: None
+    try:
+        return aside(address, load_async=False)
+    finally:
+        connector_module.refuse_unreconciled_hits = real
+
+
+def misplaced(address: str) -> dict[str, Any]:
+    """Negative control: each state is stored as that of the block before."""
     real = scheduler_module.settled
 
-    def unsettled(groups: Sequence[KVGroup], columns: Table, *settles: object) -> Table:
-        return columns
+    def early(groups: Sequence[KVGroup], columns: Table, *settles: Any) -> Table:
+        left = real(groups, columns, *settles)
+        return [
+            [*column[1:], None] if group.state else column for column, group in zip(left, groups, strict=True)
+        ]
 
-    scheduler_module.settled = unsettled
+    scheduler_module.settled = early
     try:
-        return warm(address, SHAPE, [8, 16], exports=True)
+        return warm(address, SHAPE)
     finally:
         scheduler_module.settled = real
 
 
-SCENARIOS = {made.__name__: made for made in (shared, answered, aside, running_stored)}
+SCENARIOS = {made.__name__: made for made in (shared, answered, aside, unguarded, misplaced)}

@@ -18,8 +18,8 @@ from typing import Any
 from kvdock.connectors.vllm.groups import KVGroup
 
 STATE_BLOCKS = 4
-"""Of a request with a recurrent state: the one that steps write, two before it that steps under way may read, and one
-in which vLLM keeps a state for its own prefix cache."""
+"""What a request may have for its recurrent state: the block that steps write, two before it that steps under way may
+read, and one with a state that vLLM keeps for its own prefix cache."""
 
 
 class BlockBudget:

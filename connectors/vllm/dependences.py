@@ -30,6 +30,8 @@ UNUSUAL_ENGINE = {
     "attention_config.use_prefill_query_quantization": "queries are rounded",
     "attention_config.indexer_kv_dtype": "how the keys are rounded that choose the tokens of sparse attention",
     "attention_config.use_fp4_indexer_cache": "the same in vLLM 0.24",
+    "mamba_config.enable_stochastic_rounding": "recurrent states are rounded at random",
+    "mamba_config.stochastic_rounding_philox_rounds": "how random that is",
     "kernel_config.moe_backend": "some round activations, and some do not",
     "kernel_config.linear_backend": "some round activations, and some do not",
     "kernel_config.linear_backend_per_quant": "some round activations, and some do not",

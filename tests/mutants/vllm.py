@@ -342,4 +342,35 @@ MUTANTS = (
         "            self._come_after(store.copies, None)\n", "            pass\n",
         ("tests/connectors/test_vllm_worker.py",), "test_before_kv_memory_goes_all_copies_have_ended",
     ),
+    Mutant(
+        "V40", "a recurrent state that steps still change is stored", TABLES,
+        "block if end in boundaries or (index, block, end) in states else None", "block",
+        BY_HAND, "test_a_state_is_stored_where_a_step_ends_or_begins_at_the_boundary_of_its_block",
+    ),
+    Mutant(
+        "V41", "a state that vLLM hands over is stored from wherever its column has a block", TABLES,
+        "(index, block, end) in states", "end in {after for _, _, after in states}",
+        BY_HAND, "test_a_state_that_vllm_hands_over_is_stored_if_it_is_where_it_is_said_to_be",
+    ),
+    Mutant(
+        "V42", "a hit may end where no state is stored", "connectors/vllm/groups.py",
+        "window, state = 1, ", "window, state = 0, ",
+        ("tests/connectors/test_vllm_states.py",), "test_a_state_is_a_window_of_one_token_and_a_chunk_is_one_block",
+    ),
+    Mutant(
+        "V43", "a vLLM that reads states which are not there starts", "connectors/vllm/states.py",
+        "enable_prefix_caching and not reconciles:", "enable_prefix_caching and False:",
+        ("tests/connectors/test_vllm_states.py",), "test_a_vllm_that_reads_states_which_are_not_there_is_refused",
+    ),
+    Mutant(
+        "V44", "a load of states takes blocks that vLLM did not count", SCHEDULER,
+        "if self._has_states and not tracked.is_async:", "if False:",
+        ("tests/vllm/test_states.py", "-k", "under_pressure_no_state"),
+        "test_under_pressure_no_state_is_read_that_is_not_right",
+    ),
+    Mutant(
+        "V45", "engines share states of other types", "connectors/vllm/groups.py",
+        "{group.state and f'/{group.state}'}", "",
+        ("tests/connectors/test_vllm_states.py",), "test_engines_whose_states_differ_inside_a_page_never_meet",
+    ),
 )

@@ -65,7 +65,7 @@ def request_of(tokens: int) -> Any:
 
 
 def step(
-    scheduler: VllmScheduler, request: Any, tokens: int = 0, *, new: Sequence[Sequence[int]] | None = None,
+    scheduler: VllmScheduler, request: Any, tokens: int = 0, *, new: Sequence[Sequence[int | None]] | None = None,
     more: Sequence[Sequence[int]] | None = None, resumed: bool = False, preempted: bool = False,
     states: Sequence[tuple[int, int, int]] = (),
 ) -> Orders:
@@ -128,7 +128,7 @@ def recurrent(server: ServerProcess) -> Iterator[VllmScheduler]:
 
 def test_a_state_is_stored_where_a_step_ends_or_begins_at_the_boundary_of_its_block(recurrent: VllmScheduler) -> None:
     request = request_of(224)
-    table = [[*range(1, 15)], [21, 22]]
+    table: list[list[int | None]] = [[*range(1, 15)], [21, 22]]
     recurrent.allocated(request, table, 0)
     step(recurrent, request, 40, new=table)
     assert offered(recurrent) == [{1, 2}], "a step that went beyond: what the block holds is not the state at its end"
@@ -142,7 +142,7 @@ def test_a_state_is_stored_where_a_step_ends_or_begins_at_the_boundary_of_its_bl
 
 def test_a_state_whose_tokens_are_known_a_step_late_is_stored_then(recurrent: VllmScheduler) -> None:
     request = request_of(63)
-    table = [[1, 2, 3, 4], [21, 22]]
+    table: list[list[int | None]] = [[1, 2, 3, 4], [21, 22]]
     recurrent.allocated(request, table, 0)
     step(recurrent, request, 63, new=table)
     assert offered(recurrent) == [{1, 2}]
@@ -154,11 +154,12 @@ def test_a_state_whose_tokens_are_known_a_step_late_is_stored_then(recurrent: Vl
 
 
 def test_a_state_that_vllm_hands_over_is_stored_if_it_is_where_it_is_said_to_be(recurrent: VllmScheduler) -> None:
-    for states, stored in ([[(1, 22, 64)], [{1, 2}, {3, 4, 22}]], [[(1, 23, 64), (0, 22, 64)], [{1, 2, 3, 4}]]):
+    there, elsewhere = [(1, 22, 64)], [(1, 23, 64), (0, 22, 64)]
+    for states, stored in ((there, [{1, 2}, {3, 4, 22}]), (elsewhere, [{1, 2, 3, 4}])):
         request = request_of(80)
         request.request_id = unique("r")
         request.all_token_ids[0] = len(states)
-        table = [[1, 2, 3, 4, 5], [21, 22, 23]]
+        table: list[list[int | None]] = [[1, 2, 3, 4, 5], [21, 22, 23]]
         before = len(offered(recurrent))
         recurrent.allocated(request, table, 0)
         step(recurrent, request, 80, new=table, states=states)

@@ -44,7 +44,7 @@ from kvdock.connectors.vllm.request_tag import Tags, chain_of
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Handed, Table, begun, failing, grown, handed, settled
+from kvdock.connectors.vllm.tables import Handed, Table, begun, blocks_behind, failing, grown, handed, settled
 from kvdock.connectors.vllm.tracked import Tracked
 
 LEAST_PROMPT = 64
@@ -219,7 +219,7 @@ class VllmScheduler:
         if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
             self._unnamed.add(request.request_id)
         tracked.steps = deque(maxlen=self._steps_ahead + 2)
-        tracked.given = self._behind(table, tracked.local_tokens)
+        tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
         self._fresh |= tracked.given
         self._early.left(request.request_id)
         self._outcomes.admitted(request, external_tokens)
@@ -307,18 +307,13 @@ class VllmScheduler:
             tracked = self._tracked.get(request_id)
             if request_id in self._unnamed and tracked is not None:
                 self._unnamed.remove(request_id)
-                tracked.given = self._behind(table, tracked.local_tokens)
+                tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
             if tracked is not None:  # what was loaded into as well: from now on, steps write it
                 self._fresh |= tracked.given
                 tracked.given = set()
         for _, more in grown(output):
             for column in more:
                 self._fresh.update(filter(None, column))
-
-    def _behind(self, table: Table, local_tokens: int) -> set[int]:
-        """The blocks behind the first `local_tokens` tokens."""
-        columns = zip(table, self._groups, strict=True)
-        return {block for column, group in columns for block in column[local_tokens // group.block_tokens :] if block}
 
     def _note_tables(self, output: Any) -> None:
         for request_id, table in begun(output):

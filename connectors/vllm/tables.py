@@ -55,6 +55,12 @@ def settled(
     return left
 
 
+def blocks_behind(groups: Sequence[KVGroup], table: Table, tokens: int) -> set[int]:
+    """Those that hold more of a request than its first `tokens` tokens."""
+    columns = zip(table, groups, strict=True)
+    return {block for column, group in columns for block in column[tokens // group.block_tokens :] if block}
+
+
 def failing(
     groups: Sequence[KVGroup], chunk_tokens: int, request_id: str, columns: Table, local_tokens: int, hit_tokens: int
 ) -> LoadPlan:

@@ -72,10 +72,8 @@ from kvdock.protocol.schemas import Manifest
 log = logging.getLogger("kvdock.vllm")
 
 ASIDE = "kvdock stands aside, and vLLM runs as without it: %s"
-
 BY_REQUEST = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Failed loads can be reported by request (since vLLM 0.30)."""
-
 RECONCILES = hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
 """As states.py has it; for connectors that do not ask for anything else."""
 
@@ -108,7 +106,7 @@ register()  # MultiConnector finds classes by name alone when it reads their sta
 
 class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     """Raises a ConnectorError at start when this engine cannot be served as it is set up. Beside a model that keeps
-    something else than KV of tokens it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
+    what it cannot cache it stands aside: nothing is stored or loaded, and vLLM runs as without it."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *,

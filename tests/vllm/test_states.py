@@ -82,6 +82,11 @@ def test_where_states_are_not_served_vllm_makes_what_it_makes_without_kvdock(
     assert run(schedulers, server, "aside", **how) == {"wrong": 0, "loaded": 0, "stood_aside": True}
 
 
+def test_beside_other_connectors_no_worker_begins(server: ServerProcess, schedulers: Schedulers) -> None:
+    found = run(schedulers, server, "beside")
+    assert found == {"wrong": 0, "loaded": 0, "groups": [0, 2], "has_begun": False}
+
+
 def test_a_vllm_whose_own_hits_end_where_there_is_no_state_is_refused(
     server: ServerProcess, schedulers: Schedulers
 ) -> None:

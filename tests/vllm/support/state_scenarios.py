@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sched_engine import STATE, SchedEngine
+from beside_scenarios import BesideEngine
+from fingerprints import STATE
+from sched_engine import SchedEngine
 from sched_scenarios import figures, prompt, warm
 
 from kvdock.connectors.errors import NotSupportedError
@@ -71,6 +73,18 @@ def aside(address: str, **settings: Any) -> dict[str, Any]:
     return {"wrong": wrong, "loaded": engine.loaded_tokens, "stood_aside": engine.scheduler.connector._groups == ()}
 
 
+def beside(address: str) -> dict[str, Any]:
+    """Under MultiConnector, where another connector may have other tokens counted as this engine's own."""
+    engine = BesideEngine(address, windows=SHAPE, blocks=128, weights_digest="beside")
+    for number in range(3):
+        engine.add(f"r{number}", prompt(1, 150))
+        engine.run()
+        engine.forget_prefixes()
+    groups = [half._connectors[0]._groups for half in (engine.worker, engine.scheduler.connector)]
+    made = {"wrong": len(engine.bad_reads) + engine.wrong_tokens, "loaded": engine.loaded_tokens}
+    return {**made, "groups": [len(one) for one in groups], "has_begun": engine.half is not None}
+
+
 def unguarded(address: str) -> dict[str, Any]:
     """Negative control: a vLLM that should be refused is not, and the connector stands aside."""
     real = connector_module.refuse_unreconciled_hits
@@ -98,4 +112,4 @@ def misplaced(address: str) -> dict[str, Any]:
         scheduler_module.settled = real
 
 
-SCENARIOS = {made.__name__: made for made in (shared, answered, aside, unguarded, misplaced)}
+SCENARIOS = {made.__name__: made for made in (shared, answered, aside, beside, unguarded, misplaced)}

@@ -6,8 +6,9 @@ state in the block of the last token before it, and leaves it in the block of it
   its own in another block, and vLLM gives this one away as it does what a window has left behind;
 - a step that begins at such a boundary reads that state there;
 - of every other block it is not known what it holds: a state inside the block, or another request's KV.
-Only the first two are stored (`settled` in tables.py). A hit ends where a state was stored, and its load fills the one
-block that the next step reads. So a state is kept as a window of one token is, and a chunk is one block.
+Only the first two are stored (`settled` in tables.py), and what vLLM itself hands to connectors: newer kernels leave a
+state at a boundary inside a step. A hit ends where a state was stored, and its load fills the one block that the next
+step reads. So a state is kept as a window of one token is, and a chunk is one block.
 
 Drafts would move a state on by tokens that are refused, so beside them nothing is stored.
 """

@@ -35,7 +35,8 @@ class KVGroup:
     latent: bool
     """MLA: every rank holds the same bytes."""
     local_tokens: int | None = None
-    """Chunked local attention: a token sees its own piece of so many tokens, up to itself. None: it does not end so."""
+    """Chunked local attention: the length of a piece. A token sees the tokens of its own piece, up to itself. None: of
+    all other kinds."""
     state: str = ""
     """What a page holds of a recurrent state (states.py): its tensors' types and shapes. Empty: it holds KV."""
 

@@ -171,9 +171,9 @@ def test_an_adapter_that_changes_while_a_request_runs_is_seen_with_the_next_step
 
 def test_a_link_made_after_the_start_may_have_led_elsewhere_before(tmp_path: Path) -> None:
     path, link = adapter_at(tmp_path / "a"), tmp_path / "link"
-    time.sleep(0.05)
+    time.sleep(0.05)  # longer than a file system takes for two moments to be told apart
     tags = Tags(began_ns=time.time_ns())
-    time.sleep(0.05)
+    time.sleep(0.05)  # likewise
     link.symlink_to(path)
     assert tag_of(tags, request("a", **lora(path))) and tag_of(tags, request("b", **lora(str(link), "link", 2))) is None
     tags.close()

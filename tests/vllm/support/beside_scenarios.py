@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import Counter
@@ -13,6 +12,7 @@ from sched_engine import SchedEngine
 from sched_scenarios import figures, prompt
 from undone_scenarios import asked_again
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from warnings_heard import warnings_heard
 
 from kvdock.connectors.vllm.plugin import register
 
@@ -69,7 +69,7 @@ class SlowStores(BesideEngine):
         submit = worker._submit_store
 
         def late(*arguments: Any) -> None:
-            time.sleep(0.02)
+            time.sleep(0.02)  # longer than a step
             submit(*arguments)
 
         worker._submit_store = late
@@ -114,23 +114,14 @@ def handshakes(address: str, comes_first: bool, overlap: bool, runner: int) -> d
 
 def policies(address: str, beside: bool, policy: str, **settings: Any) -> dict[str, Any]:
     """Whether vLLM computes what could not be loaded, and what the connector warns of. `policy`: the user's."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]  # a list of them
-    log = logging.getLogger("kvdock.vllm")
-    log.addHandler(handler)
-    log.setLevel(logging.WARNING)  # SchedEngine has vLLM log errors alone
-    try:
+    with warnings_heard() as lines:
         engine = BesideEngine(
             address, siblings=[child("Idle")] if beside else [], policy=policy, is_alone=not beside, **settings
         )
         engine.add("r", prompt(1, 40))
         engine.run()
         engine.close()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    warned = [line for line in records if "kv_load_failure_policy" in line]
+    warned = [line for line in lines if "kv_load_failure_policy" in line]
     return {"recomputes": engine.scheduler.recompute_kv_load_failures, "warned": warned}
 
 

@@ -6,7 +6,6 @@ packed and unpacked as between its processes, into its own Prometheus and text l
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from sched_engine import BLOCK, SchedEngine
 from sched_scenarios import prompt
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
+from warnings_heard import warnings_heard
 
 from kvdock.connectors.vllm.setup import ON_RESET
 
@@ -246,17 +246,10 @@ class RecurrentEngine(SchedEngine):
 
 def aside(address: str) -> dict[str, Any]:
     """A model with recurrent states: what is said of it, and what its requests become."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # as logging has it
-    log = logging.getLogger("kvdock.vllm")
-    log.addHandler(handler)
-    log.setLevel(logging.WARNING)  # SchedEngine has vLLM log errors alone
-    engine = RecurrentEngine(
-        address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False, states="none"
-    )
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
+    with warnings_heard() as said:
+        engine = RecurrentEngine(
+            address, windows=(None, 0), sizes=(BLOCK, sched_engine.LONGEST), prefix_caching=False, states="none"
+        )
     for name in ("first", "second"):
         engine.add(name, prompt(1, 150))
         engine.run()

@@ -77,6 +77,11 @@ def _group(group: Any) -> KVGroup:
 
 
 def _state(spec: Any) -> str:
+    if len(spec.dtypes) != len(spec.shapes):
+        raise CannotCacheError(
+            f"kvdock cannot cache a recurrent state of {len(spec.shapes)} tensors with {len(spec.dtypes)} types: one "
+            "for each is wanted."
+        )
     tensors = zip(spec.dtypes, spec.shapes, strict=True)
     return f"{spec.mamba_type} {'+'.join(f'{dtype}{list(shape)}' for dtype, shape in tensors)}"
 

@@ -51,6 +51,11 @@ def test_engines_whose_states_differ_inside_a_page_never_meet(other: dict[str, A
     assert signature([group_of()], pages, 5) != signature([group_of(**other)], pages, 5)
 
 
+def test_a_state_whose_types_are_not_all_known_is_not_cached() -> None:
+    with pytest.raises(CannotCacheError, match="of 2 tensors with 1 types"):
+        group_of(shapes=((4, 3), (8,)), dtypes=(torch.float16,))
+
+
 def test_states_that_may_still_change_are_left_out_and_kv_never() -> None:
     table = [[1, 2, 3, None], [None, 22, 23, 24]]
     assert settled([FULL, STATE], table) == [[1, 2, 3, None], [None] * 4]

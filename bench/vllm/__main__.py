@@ -4,7 +4,8 @@
     python -m bench.vllm serving         preemption, concurrent
     python -m bench.vllm MODE …          some of the four
 
-    loads       time to first token: of a new prompt, from host memory (blocks in order and shuffled), of a local hit
+    loads       time to first token: of a new prompt, from host memory (blocks in order and shuffled), of a local hit;
+                and how long after it a new prompt can be hit by others
     decode      tokens a second of running requests beside loads and beside stores
     preemption  two requests in a pool of 10 blocks: one is preempted and loaded, and the text is the same
     concurrent  50 requests with shared prefixes in a small pool: texts and log-probabilities

@@ -169,6 +169,7 @@ class Child:
 
     def __init__(self, setting: Setting, name: str, said: dict[str, Any]) -> None:
         self.kind: str = said["kind"]
+        self.address = setting.address
         self.facts: dict[str, Any] = {}
         self._began = time.monotonic()
         self._slower = 1 if setting.on_gpu else CPU_SLOWER

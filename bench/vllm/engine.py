@@ -170,7 +170,10 @@ class Engine:
             pass
         first = time.perf_counter()
         self.drain()
-        return {"ttft_s": first - began, "idle_s": time.perf_counter() - began, "cached": outputs[0].num_cached_tokens}
+        return {
+            "ttft_s": first - began, "first_at_s": first, "idle_s": time.perf_counter() - began,
+            "cached": outputs[0].num_cached_tokens,
+        }
 
     def batch(self, prompts: list[Prompt], tokens: int, order: list[int], logprobs: int | None = 5) -> dict[str, Any]:
         """All requests at once, added in the order `order`; `runs` are in the order of `prompts`."""

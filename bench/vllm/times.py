@@ -5,14 +5,32 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
+from typing import Any
 
-from bench.vllm.children import TAIL, Engines, Failed, Figures, Scale, prompt, say
+from bench.vllm.children import TAIL, Child, Engines, Failed, Figures, Scale, prompt, say
 from bench.vllm.outputs import loaded_alone
+from bench.vllm.published import Published
+
+STORED_S = 10.0
+"""What is not stored within this time is taken for dropped."""
+
+
+def first_token(engine: Child, ids: list[int], chunks: int) -> dict[str, Any]:
+    """The job's answer; with `chunks`, which is how many it stores, also "stored_after_s" of them all."""
+    watch = Published(engine.address, chunks) if chunks else None
+    seen = engine.do("first_token", ids=ids, tokens=4)
+    if watch is None:
+        return seen
+    at_s = watch.at_s(STORED_S)
+    if at_s is None:
+        raise Failed(f"{engine.kind}: {chunks} chunks were not stored {STORED_S} s after they were computed")
+    return seen | {"stored_after_s": at_s - seen["first_at_s"]}
 
 
 def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
     """Time to first token by engine and length, medians in ms: `cold` (nobody has the prompt), `local` (it is on the
-    GPU), `load` and `load_shuffled` (it is in host memory, and goes into blocks in order or scattered)."""
+    GPU), `load` and `load_shuffled` (it is in host memory, and goes into blocks in order or scattered). Beside them
+    `kvdock_…_stored_after`: from the first token of a new prompt until others can hit all of it."""
     source = random.Random("loads")
     taken: dict[str, list[float]] = defaultdict(list)
     figures: Figures = {}
@@ -28,11 +46,14 @@ def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
                 for way, cached, order in ways:
                     if order:
                         engine.do("forget", order=order, seed=rep)
-                    seen = engine.do("first_token", ids=ids, tokens=4)
+                    chunks = length // scale.chunk if (kind, way) == ("kvdock", "cold") else 0
+                    seen = first_token(engine, ids, chunks)
                     if seen["cached"] != cached:  # its time would be that of something else
                         raise Failed(f"{kind} {way}: {seen['cached']} cached tokens, not {cached}")
                     if rep >= 0:
                         taken[f"{kind}_{length}_{way}_ms"].append(seen["ttft_s"] * 1e3)
+                        if chunks:
+                            taken[f"{kind}_{length}_stored_after_ms"].append(seen["stored_after_s"] * 1e3)
         for kind, engine in engines.items():
             at = f"{kind}_{length}"
             figures |= {name: statistics.median(ms) for name, ms in taken.items() if name.startswith(f"{at}_")}

@@ -58,7 +58,7 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
 
 # What test-vllm needs.
-vllm: setup .venv-vllm-cpu/.built .venv-vllm-cpu/.upstream .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
+vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream) .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
@@ -139,6 +139,19 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	to=$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	cp -r $$from/_editable_skbc_kvdock.* $$from/kvdock-*.dist-info $$to/ && ln -sfn $$from/kvdock $$to/kvdock
+	@touch $@
+
+# kvdock as its source archive installs it, beside the same vLLM: what vLLM's own tests run against. A path in a .pth
+# file brings no link to the checkout with it. Without optimisation the extension compiles sooner.
+.venv-vllm-cpu/.installed: .venv-vllm-cpu/.deps $(VENV)/.deps $(SOURCES) $(shell find $(ROOMS) -name '*.py')
+	rm -rf build/sdist .venv-vllm-cpu/installed
+	.venv-vllm-cpu/bin/python -m venv --without-pip .venv-vllm-cpu/installed
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("build/sdist")'
+	@platlib='import sysconfig; print(sysconfig.get_path("platlib"))'; \
+	to=$$(.venv-vllm-cpu/installed/bin/python -c "$$platlib"); \
+	.venv-vllm-cpu/bin/python -c "$$platlib" > $$to/vllm.pth; \
+	$(PIP) --quiet --no-build-isolation --no-deps --config-settings cmake.build-type=Debug --target $$to \
+		build/sdist/kvdock-*.tar.gz
 	@touch $@
 
 # The rooms as an installed package has them, for editors and type checkers.

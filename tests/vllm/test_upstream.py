@@ -1,7 +1,7 @@
 """vLLM's own tests of connectors, with kvdock as the connector at a real server.
 
-They are those of vLLM's source archive in the version of the CPU engine (upstream_sources.py), run as they are;
-upstream_plugin.py says what is put in place of some of their functions.
+They are those of vLLM's source archive in the version of the CPU engine (upstream_sources.py), run as they are against
+kvdock as its own source archive installs it; upstream_plugin.py says what is put in place of some of their functions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from kvdock.client.client import Client
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 UPSTREAM = ENGINE_PYTHON.parent.parent / "upstream"
+INSTALLED_PYTHON = ENGINE_PYTHON.parent.parent / "installed" / "bin" / "python"
+"""It has kvdock as its source archive installs it."""
 PASSED = {
     "test_cache_pollution_prevention": {"test_invalid_blocks_evicted_prevents_cache_pollution": 1},
     "test_error_propagation": {"test_error_propagation_sync_load": 1, "test_error_propagation_async_load": 1},
@@ -90,12 +92,19 @@ def test_every_file_of_vllms_tests_runs_or_is_left_out_for_a_reason() -> None:
     assert sorted([*PASSED, *chain(*left_out.values())]) == sorted(files), "each of them once"
 
 
+def test_they_run_against_what_the_source_archive_installs() -> None:
+    asks = "import kvdock.connectors.vllm.plugin as plugin, kvdock._core as core; print(plugin.__file__, core.__file__)"
+    said = subprocess.run([INSTALLED_PYTHON, "-c", asks], cwd="/", capture_output=True, text=True, check=True).stdout
+    files = [Path(one) for one in said.splitlines()[-1].split()]
+    assert len(files) == 2 and all(file.is_relative_to(INSTALLED_PYTHON.parent.parent) for file in files), files
+
+
 def test_vllms_own_tests_pass_with_kvdock_as_the_connector(server: ServerProcess, tmp_path: Path) -> None:
-    assert UPSTREAM.is_dir(), "no tests of vLLM: make test-vllm"
+    assert UPSTREAM.is_dir() and INSTALLED_PYTHON.exists(), "not all that is needed is here: make test-vllm"
     report = tmp_path / "report.xml"
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     ran = subprocess.run(
-        [ENGINE_PYTHON, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "--tb=short",
+        [INSTALLED_PYTHON, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "--tb=short",
          f"--junitxml={report}", *(f"{UNIT}/{file}.py" for file in PASSED)],
         cwd=UPSTREAM, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=380,
         env={**ours, **SETTINGS, "KVDOCK_ADDRESS": server.unix, "PYTHONPATH": python_path(UPSTREAM, HERE)},

@@ -1,0 +1,83 @@
+"""What lower tiers keep: one part of a chunk a record, which says itself what it is.
+
+A part is one writer's bytes of one KV group of one chunk. The header names the namespace (the digest of a manifest),
+the chunk's key, the part, its length and its checksum, so an index can be made from the records alone, and a record
+that stands under a wrong name, was cut short or was damaged is never taken for the right one.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+VERSION: Final = 1
+"""Of names and headers. A tier never finds what another version has written."""
+DIGEST_BYTES: Final = 32
+HEADER_BYTES: Final = 128
+_MAGIC: Final = b"kvdock\x00\x01"
+_FIELDS: Final = struct.Struct("<8sHBBI32s32sQQ")  # magic, version, group, writer, 0, namespace, key, length, checksum
+_CRC: Final = struct.Struct("<I")
+_CRC_AT: Final = HEADER_BYTES - _CRC.size
+
+
+class RecordError(ValueError):
+    """Bytes are no header of a record, or of another one than was wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartName:
+    """`namespace`, `key`: 32 bytes each. `group`, `writer`: 0 to 255."""
+
+    namespace: bytes
+    key: bytes
+    group: int
+    writer: int
+
+    def text(self) -> str:
+        """For stores whose names are text: 'kvdock/1/NAMESPACE/KEY/GROUP.WRITER', digests in hex."""
+        return f"kvdock/{VERSION}/{self.namespace.hex()}/{self.key.hex()}/{self.group}.{self.writer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`length`: of the part, in bytes. `checksum`: of these bytes (docs/lifetime_protocol.md#checksum)."""
+
+    name: PartName
+    length: int
+    checksum: int
+
+    def header(self) -> bytes:
+        """HEADER_BYTES bytes; their last four are the CRC-32 of the others."""
+        name = self.name
+        fields = _FIELDS.pack(
+            _MAGIC, VERSION, name.group, name.writer, 0, name.namespace, name.key, self.length, self.checksum
+        )
+        body = fields.ljust(_CRC_AT, b"\0")
+        return body + _CRC.pack(crc32(body))
+
+    @staticmethod
+    def read(header: bytes | memoryview) -> Record:
+        """Raises RecordError, which says what was found."""
+        if len(header) < HEADER_BYTES:
+            raise RecordError(f"a header has {HEADER_BYTES} bytes, found {len(header)}")
+        body = bytes(header[:_CRC_AT])
+        magic, version, group, writer, _, namespace, key, length, checksum = _FIELDS.unpack_from(body)
+        if magic != _MAGIC:
+            raise RecordError(f"a record begins with {_MAGIC!r}, found {magic!r}")
+        if version != VERSION:
+            raise RecordError(f"a record of version {VERSION} was wanted, found {version}")
+        if (found := crc32(body)) != (wanted := _CRC.unpack(header[_CRC_AT:HEADER_BYTES])[0]):
+            raise RecordError(f"the header's CRC is {found:08x}, and it says {wanted:08x}")
+        return Record(PartName(namespace, key, group, writer), length, checksum)
+
+    @staticmethod
+    def read_of(header: bytes | memoryview, name: PartName, length: int) -> Record:
+        """The header of that part, of that length. Raises RecordError for any other."""
+        record = Record.read(header)
+        if record.name != name:
+            raise RecordError(f"a record of {name.text()} was wanted, found {record.name.text()}")
+        if record.length != length:
+            raise RecordError(f"{name.text()}: {length} bytes were wanted, found {record.length}")
+        return record

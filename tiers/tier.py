@@ -1,0 +1,135 @@
+"""What a lower tier is: a place below the shared pool that keeps parts of chunks, on storage or at a store.
+
+The process that moves bytes between the pool and the tiers (it is neither the server nor an engine) calls six verbs.
+They work on slots in place: what is stored is read from shared memory, and what is loaded is written there.
+
+Thread safety: any number of threads may call the verbs at the same time, but for close(), which comes last and alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple, Protocol
+
+from kvdock.tiers.record import PartName, Record
+
+
+PAGE_BYTES: Final = 4096
+"""What direct input and output want addresses, lengths and offsets to be multiples of."""
+
+
+class TierError(Exception):
+    """A tier as a whole does not work now: it is lost, refuses, or its storage fails. `why`: for people."""
+
+    def __init__(self, tier: str, why: str) -> None:
+        super().__init__(f"{tier}: {why}")
+        self.tier, self.why = tier, why
+
+
+class StillRunning(TierError):
+    """A verb has failed, and something of it may still write to a slot. Only the end of the process ends that."""
+
+
+class Deadline:
+    """When a verb has to return, and whether anybody still wants what it does. `seconds`: from now on."""
+
+    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._cancelled = clock, threading.Event()
+        self._until_s = clock() + seconds
+
+    def cancel(self) -> None:
+        """From any thread."""
+        self._cancelled.set()
+
+    @property
+    def left_s(self) -> float:
+        """Never negative; 0 once it is over or cancelled."""
+        return 0.0 if self._cancelled.is_set() else max(0.0, self._until_s - self._clock())
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s <= 0.0
+
+
+class Outcome(Enum):
+    DONE = "done"
+    MISSING = "missing"
+    """The tier does not have it."""
+    LATE = "late"
+    """The deadline was over, or nobody wanted it any more, before it was done."""
+    FULL = "full"
+    """There is no room for it, and none can be made."""
+    DAMAGED = "damaged"
+    """What the tier has under this name is not a whole record of it."""
+    FAILED = "failed"
+    """The tier or its storage failed at this one."""
+
+
+class Loaded(NamedTuple):
+    outcome: Outcome
+    checksum: int = 0
+    """DONE: what the record says of its bytes, which the caller compares with the bytes (W3)."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """`bytes_limit`: 0 where the tier knows none. `wear_bytes`: written to storage since the tier was opened, all of
+    its own work counted."""
+
+    objects: int
+    bytes_used: int
+    bytes_limit: int
+    wear_bytes: int
+
+
+class ToLoad(NamedTuple):
+    """A part and where its bytes go. `pages`: writable memory that begins at a multiple of PAGE_BYTES, of `length`
+    bytes rounded up to whole pages; what lies behind `length` has no meaning."""
+
+    name: PartName
+    length: int
+    pages: memoryview
+
+
+class ToStore(NamedTuple):
+    """A part and where its bytes are. `pages`: as in ToLoad."""
+
+    record: Record
+    pages: memoryview
+
+
+class Tier(Protocol):
+    """Batched verbs: each answers for every one of its arguments, in their order. They return when they are done or
+    soon after the deadline is over, whichever comes first; what was not begun by then is LATE.
+
+    Raises TierError where the tier as a whole does not work. Once a verb has returned, or raised anything but
+    StillRunning, nothing of it touches memory that it was given any more (docs/lifetime_protocol.md, W1). What load()
+    has written to the pages is undefined after anything but DONE.
+    """
+
+    name: str
+    """One word: "disk"."""
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        """False also where the answer is not known by the deadline."""
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        """DONE: the pages have the record of that name and length, written whole as far as the tier can see without
+        hashing it."""
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        """DONE: the part can be loaded from now on. What the tier has under the name already stays, or is replaced."""
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        """MISSING is as good as DONE: it is not there."""
+
+    def usage(self) -> Usage:
+        """At once: nothing is asked of others."""
+
+    def close(self, deadline: Deadline) -> None:
+        """Ends what runs by itself, and makes durable what a tier promises to be."""

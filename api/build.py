@@ -17,6 +17,7 @@ from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.desk import TierDesk
 from kvdock.api.views.history import Counters, History, RecentRequests
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
@@ -32,6 +33,7 @@ class Parts(NamedTuple):
     meter: Meter
     keeper: Keeper
     drain: Drain
+    desk: TierDesk
 
 
 def build(
@@ -44,6 +46,9 @@ def build(
     names = Names(keep=4 * settings.table_grants)
     drain = Drain(settings, pool, now_s)
     quotas = Quotas(pool.table, default_quota(settings))
+    desk = TierDesk(
+        pool.table, registry, has_mover=settings.has_tiers, now_ms=clock.now_ms, now_s=now_s
+    )
     counters, pulse = Counters(), Pulse(perf_ns)
     meter = Meter(counters, Timings(), perf_ns, {})
     tally = Tally(
@@ -58,7 +63,7 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            quotas=quotas, heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, desk=desk, heartbeat_s=settings.heartbeat_s,
         ),
         admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock),
         reports=reports,
@@ -71,4 +76,4 @@ def build(
         settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,
         reports=reports, pulse=pulse,
     )
-    return Parts(access, handlers, meter, keeper, drain)
+    return Parts(access, handlers, meter, keeper, drain, desk)

@@ -33,10 +33,12 @@ from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.listen import bind_tcp, bind_unix
+from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.process import MoverProcess
 
 log = logging.getLogger("kvdock.api")
 
@@ -98,14 +100,20 @@ class Server:
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
 
+            mover = MoverProcess(settings, parts.desk, addresses.unix) if settings.has_tiers else None
+
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
+                moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
                 yield
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
+                for ending in filter(None, (moving, task)):
+                    ending.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([ending])
+                if mover is not None:
+                    await mover.end()
 
             async def announce() -> None:
                 await keeper.ready.wait()
@@ -134,6 +142,11 @@ class Server:
         if not task.cancelled():
             self._failure = task.exception()
             self.stop()
+
+
+async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:
+    await keeper.ready.wait()
+    await mover.run()
 
 
 class _Uvicorn(uvicorn.Server):

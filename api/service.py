@@ -27,11 +27,13 @@ from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
+from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
 from kvdock.api.views.tally import Tally
-from kvdock.protocol import schemas as s
+from kvdock.protocol import schemas as s, tier_schemas as t
+from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.forms import Form, LookupReply, ReserveReply
+from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
@@ -45,7 +47,7 @@ class CacheService:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        quotas: Quotas, heartbeat_s: float,
+        quotas: Quotas, desk: TierDesk, heartbeat_s: float,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat."""
         self._pool, self._table = pool, pool.table
@@ -54,6 +56,7 @@ class CacheService:
         self._drain = drain
         self._tally = tally
         self._quotas = quotas
+        self._desk = desk
         self._heartbeat_s = heartbeat_s
 
     # ---------------------------------------------------------------- sessions
@@ -149,13 +152,18 @@ class CacheService:
         )
         session.grants += found.lease != 0
         self._tally.lookup(session, body, request, keys, found, started_ns)
+        call = LookupCall(
+            session, member.table_id, request, body.epoch, keys, body.readers, body.skip_prefix_tokens
+        )
+        pending = self._desk.looked_up(call, found, body.wait_s, body.tokens_per_s)
         return LookupReply(
             refused_releases=refused,
             hit_tokens=found.hit_tokens,
             lease=grant_text(found.lease) if found.lease else None,
             first_chunk=found.first_chunk,
             limited_by=found.limited or None,
-            being_stored=s.BeingStored(found.being_stored, found.committed) if found.being_stored else None,
+            being_stored=BeingStored(found.being_stored, found.committed) if found.being_stored else None,
+            pending=pending,
             chunks=msgspec.Raw(found.chunks_msgpack if form.packed else found.chunks_json),
         )
 
@@ -166,9 +174,26 @@ class CacheService:
 
     async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
         session = self._registry.session(body.session, peer.tenant)
-        for request in body.withdraws:
-            self._table.withdraw(session.table_id, digest16(request))
+        for request in map(digest16, body.withdraws):
+            self._table.withdraw(session.table_id, request)
+            self._desk.withdrawn(session, request)
         return s.ReleaseManyAnswer(refused_releases=await self._release_carried(session, body))
+
+    async def hold(self, peer: Peer, body: t.Hold, form: Form) -> t.HoldHead:
+        session = self._registry.session(body.session, peer.tenant)
+        refused = await self._release_carried(session, body)
+        request = self._names.digest(body.request)
+        self._check_grants(session, request)
+        held = self._table.hold(
+            session.table_id, session.member(body.member).table_id, request, key_bytes(body.keys), self._clock.now_ms()
+        )
+        session.grants += held.lease != 0
+        return HoldReply(
+            refused_releases=refused,
+            lease=grant_text(held.lease) if held.lease else None,
+            is_limited=bool(held.limited),
+            chunks=msgspec.Raw(held.chunks_msgpack if form.packed else held.chunks_json),
+        )
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
         asker = self._registry.session(session, peer.tenant)
@@ -257,6 +282,8 @@ class CacheService:
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
+        if self._desk.is_movers(session):
+            self._desk.committed(session)
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
@@ -266,6 +293,11 @@ class CacheService:
             self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
             return s.ReleaseAnswer(remaining=[])
         return s.ReleaseAnswer(remaining=self._table.abort(session.table_id, grant_id(reservation), body.ranks))
+
+    # ---------------------------------------------------------------- lower tiers
+
+    async def mover_turn(self, peer: Peer, body: t.MoverTurn) -> t.MoverNews:
+        return await self._desk.turn(body)
 
     # ---------------------------------------------------------------- helpers
 

@@ -102,6 +102,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tenant_sessions: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     tenant_grants: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
+    # lower tiers; none of them: no mover is started
+    disk_path: str = ""
+    disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    redis_url: str = ""
+    objects_url: str = ""
+    mooncake_url: str = ""
+    tier_asks: Annotated[int, msgspec.Meta(ge=1, le=15)] = 2
+    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = GIB
+    tier_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
+
     # life and death
     heartbeat_s: Seconds = 2.0
     missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
@@ -118,6 +128,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
     recent_requests: Positive = 256
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self.disk_path or self.redis_url or self.objects_url or self.mooncake_url)
 
     @property
     def suspect_ms(self) -> int:
@@ -276,6 +290,10 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
         )
     if settings.high_water < settings.low_water:
         raise SettingsError(f"high_water={settings.high_water} wanted at least low_water={settings.low_water}")
+    if settings.disk_path and not settings.disk_bytes:
+        raise SettingsError(f"disk_path={settings.disk_path!r} wanted disk_bytes as well: how much it may have")
+    if settings.disk_bytes and not settings.disk_path:
+        raise SettingsError(f"disk_bytes={settings.disk_bytes} wanted disk_path as well: where it may be written")
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
             f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"

@@ -20,7 +20,7 @@ import msgspec
 from kvdock.client.answers import Answers
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
-from kvdock.protocol import admin_schemas as a, calls as c, schemas as s
+from kvdock.protocol import admin_schemas as a, calls as c, schemas as s, tier_schemas as t
 from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -161,6 +161,14 @@ class Client:
 
     def hint(self, body: s.Hint, *, timeout_s: float | None = None) -> s.HintAnswer:
         return self._do(c.HINT, body, timeout_s)
+
+    def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
+        return self._carrying(c.HOLD, body, timeout_s, body.session)
+
+    def mover_turn(self, body: t.MoverTurn, *, timeout_s: float | None = None) -> t.MoverNews:
+        """Waits up to `body.wait_s`, which comes on top of the timeout."""
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
+        return self._do(c.MOVER_TURN, body, wait_s + body.wait_s)
 
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
         """What a lease or reservation still holds."""

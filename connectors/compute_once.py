@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdock.connectors.prefill_speed import PrefillSpeed
-from kvdock.protocol.schemas import BeingStored
+from kvdock.protocol.awaited import BeingStored
 
 ASK_S = 0.02
 """While a request waits, it is asked about again this long after the last time."""

@@ -34,8 +34,8 @@ from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.wishes import Wish, tell_wishes
+from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.schemas import BeingStored
 
 NO_LIMITS = LoadLimits()
 FRESH_S = 0.05

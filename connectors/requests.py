@@ -10,8 +10,9 @@ from typing import Protocol
 from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.keys import KeyChain
-from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
+from kvdock.protocol.schemas import Lookup, LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
 
 

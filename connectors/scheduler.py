@@ -26,8 +26,9 @@ from kvdock.connectors.requests import MISS, ChainOf, ChunkObserver, Fetch, Requ
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.tell import tell
 from kvdock.connectors.verify import Verifier
+from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.schemas import BeingStored, Lookup, LookupAnswer
+from kvdock.protocol.schemas import Lookup, LookupAnswer
 
 
 class SchedulerConnector:

@@ -200,6 +200,7 @@ class Table:
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
     ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
     def withdraw(self, session: int, request: bytes) -> None: ...  # the request stores no more of what it promised
+    def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # see table.h
     def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were

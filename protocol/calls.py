@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
-from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 
 A = TypeVar("A")
@@ -71,6 +71,8 @@ LEASES = Call("GET", "/v1/leases", Leases, "read")
 RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer, "engine")
 COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer, "engine")
 ABORT = Call("POST", "/v1/reservations/{reservation}/abort", s.ReleaseAnswer, "engine")
+HOLD = Call("POST", "/v1/holds", t.HoldAnswer, "engine")
+MOVER_TURN = Call("POST", "/v1/mover/turns", t.MoverNews, "engine")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")

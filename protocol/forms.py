@@ -13,6 +13,7 @@ import msgspec
 
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import LookupHead, ReserveHead
+from kvdock.protocol.tier_schemas import HoldHead
 from kvdock.protocol.wire_types import Body
 
 B = TypeVar("B", bound=Body)
@@ -39,6 +40,12 @@ class LookupReply(LookupHead, kw_only=True):
 
 class ReserveReply(ReserveHead, kw_only=True):
     """ReserveAnswer as the server sends it, its chunks already encoded."""
+
+    chunks: msgspec.Raw
+
+
+class HoldReply(HoldHead, kw_only=True):
+    """HoldAnswer as the server sends it, its chunks already encoded."""
 
     chunks: msgspec.Raw
 

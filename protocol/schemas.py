@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvdock._core import SEGMENT_IDS
+from kvdock.protocol.awaited import BeingStored, Pending
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.wire_types import (
@@ -279,14 +280,10 @@ class Lookup(Carrier, kw_only=True):
     skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS << 16)] = 0
     computes: bool = False
     """The request promises to compute and store what is not found, unless others do; `withdraws` takes that back."""
-
-
-class BeingStored(Answer):
-    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to.
-    `committed` of these tokens are stored. No limit on `hit_tokens` counts here."""
-
-    tokens: int
-    committed: int
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """How long the request may wait for what lower tiers have; 0: nothing is loaded for it. `withdraws` ends it."""
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How fast the engine computes: nothing is loaded that would come later than it is computed. 0: not known."""
 
 
 class LookupHead(Carried, kw_only=True):
@@ -300,6 +297,8 @@ class LookupHead(Carried, kw_only=True):
     limited_by: Literal["held_bytes", "pinning"] | None = None
     being_stored: BeingStored | None = None
     """None: nobody else stores what comes behind the stored prefix."""
+    pending: Pending | None = None
+    """None: no lower tier is asked for this request."""
 
 
 class LookupAnswer(LookupHead, kw_only=True):
@@ -321,7 +320,8 @@ class ReleaseMany(Carrier, kw_only=True):
 
     session: Name
     withdraws: Annotated[list[Name], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
-    """Requests of lookups with `computes` that store no more of what they promised. Repeating it is harmless."""
+    """Requests that store no more of what they promised by `computes`, and wait for nothing. Repeating it is harmless.
+    """
 
 
 class ReleaseManyAnswer(Carried, kw_only=True):

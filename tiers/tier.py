@@ -18,7 +18,6 @@ from typing import Final, NamedTuple, Protocol
 
 from kvdock.tiers.record import PartName, Record
 
-
 PAGE_BYTES: Final = 4096
 """What direct input and output want addresses, lengths and offsets to be multiples of."""
 
@@ -45,6 +44,10 @@ class Deadline:
     def cancel(self) -> None:
         """From any thread."""
         self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
 
     @property
     def left_s(self) -> float:

@@ -17,7 +17,7 @@ from kvdock.api.http.limits import BodyRoom, BodyShare
 from kvdock.api.http.wire import read_all
 from kvdock.api.service import CacheService
 from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
-from kvdock.protocol import calls, schemas as s
+from kvdock.protocol import calls, schemas as s, tier_schemas as t
 from kvdock.protocol.calls import Call
 from kvdock.protocol.forms import Codec, Form, form_of_answer, form_of_body
 from kvdock.protocol.wire_types import Answer, Body
@@ -103,6 +103,10 @@ MISMATCH = Endpoint(
     longest_bytes=SHORT_BYTES,
 )
 HINT = Endpoint(calls.HINT, s.Hint, lambda service, peer, body, _, form: service.hint(peer, body))
+HOLD = Endpoint(calls.HOLD, t.Hold, lambda service, peer, body, _, form: service.hold(peer, body, form))
+MOVER_TURN = Endpoint(
+    calls.MOVER_TURN, t.MoverTurn, lambda service, peer, body, _, form: service.mover_turn(peer, body)
+)
 RESERVE = Endpoint(calls.RESERVE, s.Reserve, lambda service, peer, body, _, form: service.reserve(peer, body, form))
 COMMIT = Endpoint(calls.COMMIT, s.Commit, lambda service, peer, body, id_, form: service.commit(peer, id_, body))
 ABORT = Endpoint(

@@ -286,6 +286,7 @@ void bind_grants(py::class_<BoundTable>& c) {
       }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
          "deadline_ms"_a, "now_ms"_a, "duplicate"_a = false)
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a)
+      .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)

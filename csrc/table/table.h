@@ -64,6 +64,9 @@ class Table {
 
   // -- lookups and leases
   LookupResult lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now);
+  // Leases those of `keys` that are READY, with all their groups, to one reader (hold.cpp): copies to lower tiers read
+  // them. It is no use of them. In the result a chunk without parts is not leased.
+  LookupResult hold(uint64_t session, uint64_t member, const Id16& request, const std::vector<Key>& keys, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
   // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
   // learns that it missed something.

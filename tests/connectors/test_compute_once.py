@@ -25,8 +25,9 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
+from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.keys import chunk_keys
-from kvdock.protocol.schemas import Abort, BeingStored, Group, Manifest
+from kvdock.protocol.schemas import Abort, Group, Manifest
 
 BLOCK, CHUNK, CHUNKS = 16, 32, 8
 TOKENS = list(range(7, 7 + CHUNK * CHUNKS + 1))

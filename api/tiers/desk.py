@@ -1,0 +1,252 @@
+"""What the server tells its mover, and what it does with the mover's words. It decides who holds what; the mover, a
+process of its own, moves the bytes (tiers/mover/).
+
+A lookup that found less than it asked for, and whose request may wait, becomes a ticket. When the mover has loaded some
+of it, the ticket's lookup is made again, which leases what came to the same request: nothing can be evicted between its
+publication and that lease, because no other call comes between them.
+
+Used from the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdock._core import Lookup as Found, Table, TableError
+from kvdock.api.pool.registry import Registry, SessionRecord
+from kvdock.protocol import tier_schemas as t
+from kvdock.protocol.awaited import Pending
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.wire_types import KEY_BYTES
+
+ASKING_S = 0.05
+"""How soon tiers are expected to say what they have."""
+NEWS_BYTES = 8 << 20
+"""Of keys that wait for the mover; lookups beyond that it is not told of."""
+TURN_BYTES = 4 << 20
+"""Of keys in one answer."""
+LOST_AFTER_S = 10.0
+"""A mover that has not come for this long is taken for lost."""
+
+
+@dataclass(frozen=True)
+class LookupCall:
+    """What makes the same lookup again. `keys`: 32 bytes each."""
+
+    session: SessionRecord
+    member: int
+    request: bytes
+    epoch: int
+    keys: bytes
+    readers: int
+    skip_tokens: int
+
+
+@dataclass
+class _Ticket:
+    call: LookupCall
+    until_s: float
+    hit_tokens: int
+    lease_told: int
+    """The lease that the engine knows; 0: none."""
+    lease: int
+    promised: t.Promised | None = None
+    promised_at_s: float = 0.0
+
+
+class TierDesk:
+    """`movers`: whether a mover was started for this server. `now_s`: a clock that never goes back."""
+
+    def __init__(
+        self, table: Table, registry: Registry, *, has_mover: bool, now_ms: Callable[[], int],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.secret = secrets.token_hex(16)
+        self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
+        """Of the instances as which movers of this server attach."""
+        self.reports: list[t.TierReport] = []
+        """Of the mover's last turns."""
+        self.lost_lookups = 0
+        self._table, self._registry, self._has_mover = table, registry, has_mover
+        self._now_ms, self._now_s = now_ms, now_s
+        self._numbers = itertools.count(1)
+        self._tickets: dict[int, _Ticket] = {}
+        self._of_request: dict[tuple[int, bytes], int] = {}
+        """Tickets by the session's id at the table and the request."""
+        self._asked: deque[t.Asked] = deque()
+        self._asked_bytes = 0
+        self._ended: list[int] = []
+        self._served: list[bytes] | None = None
+        self._news = asyncio.Event()
+        self._turn_s = -LOST_AFTER_S
+
+    def is_movers(self, session: SessionRecord) -> bool:
+        return self._has_mover and session.instance.startswith(self.instance_prefix)
+
+    # ---------------------------------------------------------------- for engines' calls
+
+    def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> Pending | None:
+        """An engine's lookup was answered. Says what may come for it; None: nothing."""
+        if not self._is_there or self.is_movers(call.session):
+            return None
+        chunk_tokens = call.session.namespace.manifest.chunk_tokens
+        asked = len(call.keys) // KEY_BYTES
+        at = self._of_request.get((call.session.table_id, call.request))
+        if at is not None and self._tickets[at].call.keys == call.keys:
+            return self._again(at, found, asked * chunk_tokens)
+        if at is not None:
+            self._end(at)
+        stored = max(found.hit_tokens, found.committed) // chunk_tokens
+        waits = wait_s > 0 and stored < asked and not found.limited
+        ticket = 0
+        if waits:
+            ticket = next(self._numbers)
+            self._tickets[ticket] = _Ticket(call, self._now_s() + wait_s, found.hit_tokens, found.lease, found.lease)
+            self._of_request[call.session.table_id, call.request] = ticket
+        self._tell(t.Asked(
+            namespace=call.session.namespace.digest.hex(), keys=call.keys, hit_chunks=stored, ticket=ticket,
+            wait_s=wait_s, tokens_per_s=tokens_per_s,
+        ))
+        return Pending(asked * chunk_tokens, "", min(ASKING_S, wait_s)) if waits else None
+
+    def _again(self, number: int, found: Found, asked_tokens: int) -> Pending | None:
+        """The request has asked once more: what is there by now, it has."""
+        ticket = self._tickets[number]
+        ticket.lease = ticket.lease_told = found.lease
+        ticket.hit_tokens = found.hit_tokens
+        left_s = ticket.until_s - self._now_s()
+        if found.hit_tokens >= asked_tokens or left_s <= 0 or found.limited:
+            self._end(number)
+            return None
+        if ticket.promised is None:
+            return Pending(asked_tokens, "", min(ASKING_S, left_s))
+        tokens = ticket.promised.chunks * ticket.call.session.namespace.manifest.chunk_tokens
+        if found.hit_tokens >= tokens:
+            self._end(number)
+            return None
+        by_s = max(0.0, ticket.promised.by_s - (self._now_s() - ticket.promised_at_s))
+        return Pending(tokens, ticket.promised.tier, min(by_s, left_s))
+
+    def withdrawn(self, session: SessionRecord, request: bytes) -> None:
+        """Nobody waits any more."""
+        if (number := self._of_request.get((session.table_id, request))) is not None:
+            self._end(number)
+
+    def committed(self, session: SessionRecord) -> None:
+        """The mover has published chunks of the session's namespace: leases them to those who wait."""
+        for number, ticket in list(self._tickets.items()):
+            if ticket.call.session.namespace is session.namespace:
+                self._extend(number, ticket)
+
+    def _extend(self, number: int, ticket: _Ticket) -> None:
+        call = ticket.call
+        try:
+            found = self._table.lookup(
+                call.session.table_id, call.member, call.request, call.epoch, call.keys, readers=call.readers,
+                skip_tokens=call.skip_tokens, now_ms=self._now_ms(),
+            )
+        except TableError:  # the engine has begun to load what it had, or is gone: nobody waits
+            self._end(number)
+            return
+        call.session.grants += found.lease not in (0, ticket.lease)
+        ticket.lease, ticket.hit_tokens = found.lease, found.hit_tokens
+
+    # ---------------------------------------------------------------- for the mover
+
+    async def turn(self, body: t.MoverTurn) -> t.MoverNews:
+        """Raises ApiError(forbidden) for anybody else's."""
+        if not self._has_mover or not secrets.compare_digest(body.secret, self.secret):
+            raise ApiError("forbidden", "this call is for the server's own mover", found="another caller", wanted="it")
+        self._turn_s = self._now_s()
+        if body.tiers is not None:
+            self.reports = body.tiers
+        for promised in body.promised:
+            if (ticket := self._tickets.get(promised.ticket)) is not None:
+                ticket.promised, ticket.promised_at_s = promised, self._turn_s
+        for number in body.ended:
+            self._end(number, is_told=True)
+        self._end_late()
+        news = self._take_news()
+        if body.wait_s > 0 and not (news.asked or news.ended or news.namespaces is not None):
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), body.wait_s)
+            except TimeoutError:
+                self._end_late()
+            self._turn_s = self._now_s()
+            news = self._take_news()
+        return news
+
+    def restarted(self) -> None:
+        """The mover is a new process: it knows nothing."""
+        self._served = None
+        for number in list(self._tickets):
+            self._end(number, is_told=True)
+        self._ended.clear()
+
+    @property
+    def _is_there(self) -> bool:
+        return self._has_mover and self._now_s() - self._turn_s < LOST_AFTER_S + t.MAX_TURN_S
+
+    def _tell(self, asked: t.Asked) -> None:
+        if self._asked_bytes + len(asked.keys) > NEWS_BYTES:
+            self.lost_lookups += 1
+            if asked.ticket:
+                self._end(asked.ticket, is_told=True)
+            return
+        self._asked.append(asked)
+        self._asked_bytes += len(asked.keys)
+        if asked.ticket:  # uses are told with the next news
+            self._news.set()
+
+    def _take_news(self) -> t.MoverNews:
+        asked: list[t.Asked] = []
+        left = TURN_BYTES
+        while self._asked and left > 0:
+            one = self._asked.popleft()
+            self._asked_bytes -= len(one.keys)
+            left -= len(one.keys)
+            if not one.ticket or one.ticket in self._tickets:
+                asked.append(one)
+        ended, self._ended = self._ended, []
+        return t.MoverNews(namespaces=self._namespaces(), asked=asked, ended=ended, lost=self.lost_lookups)
+
+    def _namespaces(self) -> list[t.ServedNamespace] | None:
+        """Those of the server's own user in which an engine has a session, if they changed."""
+        records = {
+            session.namespace.digest: session.namespace for session in self._registry.sessions()
+            if not self.is_movers(session) and not session.tenant
+        }
+        served = sorted(records)
+        if served == self._served:
+            return None
+        self._served = served
+        return [t.ServedNamespace(namespace=digest.hex(), manifest=records[digest].manifest) for digest in served]
+
+    def _end_late(self) -> None:
+        now_s = self._now_s()
+        for number in [number for number, ticket in self._tickets.items() if ticket.until_s < now_s]:
+            self._end(number)
+
+    def _end(self, number: int, *, is_told: bool = False) -> None:
+        """`is_told`: the mover knows."""
+        ticket = self._tickets.pop(number, None)
+        if ticket is None:
+            return
+        call = ticket.call
+        self._of_request.pop((call.session.table_id, call.request), None)
+        if not is_told:
+            self._ended.append(number)
+            self._news.set()
+        if ticket.lease and ticket.lease != ticket.lease_told:
+            try:  # the engine never heard of it
+                self._table.cancel(call.session.table_id, call.member, ticket.lease)
+            except TableError:
+                return  # it has ended otherwise
+
+

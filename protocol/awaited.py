@@ -1,0 +1,24 @@
+"""What a lookup says of chunks that are not there yet and may come: a request may wait for them, or compute them."""
+
+from __future__ import annotations
+
+from kvdock.protocol.wire_types import Answer
+
+
+class BeingStored(Answer):
+    """Other sessions, all of whose members are live, store the prefix up to `tokens`, or have promised to.
+    `committed` of these tokens are stored. No limit on `hit_tokens` counts here."""
+
+    tokens: int
+    committed: int
+
+
+class Pending(Answer):
+    """Lower tiers are asked for what is behind the hit, or are loading it for this request."""
+
+    tokens: int
+    """How long the hit will be, counted from token 0. While tiers are asked: how long it may become at most."""
+    tier: str
+    """Where it comes from; empty while tiers are asked."""
+    by_s: float
+    """It is expected to be there by then, seconds from now. It may come later, or not at all."""

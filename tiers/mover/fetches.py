@@ -1,0 +1,265 @@
+"""Loads chunks from tiers into the pool for lookups that wait, and ahead of requests.
+
+A fetch finds the longest prefix that one tier has, leaves out what would come later than the engine computes it, says
+to the server what it promises, and then goes batch by batch: slots are reserved, filled, hashed and committed, so the
+hit grows while later chunks still come. It ends at the first chunk that is missing, bad or late, or when nobody waits
+any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvdock.client.client import Client
+from kvdock.connectors.session import Attachment
+from kvdock.datapath.checksum import checksum
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve
+from kvdock.protocol.tier_schemas import Promised
+from kvdock.protocol.wire_types import MAX_ENTRIES
+from kvdock.shm.errors import AttachError, ShmError
+from kvdock.tiers.mover.lanes import Lane
+from kvdock.tiers.mover.places import Place
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Outcome, TierError, ToLoad
+
+log = logging.getLogger("kvdock.tiers")
+
+EXISTS_S = 0.05
+"""How long a tier may take to say what it has."""
+BATCH_BYTES = 32 << 20
+THREADS = 8
+NOT_ASKED_S = 30.0
+"""How long what nobody waits for may take."""
+
+
+@dataclass
+class Fetch:
+    """`keys`: of the chunks from the request's first on; the pool has the first `hit`. `ticket` 0: ahead of
+    requests."""
+
+    place: Place
+    keys: Sequence[bytes]
+    hit: int
+    ticket: int
+    wait_s: float
+    tokens_per_s: float
+    deadline: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline = Deadline(self.wait_s if self.ticket else NOT_ASKED_S)
+
+
+class Fetches:
+    """`promise`, `ended`: tell the server. `bad`: a tier had a damaged chunk."""
+
+    def __init__(
+        self, lanes: Sequence[Lane], client: Client, *, promise: Callable[[Promised], None],
+        ended: Callable[[int], None], bad: Callable[[Lane, bytes], None], clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lanes, self._client = lanes, client
+        self._promise, self._ended, self._bad, self._clock = promise, ended, bad, clock
+        self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._open: dict[int, Fetch] = {}
+
+    def begin(self, fetch: Fetch) -> None:
+        with self._lock:
+            if fetch.ticket:
+                self._open[fetch.ticket] = fetch
+        self._threads.submit(self._run, fetch)
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            fetch = self._open.pop(ticket, None)
+        if fetch is not None:
+            fetch.deadline.cancel()
+
+    def close(self) -> None:
+        with self._lock:
+            fetches = list(self._open.values())
+        for fetch in fetches:
+            fetch.deadline.cancel()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------------ a fetch's thread
+
+    def _run(self, fetch: Fetch) -> None:
+        try:
+            for lane in self._lanes:
+                found = self._found(fetch, lane)
+                count = self._worth(fetch, lane, len(found))
+                if count:
+                    self._load_all(fetch, lane, found[:count])
+                    return
+        except Exception:  # whatever it was, others go on
+            log.exception("a fetch has failed")
+        finally:
+            with self._lock:
+                self._open.pop(fetch.ticket, None)
+            if fetch.ticket:
+                self._ended(fetch.ticket)
+
+    def _found(self, fetch: Fetch, lane: Lane) -> list[list[int]]:
+        """For each chunk behind the hit, as far as the tier has them in a row: the groups that it has of it."""
+        if lane.breaker.is_open or fetch.deadline.is_over:
+            return []
+        place, missing = fetch.place, fetch.keys[fetch.hit :]
+        per_chunk = [place.names(key) for key in missing]
+        names = [name for names in per_chunk for name in names]
+        try:
+            has = iter(lane.exists(names, Deadline(min(EXISTS_S, fetch.deadline.left_s))))
+        except TierError:
+            return []
+        found = []
+        for names in per_chunk:
+            there = {(name.group, name.writer) for name in names if next(has)}
+            groups = [
+                group for group in range(len(place.manifest.groups))
+                if all((group, writer) in there for writer in place.ranks)
+            ]
+            if any(one.kind != "window" and at not in groups for at, one in enumerate(place.manifest.groups)):
+                break
+            found.append(groups)
+        return found
+
+    def _worth(self, fetch: Fetch, lane: Lane, count: int) -> int:
+        """How many of `count` chunks come before the deadline, and before they would have been computed."""
+        if not fetch.ticket:
+            return count
+        manifest, left_s = fetch.place.manifest, fetch.deadline.left_s
+        for chunks in range(count, 0, -1):
+            takes_s = lane.expected_s(chunks * fetch.place.chunk_bytes)
+            computed_s = chunks * manifest.chunk_tokens / fetch.tokens_per_s if fetch.tokens_per_s else left_s
+            if takes_s <= min(left_s, computed_s):
+                return chunks
+        if count:
+            lane.counters["declined_as_dear"] += 1
+        return 0
+
+    def _load_all(self, fetch: Fetch, lane: Lane, found: list[list[int]]) -> None:
+        place = fetch.place
+        if fetch.ticket:
+            by_s = lane.expected_s(len(found) * place.chunk_bytes)
+            self._promise(Promised(fetch.ticket, fetch.hit + len(found), lane.name, by_s))
+        attachment = place.session.attachment
+        if attachment is None or not attachment.acquire():
+            return
+        try:
+            for first, count in self._batches(place, found):
+                if fetch.deadline.is_over:
+                    return
+                if not self._load(fetch, lane, attachment, fetch.hit + first, count, found[first]):
+                    return
+        finally:
+            attachment.release()
+
+    def _batches(self, place: Place, found: list[list[int]]) -> list[tuple[int, int]]:
+        """(first, how many): chunks of the same groups."""
+        parts = len(place.manifest.groups) * place.manifest.writers
+        most = max(1, min(BATCH_BYTES // place.chunk_bytes, MAX_ENTRIES // parts))
+        batches, at = [], 0
+        while at < len(found):
+            end = at + 1
+            while end < len(found) and end - at < most and found[end] == found[at]:
+                end += 1
+            batches.append((at, end - at))
+            at = end
+        return batches
+
+    def _load(
+        self, fetch: Fetch, lane: Lane, attachment: Attachment, first: int, count: int, groups: list[int]
+    ) -> bool:
+        """Whether all of the batch is in the pool, or on its way there by somebody else."""
+        keys = fetch.keys[first : first + count]
+        body = Reserve(
+            session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
+            parent=fetch.keys[first - 1].hex() if first else None, keys=b"".join(keys), groups=groups,
+            temporary=bool(fetch.ticket),
+        )
+        try:
+            granted = self._client.reserve(body)
+        except (ServerUnavailable, ApiError) as error:
+            place_lost(fetch.place, attachment, error)
+            return False
+        lane.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
+        if granted.reservation is None:
+            return granted.limited_by is None
+        if not attachment.grants.begin(granted.reservation):
+            return False
+        try:
+            good = self._filled(fetch, lane, attachment, keys, granted.chunks)
+            is_whole = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
+        finally:
+            attachment.grants.end(granted.reservation)
+        return is_whole and granted.limited_by is None
+
+    def _filled(
+        self, fetch: Fetch, lane: Lane, attachment: Attachment, keys: Sequence[bytes], chunks: list[GrantedChunk]
+    ) -> dict[tuple[int, int, int], int]:
+        """Checksums of the parts (index, group, writer) that were loaded and are what they say."""
+        place = fetch.place
+        wanted: list[tuple[int, int, int]] = []
+        loads: list[ToLoad] = []
+        try:
+            for chunk in chunks:
+                for part in chunk.parts:
+                    pages = place.pages(attachment, part.segment, part.offset, part.length)
+                    name = PartName(place.digest, keys[chunk.index], part.group, part.writer)
+                    wanted.append((chunk.index, part.group, part.writer))
+                    loads.append(ToLoad(name, part.length, pages))
+        except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
+            log.warning("slots of the pool cannot be mapped: %s", error)
+            return {}
+        try:
+            found = lane.load(loads, fetch.deadline).result()
+        except TierError:
+            return {}
+        good: dict[tuple[int, int, int], int] = {}
+        for at, load, loaded in zip(wanted, loads, found, strict=True):
+            if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
+                good[at] = loaded.checksum
+            elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
+                lane.counters["damaged"] += 1
+                log.error("%s: %s is damaged: it is a miss, and deleted", lane.name, load.name.text())
+                lane.delete([load.name])
+                self._bad(lane, load.name.key)
+        return good
+
+    def _commit(
+        self, place: Place, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],
+        good: dict[tuple[int, int, int], int],
+    ) -> bool:
+        """Publishes the chunks before the first that lacks a part, and gives the others back."""
+        end = 0
+        while end < len(chunks) and all(
+            (chunks[end].index, part.group, part.writer) in good for part in chunks[end].parts
+        ):
+            end += 1
+        try:
+            for rank in place.ranks:
+                done = [
+                    PartDone(chunk.index, part.group, good[chunk.index, part.group, part.writer])
+                    for chunk in chunks[:end] for part in chunk.parts if part.writer == rank
+                ]
+                if done:
+                    self._client.commit(reservation, Commit(session=attachment.session, rank=rank, parts=done))
+            if end < len(chunks):
+                self._client.abort(reservation, Abort(session=attachment.session, ranks=list(place.ranks)))
+        except (ServerUnavailable, ApiError) as error:
+            place_lost(place, attachment, error)
+            return False
+        return end == len(chunks)
+
+
+def place_lost(place: Place, attachment: Attachment, error: Exception) -> None:
+    log.info("the server does not take it: %s", error)
+    place.session.lost(attachment, error)

@@ -1,0 +1,215 @@
+"""A tier in use: threads of its own, what its calls take, and a breaker that leaves it alone while it fails.
+
+A call that is late holds its thread until it returns, and nobody else's. Loads, stores and questions have threads apart
+from each other, so that no load waits behind stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, StillRunning, Tier, TierError, ToLoad, ToStore
+
+log = logging.getLogger("kvdock.tiers")
+
+R = TypeVar("R")
+
+LATE_S = 0.5
+"""A call that has not returned so long after its deadline is a failure."""
+MOST_FAILURES = 3
+"""In a row: then the breaker opens."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+PROBE_S = 2.0
+SMOOTHING = 0.2
+"""Of the newest call in what is learnt of the tier's speed."""
+FIRST_RATE = 500e6
+"""Bytes a second, until something has been loaded."""
+
+
+class LaneOff(TierError):
+    """The breaker is open: the tier is not asked."""
+
+
+class Speed:
+    """What loads take: a latency and a rate, learnt from calls of different sizes."""
+
+    def __init__(self) -> None:
+        self.latency_s, self.rate = 0.001, FIRST_RATE
+
+    def learn(self, bytes_moved: int, took_s: float) -> None:
+        expected_s = bytes_moved / self.rate
+        if expected_s < self.latency_s:  # small: mostly latency
+            self.latency_s += SMOOTHING * (took_s - self.latency_s)
+        elif took_s > self.latency_s:
+            self.rate += SMOOTHING * (bytes_moved / (took_s - self.latency_s / 2) - self.rate)
+
+    def seconds(self, bytes_to_move: int) -> float:
+        return self.latency_s + bytes_to_move / self.rate
+
+
+class Breaker:
+    """Closed, or open until a probe succeeds. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._failures, self._rest_s, self._until_s = 0, FIRST_REST_S, 0.0
+        self.is_open, self.why = False, ""
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._rest_s = 0, FIRST_REST_S
+            self.is_open, self.why = False, ""
+
+    def failed(self, why: str) -> bool:
+        """True if it opens with this."""
+        with self._lock:
+            self._failures += 1
+            self.why = why
+            if self._failures < MOST_FAILURES and not self.is_open:
+                return False
+            opens, self.is_open = not self.is_open, True
+            self._until_s = self._clock() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+            return opens
+
+    def wants_probe(self) -> bool:
+        with self._lock:
+            return self.is_open and self._clock() >= self._until_s
+
+
+class Lane:
+    """`lost`: called when a call may still write to the pool, which only the end of the process stops."""
+
+    def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
+        self.tier, self.name = tier, tier.name
+        self.speed, self.breaker = Speed(), Breaker(clock)
+        self.counters: Counter[str] = Counter()
+        self.loading_bytes = 0
+        self._clock, self._lost = clock, lost
+        self._lock = threading.Lock()
+        self._pools = {
+            kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
+            for kind, threads in (("ask", 2), ("load", 4), ("store", 2), ("probe", 1))
+        }
+        self._probe: Future[None] | None = None
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        """LaneOff, TierError."""
+        return self._call("ask", deadline, lambda: self.tier.exists(names, deadline))
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
+        """The future ends when nothing touches the pages any more, however late. It raises TierError."""
+        bytes_wanted = sum(part.length for part in parts)
+        with self._lock:
+            self.loading_bytes += bytes_wanted
+        return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
+        self._require_closed()
+        found = self._guarded(deadline, lambda: self.tier.store(parts, deadline))
+        for part, outcome in zip(parts, found, strict=True):
+            self.counters[f"store_{outcome.value}"] += 1
+            if outcome is Outcome.DONE:
+                self.counters["stored_bytes"] += part.record.length
+        return found
+
+    def delete(self, names: Sequence[PartName]) -> None:
+        """What is not deleted now is found to be bad again."""
+        deadline = Deadline(PROBE_S)
+        try:
+            self._call("ask", deadline, lambda: self.tier.delete(names, deadline))
+        except TierError as error:
+            log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
+
+    def expected_s(self, more_bytes: int) -> float:
+        """Until so many bytes more would have been loaded, behind those that are being loaded."""
+        return self.speed.seconds(self.loading_bytes + more_bytes)
+
+    def probe(self) -> None:
+        """Tries a tier that rests, if it is time, in the background."""
+        if self.breaker.wants_probe() and (self._probe is None or self._probe.done()):
+            self._probe = self._pools["probe"].submit(self._try)
+
+    def close(self, deadline: Deadline) -> None:
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.tier.close(deadline)
+        except TierError as error:
+            log.warning("%s: %s", self.name, error)
+
+    # ------------------------------------------------------------------
+
+    def _require_closed(self) -> None:
+        if self.breaker.is_open:
+            raise LaneOff(self.name, self.breaker.why)
+
+    def _call(self, kind: str, deadline: Deadline, run: Callable[[], R]) -> R:
+        """Waits no longer than the deadline, and a little."""
+        self._require_closed()
+        future = self._pools[kind].submit(self._guarded, deadline, run)
+        try:
+            return future.result(deadline.left_s + LATE_S)
+        except TimeoutError:
+            if not future.cancel():
+                self._fail("a call does not return")
+            raise TierError(self.name, "it does not answer in time") from None
+
+    def _guarded(self, deadline: Deadline, run: Callable[[], R]) -> R:
+        try:
+            found = run()
+        except StillRunning as error:
+            self._lost(error)
+            raise
+        except TierError as error:
+            self._fail(error.why)
+            raise
+        except Exception as error:  # of the engine's library
+            self._fail(f"{type(error).__name__}: {error}")
+            raise TierError(self.name, str(error)) from error
+        self.breaker.succeeded()
+        return found
+
+    def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
+        try:
+            self._require_closed()
+            began_s = self._clock()
+            found = self._guarded(deadline, lambda: self.tier.load(parts, deadline))
+            done_bytes = 0
+            for part, loaded in zip(parts, found, strict=True):
+                self.counters[f"load_{loaded.outcome.value}"] += 1
+                done_bytes += part.length if loaded.outcome is Outcome.DONE else 0
+            if done_bytes == bytes_wanted:
+                self.speed.learn(done_bytes, self._clock() - began_s)
+            self.counters["loaded_bytes"] += done_bytes
+            if any(loaded.outcome in (Outcome.LATE, Outcome.FAILED) for loaded in found) and not deadline.is_cancelled:
+                self._fail("parts came late, or not at all")
+            return found
+        finally:
+            with self._lock:
+                self.loading_bytes -= bytes_wanted
+
+    def _fail(self, why: str) -> None:
+        self.counters["failures"] += 1
+        if self.breaker.failed(why):
+            log.warning("the tier %s is left alone for a while: %s", self.name, why)
+
+    def _try(self) -> None:
+        deadline = Deadline(PROBE_S)
+        try:
+            self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
+        except Exception as error:  # it still fails
+            self.breaker.failed(str(error))
+            return
+        if deadline.is_over:
+            self.breaker.failed("it answers too late")
+            return
+        self.breaker.succeeded()
+        log.warning("the tier %s is used again", self.name)

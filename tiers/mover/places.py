@@ -1,0 +1,98 @@
+"""The namespaces that the mover serves: in each it has a session, as an engine has, and by it the chunks' memory."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdock.client.client import Client
+from kvdock.connectors.errors import RefusedError
+from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
+from kvdock.protocol.schemas import Changes, Manifest
+from kvdock.protocol.tier_schemas import ServedNamespace
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import PAGE_BYTES
+
+log = logging.getLogger("kvdock.tiers")
+
+LABEL = "lower tiers"
+
+
+@dataclass(frozen=True)
+class Place:
+    digest: bytes
+    manifest: Manifest
+    session: EngineSession
+
+    @property
+    def ranks(self) -> range:
+        """The writers, all of which the mover is."""
+        return range(self.manifest.writers)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return sum(group.part_bytes for group in self.manifest.groups) * self.manifest.writers
+
+    def names(self, key: bytes, groups: Sequence[int] | None = None) -> list[PartName]:
+        """Of a chunk's parts: all, or those of some groups."""
+        wanted = range(len(self.manifest.groups)) if groups is None else groups
+        return [PartName(self.digest, key, group, writer) for group in wanted for writer in self.ranks]
+
+    def pages(self, attachment: Attachment, segment: int, offset: int, length: int) -> memoryview:
+        """A slot's whole pages. Raises what attaching a segment raises."""
+        self.session.ensure_segment(attachment, segment)
+        attachment.segments.require_whole(segment)
+        whole = -(-length // PAGE_BYTES) * PAGE_BYTES
+        address = attachment.segments.address(segment, offset, whole)
+        return memoryview((ctypes.c_ubyte * whole).from_address(address)).cast("B")
+
+
+class Places:
+    """`changed`: called from a heartbeat's thread with the changes of a place."""
+
+    def __init__(self, client: Client, instance: str, changed: Callable[[Place, Changes], None]) -> None:
+        self._client, self._instance, self._changed = client, instance, changed
+        self._lock = threading.Lock()
+        self._by_digest: dict[bytes, Place] = {}
+
+    def of(self, digest: bytes) -> Place | None:
+        with self._lock:
+            return self._by_digest.get(digest)
+
+    def all(self) -> list[Place]:
+        with self._lock:
+            return list(self._by_digest.values())
+
+    def follow(self, served: Sequence[ServedNamespace]) -> list[Place]:
+        """Attaches to new ones. Returns those that are served no more: the caller closes them once nothing is under way
+        there."""
+        wanted = {bytes.fromhex(one.namespace): one.manifest for one in served}
+        for digest, manifest in wanted.items():
+            if self.of(digest) is None:
+                self._open(digest, manifest)
+        with self._lock:
+            return [self._by_digest.pop(digest) for digest in list(self._by_digest) if digest not in wanted]
+
+    def _open(self, digest: bytes, manifest: Manifest) -> None:
+        identity = Identity(
+            instance=f"{self._instance}-{digest.hex()[:12]}", member="mover", ranks=tuple(range(manifest.writers)),
+            label=LABEL,
+        )
+        session = EngineSession(self._client, manifest, identity)
+        place = Place(digest, manifest, session)
+        try:
+            session.start(SessionObserver(changed=lambda _, changes: self._changed(place, changes)))
+        except RefusedError as error:
+            log.warning("lower tiers are not used for namespace %s: %s", digest.hex()[:12], error)
+            session.close()
+            return
+        attachment = session.attachment
+        if attachment is not None and attachment.namespace != digest:
+            log.error("namespace %s: the server calls it %s", digest.hex()[:12], attachment.namespace.hex()[:12])
+            session.close()
+            return
+        with self._lock:
+            self._by_digest[digest] = place

@@ -1,0 +1,204 @@
+"""Writes chunks of the pool to one tier, after they were published and never in a store's way.
+
+What waits is bounded in bytes: beyond that, what has waited longest is left out and counted. While a batch is written
+its chunks are leased, so they are not evicted; what was evicted while it waited is counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvdock.client.client import Client
+from kvdock.connectors.session import Attachment
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.schemas import Part
+from kvdock.protocol.tier_schemas import Hold
+from kvdock.shm.errors import ShmError
+from kvdock.tiers.mover.admission import Settled
+from kvdock.tiers.mover.lanes import Lane
+from kvdock.tiers.mover.places import Place, Places
+from kvdock.tiers.record import Record
+from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
+
+log = logging.getLogger("kvdock.tiers")
+
+BATCH_BYTES = 32 << 20
+BATCH_S = 30.0
+"""How long a batch may take."""
+REST_S = 0.2
+"""Between two tries while the tier, or the server, does not answer."""
+
+
+class WriteBehind:
+    """`most_bytes`: of what waits. One thread writes."""
+
+    def __init__(
+        self, lane: Lane, places: Places, client: Client, most_bytes: int, *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
+        self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
+        self._settled = Settled()
+        self.waiting_bytes = 0
+        self._wake = threading.Condition()
+        self._until_s: float | None = None
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name=f"kvdock-{lane.name}-down", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, place: Place, key: bytes) -> None:
+        """The pool has the chunk, and it is worth being written."""
+        name, size = (place.digest, key), place.chunk_bytes
+        with self._wake:
+            if key in self._settled or name in self._waiting or self._until_s is not None:
+                return
+            self._waiting[name] = size
+            self.waiting_bytes += size
+            while self.waiting_bytes > self._most_bytes:
+                self.waiting_bytes -= self._waiting.popitem(last=False)[1]
+                self._lane.counters["left_out_full_queue"] += 1
+            self._wake.notify()
+
+    def forget(self, key: bytes) -> None:
+        """The tier has lost it, or what it had was bad."""
+        with self._wake:
+            self._settled.discard(key)
+
+    def finish(self, seconds: float) -> None:
+        """Writes what waits, for so long at most; then the thread ends."""
+        with self._wake:
+            self._until_s = self._clock() + seconds
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(seconds + BATCH_S)
+        with self._wake:
+            self._lane.counters["left_out_at_end"] += len(self._waiting)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            place, keys = batch
+            try:
+                rests = not self._write(place, keys)
+            except Exception:  # without this thread nothing would be written any more
+                log.exception("chunks could not be written to %s", self._lane.name)
+                rests = True
+            if rests:
+                time.sleep(REST_S)  # whoever does not answer is not asked all the time
+
+    def _next(self) -> tuple[Place, list[bytes]] | None:
+        """Some chunks of one place, from what has waited longest on; None: it is over."""
+        with self._wake:
+            while True:
+                is_over = self._until_s is not None and (not self._waiting or self._clock() > self._until_s)
+                if is_over:
+                    return None
+                if self._waiting and not self._lane.breaker.is_open:
+                    digest = next(iter(self._waiting))[0]
+                    place = self._places.of(digest)
+                    keys = self._taken(digest)
+                    if place is not None:
+                        return place, keys
+                    self._lane.counters["left_out_namespace_gone"] += len(keys)
+                    continue
+                self._wake.wait(REST_S)
+
+    def _taken(self, digest: bytes) -> list[bytes]:
+        keys: list[bytes] = []
+        size = 0
+        for name in list(itertools.islice(self._waiting, 1024)):
+            if name[0] != digest:
+                continue
+            if keys and size + self._waiting[name] > BATCH_BYTES:
+                break
+            keys.append(name[1])
+            size += self._waiting[name]
+            self.waiting_bytes -= self._waiting.pop(name)
+        return keys
+
+    def _write(self, place: Place, keys: list[bytes]) -> bool:
+        """False: somebody did not answer, and a pause is due."""
+        keys = self._lacked(place, keys)
+        attachment = place.session.attachment
+        if not keys:
+            return True
+        if attachment is None or not attachment.acquire():
+            self._lane.counters["left_out_no_server"] += len(keys)
+            return False
+        try:
+            return self._write_leased(place, attachment, keys)
+        finally:
+            attachment.release()
+
+    def _lacked(self, place: Place, keys: list[bytes]) -> list[bytes]:
+        """Those that the tier does not have."""
+        names = [place.names(key, [0])[0] for key in keys]
+        try:
+            has = self._lane.exists(names, Deadline(BATCH_S / 10))
+        except TierError:
+            return keys
+        for key, is_there in zip(keys, has, strict=True):
+            if is_there:
+                self._settled.add(key)
+        return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
+
+    def _write_leased(self, place: Place, attachment: Attachment, keys: list[bytes]) -> bool:
+        body = Hold(
+            session=attachment.session, member=attachment.member, keys=b"".join(keys),
+            request=f"{self._lane.name}-{next(self._numbers)}",
+        )
+        try:
+            held = self._client.hold(body)
+        except (ServerUnavailable, ApiError) as error:
+            place.session.lost(attachment, error)
+            self._lane.counters["left_out_no_server"] += len(keys)
+            return False
+        self._lane.counters["left_out_evicted"] += sum(not parts for parts in held.chunks)
+        if held.lease is None:
+            return True
+        is_held = attachment.grants.begin(held.lease)
+        try:
+            return not is_held or self._store(place, attachment, keys, held.chunks)
+        finally:
+            self._client.release_later(held.lease, attachment.session, [0])
+            if is_held:
+                attachment.grants.end(held.lease)
+            try:
+                self._client.flush(attachment.session)
+            except (ServerUnavailable, ApiError) as error:
+                place.session.lost(attachment, error)
+
+    def _store(self, place: Place, attachment: Attachment, keys: list[bytes], chunks: list[list[Part]]) -> bool:
+        """A chunk's part of group 0, which exists() asks about, comes last."""
+        stores: list[ToStore] = []
+        of_key: list[bytes] = []
+        try:
+            for key, parts in zip(keys, chunks, strict=True):
+                for part in sorted(parts, key=lambda part: (part.group, part.writer), reverse=True):
+                    name = next(n for n in place.names(key, [part.group]) if n.writer == part.writer)
+                    pages = place.pages(attachment, part.segment, part.offset, part.length)
+                    stores.append(ToStore(Record(name, part.length, part.checksum_value), pages))
+                    of_key.append(key)
+        except (ServerUnavailable, ApiError, ShmError) as error:
+            log.warning("chunks could not be read for %s: %s", self._lane.name, error)
+            return False
+        try:
+            outcomes = self._lane.store(stores, Deadline(BATCH_S))
+        except TierError:
+            self._lane.counters["left_out_failed"] += len(keys)
+            return False
+        bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
+        self._lane.counters["left_out_failed"] += len(bad)
+        with self._wake:
+            for key in keys:
+                if key not in bad:
+                    self._settled.add(key)
+        return True

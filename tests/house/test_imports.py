@@ -31,6 +31,7 @@ ROOMS = {
     "protocol": Room(may=("_core", "protocol"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
+    "tiers": Room(may=("_core", "shm", "protocol", "datapath", "tiers"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
     "api/access": Room(may=("protocol", "api.access", "api.errors"), never=("fastapi", "starlette")),
     "api/pool": Room(
@@ -49,7 +50,7 @@ ROOMS = {
     "engine": Room(may=(*ENGINE_SIDE, "connectors", "engine"), never=("fastapi", "uvicorn")),
     "cli": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "cli", "web")),
     "web": Room(may=(), never=("torch", "numpy", "fastapi")),
-    "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "bench")),
+    "bench": Room(may=(*ENGINE_SIDE, "api", "connectors", "engine", "tiers", "bench")),
 }
 
 
@@ -87,6 +88,7 @@ def test_imports_point_down_from(room: str) -> None:
     ("datapath", "from kvdock.api.pool import segments"),
     ("datapath", "def f():\n    import torch"),
     ("datapath", "import importlib\nimportlib.import_module('torch.cuda')"),
+    ("tiers", "from kvdock.api.settings import Settings"),
     ("api", "from kvdock.client.client import Client"),
     ("api", "from kvdock.datapath.segments import AttachedSegments"),
     ("api", "import kvdock.connectors.engine_connector"),

@@ -31,7 +31,9 @@ ROOMS = {
     "protocol": Room(may=("_core", "protocol"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
-    "tiers": Room(may=("_core", "shm", "protocol", "datapath", "tiers"), never=("torch", "numpy", "fastapi", "uvicorn")),
+    "tiers": Room(
+        may=("_core", "shm", "protocol", "datapath", "tiers"), never=("torch", "numpy", "fastapi", "uvicorn")
+    ),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
     "api/access": Room(may=("protocol", "api.access", "api.errors"), never=("fastapi", "starlette")),
     "api/pool": Room(

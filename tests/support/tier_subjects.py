@@ -29,7 +29,7 @@ class TierSubject:
 
     name: ClassVar[str]
     limit_bytes: ClassVar[int] = 0
-    """Of the tiers that open() makes; at most some tens of MiB. 0: this tier knows no limit."""
+    """What the tiers that open() makes may use; at most some tens of MiB. 0: this tier knows no limit."""
     has_server: ClassVar[bool] = False
     """Whether stop, resume, kill and restart work."""
     is_shared: ClassVar[bool] = False

@@ -21,7 +21,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Any, Protocol
 
+from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.compute_once import ASK_S, ComputeOnce
@@ -33,8 +35,8 @@ from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.tell import tell
 from kvdock.connectors.wishes import Wish, tell_wishes
-from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.outcomes import Outcome
 
 NO_LIMITS = LoadLimits()
@@ -42,22 +44,40 @@ FRESH_S = 0.05
 """An older answer that was not all is asked for once more: other requests, and other engines, store meanwhile."""
 
 
+class Wait(Protocol):
+    """How long requests wait for what may come (connectors/compute_once.py, connectors/await_tiers.py)."""
+
+    def is_waiting(self, request_id: str) -> bool: ...
+
+    def waits(self, request_id: str, said: Any, hit_tokens: int, local_tokens: int) -> bool: ...
+
+    def is_over(self, request_id: str) -> bool: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class Driver:
     """`answered`: called in the background with the seconds that each lookup took. `verifies_all`: each answer is
     verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
     `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there. `once`: how long
-    a request waits for what another engine computes; None: it does not. `cost`: says which hits are computed instead;
-    None: none is. `declined`: called for each request whose hit is not loaded, with the reason and the tokens of the
-    hit."""
+    a request waits for what another engine computes, `tiers`: for what lower tiers have; None: it does not. `cost`:
+    says which hits are computed instead; None: none is. `declined`: called for each request whose hit is not loaded,
+    with the reason and the tokens of the hit."""
 
     def __init__(
         self, scheduler: SchedulerConnector, *, answered: Callable[[float], None], limits: LoadLimits = NO_LIMITS,
         verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
-        once: ComputeOnce | None = None, cost: LoadOrCompute | None = None,
+        once: ComputeOnce | None = None, tiers: AwaitTiers | None = None, cost: LoadOrCompute | None = None,
         declined: Callable[[str, str, int], None] = lambda request_id, why, tokens: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler, self.statistics, self.patience, self._once = scheduler, statistics, patience, once
+        self.scheduler, self.statistics, self.patience = scheduler, statistics, patience
+        self._waits: list[tuple[Wait, Callable[[str], Any]]] = []
+        """With what the newest answer says to each."""
+        if once is not None:
+            self._waits.append((once, scheduler.being_stored))
+        if tiers is not None:
+            self._waits.append((tiers, scheduler.pending))
         self._verifies_all, self._cost, self._tell_declined = verifies_all, cost, declined
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
@@ -87,13 +107,18 @@ class Driver:
         if self._rests(request_id):
             return Pending()
         wanted = self._limits.shortened(tokens, local_tokens)
-        found, stored = self._found(request_id, wanted, local_tokens), self._being_stored(request_id)
-        if self._once is not None and stored is None and self._once.is_waiting(request_id):
+        found = self._found(request_id, wanted, local_tokens)
+        said = self._newest_words(request_id)
+        if any(word is None and one.is_waiting(request_id) for (one, _), word in zip(self._waits, said, strict=True)):
             found = self._ask(request_id, wanted, local_tokens)  # as new as the answer that says so
         if isinstance(found, Pending):
             return Miss() if self._is_late(request_id) else found
         hit_tokens = found.tokens if isinstance(found, Hit) else 0
-        if self._once is not None and self._once.waits(request_id, stored, hit_tokens, local_tokens):
+        waiting = [
+            one.waits(request_id, word, hit_tokens, local_tokens)
+            for (one, _), word in zip(self._waits, said, strict=True)
+        ]
+        if any(waiting):
             return Pending()
         least = max(1, self._limits.min_load_tokens)
         if isinstance(found, Hit) and (why := self._why_not(found.tokens - local_tokens)):
@@ -115,18 +140,19 @@ class Driver:
             return "short"
         return "dear" if self._cost is not None and self._cost.is_dearer(tokens) else ""
 
-    def _being_stored(self, request_id: str) -> BeingStored | None:
-        """What the newest answer says that other engines store."""
-        if self._once is None or self.scheduler.session.attachment is None:
-            return None
+    def _newest_words(self, request_id: str) -> list[Any]:
+        """What the newest answer says, for each kind of wait."""
+        if not self._waits or self.scheduler.session.attachment is None:
+            return [None] * len(self._waits)
         if (question := self._questions.get(request_id)) is not None:
             question.was_seen = question.answered.done()
-        return self.scheduler.being_stored(request_id)
+        return [word(request_id) for _, word in self._waits]
 
     def _rests(self, request_id: str) -> bool:
-        """Whether the request waits for another engine and nothing new is known. It is asked about again in time."""
-        once, question = self._once, self._questions.get(request_id)
-        if once is None or question is None or not once.is_waiting(request_id) or once.is_over(request_id):
+        """Whether the request waits for what may come and nothing new is known. It is asked about again in time."""
+        question = self._questions.get(request_id)
+        waiting = [one.is_waiting(request_id) and not one.is_over(request_id) for one, _ in self._waits]
+        if question is None or not any(waiting):
             return False
         if question.answered.done():
             if not question.was_seen:
@@ -287,14 +313,24 @@ class Driver:
         """The request ended, was aborted or preempted."""
         self._declined.discard(request_id)
         self._forget_question(request_id)
-        if self._once is not None:
-            self._once.forget(request_id)
+        for one, _ in self._waits:
+            if one.is_waiting(request_id):
+                self._stop_waiting(request_id)
+            one.forget(request_id)
         owed = self.scheduler.stores.owes(request_id)
         if owed is not None:  # after the reservations of what was offered
             self._storing.run(self.scheduler.stores.withdraw, owed.attachment, request_id, owed)
         if self.statistics is not None:
             self.statistics.finished(request_id)
         self._cancel(self.scheduler.finished(request_id))
+
+    def _stop_waiting(self, request_id: str) -> None:
+        """Tells the server, which may be loading for the request."""
+        session = self.scheduler.session
+        if (attachment := session.attachment) is not None:
+            self._settling.run(
+                tell, session, attachment, session.client.withdraw, attachment.session, [request_id]
+            )
 
     def run(self, call: Callable[..., None], *args: object) -> None:
         """Runs another call to the server in the background."""
@@ -317,7 +353,7 @@ class Driver:
                 self.patience.answered(ended_s - began_s)
             self._answered(ended_s - asked_s)
         self._cancel(unwanted)
-        if self._verifies_all and (self._once is None or self.scheduler.being_stored(fetch.request_id) is None):
+        if self._verifies_all and all(word(fetch.request_id) is None for _, word in self._waits):
             self._verify(fetch.request_id)
 
     def _cancel(self, unused: tuple[Attachment, str] | None) -> None:

@@ -11,10 +11,12 @@ begin_store is answered by exactly one LoadDone or StoreDone, whatever fails, on
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdock.client.client import Client
+from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
@@ -51,6 +53,8 @@ class ConnectorSettings:
     max_load_share: float = 1.0
     min_load_tokens: int = 0
     """These three: as LoadLimits has them."""
+    tier_wait_s: float = 2.0
+    """The longest that a request waits for what the server's lower tiers have; 0: not at all."""
     chunk_statistics: bool = False
     """Counts which chunks are used again; see the connector's `statistics`."""
 
@@ -75,9 +79,11 @@ class EngineConnector:
         limits = LoadLimits(settings.max_load_tokens, settings.max_load_share, settings.min_load_tokens)
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
-        self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel)
+        tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
+        self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel, terms=tiers.terms)
         self._driver = Driver(
-            self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics
+            self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
+            tiers=tiers,
         )
         self._news = threading.Condition()
         self._loads: list[LoadDone] = []

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.protocol.awaited import BeingStored
+from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import KeyChain
 from kvdock.protocol.schemas import Lookup, LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
@@ -80,6 +80,12 @@ class RequestState:
         """
         last = self.newer if self.newer is not None else self.answer
         return last.being_stored if last is not None and last.limited_by is None else None
+
+    @property
+    def pending(self) -> PendingTokens | None:
+        """What the newest answer says that lower tiers may bring."""
+        last = self.newer if self.newer is not None else self.answer
+        return last.pending if last is not None else None
 
     def take_newer(self) -> None:
         """The newest answer is the one that counts, but for one whose verification has begun."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvdock.connectors.await_tiers import NO_WAIT, WaitTerms
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.offers import StoreOffers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
@@ -26,21 +27,24 @@ from kvdock.connectors.requests import MISS, ChainOf, ChunkObserver, Fetch, Requ
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.tell import tell
 from kvdock.connectors.verify import Verifier
-from kvdock.protocol.awaited import BeingStored
+from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Lookup, LookupAnswer
 
 
 class SchedulerConnector:
     """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find, of the
-    requests that `is_stored` says are stored."""
+    requests that `is_stored` says are stored. `terms`: for how many tokens that the engine lacks, how long a request
+    may wait for lower tiers."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
         chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, computes: bool = False,
         is_stored: Callable[[str], bool] = lambda request_id: True,
+        terms: Callable[[int], WaitTerms] = lambda missing_tokens: NO_WAIT,
     ) -> None:
         self.session, self.readers, self._computes, self._is_stored = session, readers, computes, is_stored
+        self._terms = terms
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._requests = Requests(session, chain_of)
@@ -106,6 +110,7 @@ class SchedulerConnector:
     ) -> Fetch:
         """Under `_lock`."""
         computes = self._computes and self._is_stored(request_id)
+        terms = self._terms(len(keys) * self.chunk_tokens - local_tokens)
         body = Lookup(
             session=request.attachment.session,
             member=request.attachment.member,
@@ -115,6 +120,8 @@ class SchedulerConnector:
             readers=self.readers,
             skip_prefix_tokens=local_tokens,
             computes=computes,
+            wait_s=terms.wait_s,
+            tokens_per_s=terms.tokens_per_s,
         )
         request.promised = len(keys) if computes else 0
         return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)
@@ -157,6 +164,12 @@ class SchedulerConnector:
         with self._lock:
             request = self._requests.get(request_id)
             return request.being_stored if request is not None else None
+
+    def pending(self, request_id: str) -> PendingTokens | None:
+        """As RequestState has it."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            return request.pending if request is not None else None
 
     def is_verified(self, request_id: str) -> bool:
         """Whether the request's lookup found something, all of which may be promised."""

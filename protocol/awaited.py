@@ -13,7 +13,7 @@ class BeingStored(Answer):
     committed: int
 
 
-class Pending(Answer):
+class PendingTokens(Answer):
     """Lower tiers are asked for what is behind the hit, or are loading it for this request."""
 
     tokens: int

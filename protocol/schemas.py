@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvdock._core import SEGMENT_IDS
-from kvdock.protocol.awaited import BeingStored, Pending
+from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.wire_types import (
@@ -297,7 +297,7 @@ class LookupHead(Carried, kw_only=True):
     limited_by: Literal["held_bytes", "pinning"] | None = None
     being_stored: BeingStored | None = None
     """None: nobody else stores what comes behind the stored prefix."""
-    pending: Pending | None = None
+    pending: PendingTokens | None = None
     """None: no lower tier is asked for this request."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvdock.protocol import admin_schemas as a, schemas as s
+from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
 from kvdock.protocol.calls import Scope
 from kvdock.protocol.wire_types import Answer, Body
 
@@ -60,6 +60,8 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
     s.Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
+    t.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
+    t.MoverTurn: {"secret": "of-the-server", "wait_s": 0.2},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},
     s.Abort: {"session": SESSION, "ranks": [0]},

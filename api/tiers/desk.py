@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import Registry, SessionRecord
 from kvdock.protocol import tier_schemas as t
-from kvdock.protocol.awaited import Pending
+from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -90,7 +90,7 @@ class TierDesk:
 
     # ---------------------------------------------------------------- for engines' calls
 
-    def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> Pending | None:
+    def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
         """An engine's lookup was answered. Says what may come for it; None: nothing."""
         if not self._is_there or self.is_movers(call.session):
             return None
@@ -112,9 +112,9 @@ class TierDesk:
             namespace=call.session.namespace.digest.hex(), keys=call.keys, hit_chunks=stored, ticket=ticket,
             wait_s=wait_s, tokens_per_s=tokens_per_s,
         ))
-        return Pending(asked * chunk_tokens, "", min(ASKING_S, wait_s)) if waits else None
+        return PendingTokens(asked * chunk_tokens, "", min(ASKING_S, wait_s)) if waits else None
 
-    def _again(self, number: int, found: Found, asked_tokens: int) -> Pending | None:
+    def _again(self, number: int, found: Found, asked_tokens: int) -> PendingTokens | None:
         """The request has asked once more: what is there by now, it has."""
         ticket = self._tickets[number]
         ticket.lease = ticket.lease_told = found.lease
@@ -124,13 +124,13 @@ class TierDesk:
             self._end(number)
             return None
         if ticket.promised is None:
-            return Pending(asked_tokens, "", min(ASKING_S, left_s))
+            return PendingTokens(asked_tokens, "", min(ASKING_S, left_s))
         tokens = ticket.promised.chunks * ticket.call.session.namespace.manifest.chunk_tokens
         if found.hit_tokens >= tokens:
             self._end(number)
             return None
         by_s = max(0.0, ticket.promised.by_s - (self._now_s() - ticket.promised_at_s))
-        return Pending(tokens, ticket.promised.tier, min(by_s, left_s))
+        return PendingTokens(tokens, ticket.promised.tier, min(by_s, left_s))
 
     def withdrawn(self, session: SessionRecord, request: bytes) -> None:
         """Nobody waits any more."""

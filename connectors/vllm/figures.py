@@ -53,6 +53,10 @@ METRICS: Mapping[str, Metric] = {
     "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
     "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
     "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
+    "tier_wait_seconds": Metric("seconds", "Time that a request waited for what a lower tier was loading."),
+    "tier_waits_fulfilled": Metric("counter", "Requests that waited for a lower tier until all of it was there."),
+    "tier_waits_shortened": Metric("counter", "Requests that waited for a lower tier until no more of it came."),
+    "tier_waits_expired": Metric("counter", "Requests that waited for a lower tier for as long as they may."),
     "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
@@ -73,6 +77,11 @@ class Figures:
         if amount or kind == "seconds":
             with self._lock:
                 merge(self._data, {name: [amount] if kind == "seconds" else amount})
+
+    def waited(self, prefix: str, how: str, seconds: float) -> None:
+        """A wait of the kind with that prefix has ended."""
+        self.add(f"{prefix}waits_{how}", 1)
+        self.add(f"{prefix}wait_seconds", seconds)
 
     def state(self, name: str, value: int) -> None:
         assert METRICS[name].kind == "gauge", name

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.compute_once import ComputeOnce
 from kvdock.connectors.driver import Driver
@@ -77,22 +78,23 @@ class VllmScheduler:
         self._tags = tags if tags is not None else Tags()
         share = settings.compute_once
         self._chunk_tokens = session.manifest.chunk_tokens
+        self._speed = PrefillSpeed(clock, steps_ahead)
+        tiers = AwaitTiers(settings.tier_wait_s, self._speed, clock, partial(self.figures.waited, "tier_"))
         self._connector = SchedulerConnector(
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=partial(self._chain_of, hash_tokens),
             observer=Announcing(announcer, lambda name: self._tracked[name].request) if announcer is not None else None,
-            computes=share > 0, is_stored=self._is_stored,
+            computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
         )
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
-        self._speed = PrefillSpeed(clock, steps_ahead)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
-        once = ComputeOnce(share, self._speed, clock, self._waited) if share > 0 else None
+        once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
-            cost=self._cost, declined=self._declined,
+            cost=self._cost, declined=self._declined, tiers=tiers,
         )
         self._early, self._outcomes = EarlyQuestions(self._expect), Outcomes(self._driver.ended)
         self._clearing, self._on_reset = Clearing(session), settings.on_reset
@@ -121,10 +123,6 @@ class VllmScheduler:
         """Whether what the request computes may be stored."""
         request = self._tracked[request_id].request
         return self._outcomes.asked(request).store and self._tags.of(request) is not None
-
-    def _waited(self, how: str, seconds: float) -> None:
-        self.figures.add(f"waits_{how}", 1)
-        self.figures.add("wait_seconds", seconds)
 
     def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
         request = self._tracked[request_id].request

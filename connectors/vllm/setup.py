@@ -26,6 +26,7 @@ MOST_WAIT_S = 1.0
 """A longer wait in the scheduling loop costs more than what it waits for."""
 MOST_SHARE = 10.0
 """The largest compute_once: who waits longer for others had better compute."""
+MOST_TIER_WAIT_S = 600.0
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
@@ -44,6 +45,9 @@ class Settings(LoadLimits):
     compute_once: float = 0.0
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (connectors/compute_once.py)."""
+    tier_wait_s: float = 2.0
+    """The longest that a request may wait for what the server's lower tiers have; never longer than computing it would
+    take. 0: not at all (connectors/await_tiers.py)."""
     load_if_cheaper: bool = True
     """A hit is computed instead of loaded where that is expected to take less time (connectors/load_cost.py)."""
     chunk_tokens: int = 128
@@ -108,6 +112,10 @@ class Settings(LoadLimits):
         if not 0.0 <= made.compute_once <= MOST_SHARE:
             raise NotSupportedError(
                 f"{where}: compute_once is {made.compute_once}, and 0.0 to {MOST_SHARE} is wanted."
+            )
+        if not 0.0 <= made.tier_wait_s <= MOST_TIER_WAIT_S:
+            raise NotSupportedError(
+                f"{where}: tier_wait_s is {made.tier_wait_s}, and 0.0 to {MOST_TIER_WAIT_S} is wanted."
             )
         if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupportedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvdock.protocol.tier_schemas import MoverConfig
 from kvdock.tiers.tier import Tier, TierError
@@ -50,6 +51,6 @@ def _ways(config: MoverConfig) -> list[tuple[str, Callable[[], Tier]]]:
     def disk() -> Tier:
         from kvdock.tiers.disk.tier import DiskTier
 
-        return DiskTier(config.disk_path, config.disk_bytes)
+        return DiskTier.open(Path(config.disk_path), config.disk_bytes)
 
     return [(config.disk_path, disk)]

@@ -47,7 +47,8 @@ def build(
     drain = Drain(settings, pool, now_s)
     quotas = Quotas(pool.table, default_quota(settings))
     desk = TierDesk(
-        pool.table, registry, has_mover=settings.has_tiers, now_ms=clock.now_ms, now_s=now_s
+        pool.table, registry, has_mover=settings.has_tiers, is_draining=lambda: drain.begun, now_ms=clock.now_ms,
+        now_s=now_s,
     )
     counters, pulse = Counters(), Pulse(perf_ns)
     meter = Meter(counters, Timings(), perf_ns, {})

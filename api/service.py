@@ -183,7 +183,8 @@ class CacheService:
         session = self._registry.session(body.session, peer.tenant)
         refused = await self._release_carried(session, body)
         request = self._names.digest(body.request)
-        self._check_grants(session, request)
+        if not self._desk.is_movers(session):  # else it is how what waits is written while the server drains
+            self._check_grants(session, request)
         held = self._table.hold(
             session.table_id, session.member(body.member).table_id, request, key_bytes(body.keys), self._clock.now_ms()
         )
@@ -293,11 +294,6 @@ class CacheService:
             self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
             return s.ReleaseAnswer(remaining=[])
         return s.ReleaseAnswer(remaining=self._table.abort(session.table_id, grant_id(reservation), body.ranks))
-
-    # ---------------------------------------------------------------- lower tiers
-
-    async def mover_turn(self, peer: Peer, body: t.MoverTurn) -> t.MoverNews:
-        return await self._desk.turn(body)
 
     # ---------------------------------------------------------------- helpers
 

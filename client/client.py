@@ -165,11 +165,6 @@ class Client:
     def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
         return self._carrying(c.HOLD, body, timeout_s, body.session)
 
-    def mover_turn(self, body: t.MoverTurn, *, timeout_s: float | None = None) -> t.MoverNews:
-        """Waits up to `body.wait_s`, which comes on top of the timeout."""
-        wait_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._do(c.MOVER_TURN, body, wait_s + body.wait_s)
-
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
         """What a lease or reservation still holds."""
         return self._do(c.LEASE, None, timeout_s, lease)

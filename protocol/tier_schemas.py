@@ -1,18 +1,16 @@
 """What the server and its mover say to each other. The mover is the process that moves bytes between the pool and lower
-tiers; the server starts it and gives it a secret, which proves that a call comes from it.
+tiers. The server starts it: its stdin brings news, its stdout takes its words, each as frames of MessagePack. For the
+rest it is a client like any other.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import struct
 
 import msgspec
 
 from kvdock.protocol.schemas import Manifest, Part
-from kvdock.protocol.wire_types import MAX_ENTRIES, Answer, Body, Carried, Carrier, Hex64, Key, Name, StoreKeys
-
-MAX_TURN_S = 30.0
-"""The longest that a turn waits for news."""
+from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Hex64, Key, Name, StoreKeys
 
 
 class Hold(Carrier, kw_only=True):
@@ -49,6 +47,17 @@ class Promised(Body, array_like=True):
     by_s: float
 
 
+KNOWN_BYTES = 8
+"""Of a key, in `known`: enough to say that a tier surely lacks a chunk."""
+
+
+class KnownKeys(Body, array_like=True):
+    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each, in a row."""
+
+    namespace: Key
+    keys: bytes
+
+
 class TierReport(Body, kw_only=True):
     """A tier as the mover sees it. Totals count from the mover's start."""
 
@@ -64,16 +73,17 @@ class TierReport(Body, kw_only=True):
     counters: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class MoverTurn(Body, kw_only=True):
-    """The mover's words since its last turn; the answer comes when there is news, or after `wait_s`."""
+class MoverWords(Body, kw_only=True):
+    """From the mover, whenever it has something to say."""
 
-    secret: Name
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TURN_S)] = 0.0
-    promised: Annotated[list[Promised], msgspec.Meta(max_length=MAX_ENTRIES)] = msgspec.field(default_factory=list)
-    ended: Annotated[list[int], msgspec.Meta(max_length=MAX_ENTRIES)] = msgspec.field(default_factory=list)
+    promised: list[Promised] = msgspec.field(default_factory=list)
+    ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nothing more comes."""
     tiers: list[TierReport] | None = None
     """None: as before."""
+    known: list[KnownKeys] = msgspec.field(default_factory=list)
+    lists_all: bool = False
+    """Every tier that is used says in `known` what it has: what is not known there need not be asked for."""
 
 
 class Asked(Answer, kw_only=True):
@@ -96,20 +106,21 @@ class ServedNamespace(Answer, kw_only=True):
 
 
 class MoverNews(Answer, kw_only=True):
+    """From the server, whenever there is something."""
+
     namespaces: list[ServedNamespace] | None = None
-    """Those in which engines have a session now; None: as in the last answer."""
-    asked: list[Asked]
-    ended: list[int]
+    """Those in which engines have a session now; None: as before."""
+    asked: list[Asked] = msgspec.field(default_factory=list)
+    ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nobody waits any more."""
-    lost: int
-    """Lookups that the mover was not told of, since it was behind; since the server's start."""
+    is_draining: bool = False
+    """The server ends soon: what waits to be written is written now."""
 
 
 class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One line of JSON on the mover's stdin, which stays open while the server lives."""
+    """The first frame on the mover's stdin."""
 
     address: str
-    secret: str
     instance_prefix: str
     """Of the instances as which it attaches."""
     disk_path: str = ""
@@ -123,3 +134,13 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of chunks that wait to be written to one tier."""
     drain_s: float = 5.0
     """How long the mover goes on writing when the server has ended."""
+
+
+FRAME_HEAD = struct.Struct("<I")
+"""Before each frame: its length in bytes."""
+
+
+def frame(body: msgspec.Struct) -> bytes:
+    """What is written for it."""
+    packed = msgspec.msgpack.encode(body)
+    return FRAME_HEAD.pack(len(packed)) + packed

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from kvdock.tiers.record import PartName, Record
 
@@ -104,6 +104,14 @@ class ToStore(NamedTuple):
 
     record: Record
     pages: memoryview
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """What a tier may be beside a Tier: one that knows at once all that it has."""
+
+    def listed(self) -> Iterator[PartName]:
+        """All that could be loaded now."""
 
 
 class Tier(Protocol):

@@ -138,6 +138,13 @@ _add(
     errors=("unknown_session", "unknown_member"),
 )
 
+_add(
+    "hold", endpoints.HOLD, "reading", "Lease single chunks, wherever they stand in their chains",
+    "For copies to lower tiers: the lease has all groups of each chunk, for one reader, and is no use of the chunks.",
+    retry="`request` is the id, and is used once: a repeat is `id_reused`.",
+    errors=(*_ASKER, "id_reused", "bad_argument", "table_full", "too_many_grants", "quota_exceeded", "not_ready"),
+)
+
 # ------------------------------------------------------------------ writing
 
 _add(
@@ -162,21 +169,4 @@ _add(
     "Chunks whose parts were all committed before stay stored.",
     retry="(reservation, rank) is the id: repeating it is harmless.",
     errors=(*_GRANT, "unknown_member", "not_the_asker", "handed_out", "not_a_holder"),
-)
-
-# ------------------------------------------------------------------ lower tiers
-
-_add(
-    "hold", endpoints.HOLD, "tiers", "Lease single chunks, wherever they stand in their chains",
-    "For copies to lower tiers: the lease has all groups of each chunk, for one reader, and is no use of the chunks.",
-    retry="`request` is the id, and is used once: a repeat is `id_reused`.",
-    errors=(*_ASKER, "id_reused", "bad_argument", "table_full", "too_many_grants", "quota_exceeded", "not_ready"),
-)
-_add(
-    "mover_turn", endpoints.MOVER_TURN, "tiers", "What the server and its mover have to say to each other",
-    "For the process that the server has started for its lower tiers, and for nobody else. The answer comes when there "
-    "is news, or after `wait_s`.",
-    retry="what an answer told that was lost is not told again: those lookups wait in vain, for no longer than they "
-    "said.",
-    errors=("forbidden",),
 )

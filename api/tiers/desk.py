@@ -21,17 +21,18 @@ from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import Registry, SessionRecord
 from kvdock.protocol import tier_schemas as t
 from kvdock.protocol.awaited import PendingTokens
-from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import KEY_BYTES
 
 ASKING_S = 0.05
 """How soon tiers are expected to say what they have."""
 NEWS_BYTES = 8 << 20
 """Of keys that wait for the mover; lookups beyond that it is not told of."""
-TURN_BYTES = 4 << 20
-"""Of keys in one answer."""
-LOST_AFTER_S = 10.0
-"""A mover that has not come for this long is taken for lost."""
+FRAME_BYTES = 4 << 20
+"""Of keys in one frame."""
+NEWS_S = 0.1
+"""How late news may be for which nobody waits."""
+MOST_KNOWN = 1 << 21
+"""Of keys that tiers are known to have, in all namespaces: beyond it tiers are asked."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,24 @@ class _Ticket:
     lease: int
     promised: t.Promised | None = None
     promised_at_s: float = 0.0
+    is_done: bool = False
+    """Nothing more comes."""
 
 
 class TierDesk:
     """`movers`: whether a mover was started for this server. `now_s`: a clock that never goes back."""
 
     def __init__(
-        self, table: Table, registry: Registry, *, has_mover: bool, now_ms: Callable[[], int],
-        now_s: Callable[[], float],
+        self, table: Table, registry: Registry, *, has_mover: bool, is_draining: Callable[[], bool],
+        now_ms: Callable[[], int], now_s: Callable[[], float],
     ) -> None:
-        self.secret = secrets.token_hex(16)
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """Of the instances as which movers of this server attach."""
         self.reports: list[t.TierReport] = []
-        """Of the mover's last turns."""
+        """The mover's last."""
         self.lost_lookups = 0
         self._table, self._registry, self._has_mover = table, registry, has_mover
-        self._now_ms, self._now_s = now_ms, now_s
+        self._now_ms, self._now_s, self._is_draining = now_ms, now_s, is_draining
         self._numbers = itertools.count(1)
         self._tickets: dict[int, _Ticket] = {}
         self._of_request: dict[tuple[int, bytes], int] = {}
@@ -82,8 +84,10 @@ class TierDesk:
         self._asked_bytes = 0
         self._ended: list[int] = []
         self._served: list[bytes] | None = None
+        self._said_draining = False
+        self._known: dict[bytes, set[bytes]] = {}
+        self._lists_all = False
         self._news = asyncio.Event()
-        self._turn_s = -LOST_AFTER_S
 
     def is_movers(self, session: SessionRecord) -> bool:
         return self._has_mover and session.instance.startswith(self.instance_prefix)
@@ -92,7 +96,7 @@ class TierDesk:
 
     def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
         """An engine's lookup was answered. Says what may come for it; None: nothing."""
-        if not self._is_there or self.is_movers(call.session):
+        if not self._has_mover or self.is_movers(call.session):
             return None
         chunk_tokens = call.session.namespace.manifest.chunk_tokens
         asked = len(call.keys) // KEY_BYTES
@@ -102,7 +106,7 @@ class TierDesk:
         if at is not None:
             self._end(at)
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
-        waits = wait_s > 0 and stored < asked and not found.limited
+        waits = wait_s > 0 and stored < asked and not found.limited and self._may_have(call, stored)
         ticket = 0
         if waits:
             ticket = next(self._numbers)
@@ -114,14 +118,23 @@ class TierDesk:
         ))
         return PendingTokens(asked * chunk_tokens, "", min(ASKING_S, wait_s)) if waits else None
 
+    def _may_have(self, call: LookupCall, stored: int) -> bool:
+        """Whether a tier that is used may have the chunk behind the first `stored`."""
+        if not any(report.state == "open" for report in self.reports) or call.session.tenant:
+            return False
+        if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:
+            return True
+        at = stored * KEY_BYTES
+        return call.keys[at : at + t.KNOWN_BYTES] in self._known.get(call.session.namespace.digest, ())
+
     def _again(self, number: int, found: Found, asked_tokens: int) -> PendingTokens | None:
         """The request has asked once more: what is there by now, it has."""
         ticket = self._tickets[number]
         ticket.lease = ticket.lease_told = found.lease
         ticket.hit_tokens = found.hit_tokens
         left_s = ticket.until_s - self._now_s()
-        if found.hit_tokens >= asked_tokens or left_s <= 0 or found.limited:
-            self._end(number)
+        if found.hit_tokens >= asked_tokens or left_s <= 0 or found.limited or ticket.is_done:
+            self._end(number, is_told=ticket.is_done)
             return None
         if ticket.promised is None:
             return PendingTokens(asked_tokens, "", min(ASKING_S, left_s))
@@ -158,40 +171,42 @@ class TierDesk:
 
     # ---------------------------------------------------------------- for the mover
 
-    async def turn(self, body: t.MoverTurn) -> t.MoverNews:
-        """Raises ApiError(forbidden) for anybody else's."""
-        if not self._has_mover or not secrets.compare_digest(body.secret, self.secret):
-            raise ApiError("forbidden", "this call is for the server's own mover", found="another caller", wanted="it")
-        self._turn_s = self._now_s()
-        if body.tiers is not None:
-            self.reports = body.tiers
-        for promised in body.promised:
+    def heard(self, words: t.MoverWords) -> None:
+        if words.tiers is not None:
+            self.reports = words.tiers
+        for known in words.known:
+            self._known.setdefault(bytes.fromhex(known.namespace), set()).update(
+                known.keys[at : at + t.KNOWN_BYTES] for at in range(0, len(known.keys), t.KNOWN_BYTES)
+            )
+        self._lists_all = words.lists_all
+        for promised in words.promised:
             if (ticket := self._tickets.get(promised.ticket)) is not None:
-                ticket.promised, ticket.promised_at_s = promised, self._turn_s
-        for number in body.ended:
-            self._end(number, is_told=True)
-        self._end_late()
-        news = self._take_news()
-        if body.wait_s > 0 and not (news.asked or news.ended or news.namespaces is not None):
-            self._news.clear()
+                ticket.promised, ticket.promised_at_s = promised, self._now_s()
+        for number in words.ended:
+            if (ticket := self._tickets.get(number)) is not None:
+                ticket.is_done = True  # what came is leased to the request, which has not asked again yet
+
+    async def news(self) -> t.MoverNews:
+        """The next, at once where a request waits for it, else soon."""
+        while True:
             try:
-                await asyncio.wait_for(self._news.wait(), body.wait_s)
+                await asyncio.wait_for(self._news.wait(), NEWS_S)
             except TimeoutError:
                 self._end_late()
-            self._turn_s = self._now_s()
+            self._news.clear()
             news = self._take_news()
-        return news
+            if news.asked or news.ended or news.namespaces is not None or news.is_draining != self._said_draining:
+                self._said_draining = news.is_draining
+                return news
 
     def restarted(self) -> None:
         """The mover is a new process: it knows nothing."""
-        self._served = None
+        self._served, self._said_draining, self._lists_all = None, False, False
+        self.reports = []
+        self._known.clear()
         for number in list(self._tickets):
             self._end(number, is_told=True)
         self._ended.clear()
-
-    @property
-    def _is_there(self) -> bool:
-        return self._has_mover and self._now_s() - self._turn_s < LOST_AFTER_S + t.MAX_TURN_S
 
     def _tell(self, asked: t.Asked) -> None:
         if self._asked_bytes + len(asked.keys) > NEWS_BYTES:
@@ -206,7 +221,7 @@ class TierDesk:
 
     def _take_news(self) -> t.MoverNews:
         asked: list[t.Asked] = []
-        left = TURN_BYTES
+        left = FRAME_BYTES
         while self._asked and left > 0:
             one = self._asked.popleft()
             self._asked_bytes -= len(one.keys)
@@ -214,7 +229,11 @@ class TierDesk:
             if not one.ticket or one.ticket in self._tickets:
                 asked.append(one)
         ended, self._ended = self._ended, []
-        return t.MoverNews(namespaces=self._namespaces(), asked=asked, ended=ended, lost=self.lost_lookups)
+        if self._asked:
+            self._news.set()
+        return t.MoverNews(
+            namespaces=self._namespaces(), asked=asked, ended=ended, is_draining=self._is_draining()
+        )
 
     def _namespaces(self) -> list[t.ServedNamespace] | None:
         """Those of the server's own user in which an engine has a session, if they changed."""

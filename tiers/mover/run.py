@@ -1,7 +1,7 @@
-"""The mover: turns with the server, and what follows from its news.
+"""The mover: the server's news, and what follows from them.
 
-Threads: the main one makes turns; each fetch and each tier's writing have their own; sessions' heartbeats tell what the
-pool stores.
+Threads: the main one has the line to the server; each fetch and each tier's writing have their own; sessions'
+heartbeats tell what the pool stores.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvdock.client.client import Client
-from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Changes
-from kvdock.protocol.tier_schemas import Asked, MoverConfig, MoverNews, MoverTurn, Promised, TierReport
-from kvdock.protocol.wire_types import MAX_ENTRIES
+from kvdock.protocol.tier_schemas import (
+    KNOWN_BYTES,
+    Asked,
+    KnownKeys,
+    MoverConfig,
+    MoverNews,
+    MoverWords,
+    Promised,
+    TierReport,
+)
 from kvdock.tiers.mover.admission import AskCounts, cut
 from kvdock.tiers.mover.fetches import Fetch, Fetches
 from kvdock.tiers.mover.lanes import Lane
+from kvdock.tiers.mover.line import Line
 from kvdock.tiers.mover.opened import OpeningTiers
 from kvdock.tiers.mover.places import Place, Places
 from kvdock.tiers.mover.write_behind import WriteBehind
-from kvdock.tiers.tier import Deadline, StillRunning
+from kvdock.tiers.tier import Deadline, Lists, StillRunning, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
 TURN_S = 0.2
-"""The longest that a turn waits, and so how late uses and reports may be told."""
-RETRY_S = 0.2
+"""How late what is no answer to a request may be told."""
 REPORT_S = 0.5
 CLOSE_S = 2.0
 LOST_STATUS = 70
@@ -38,13 +45,9 @@ LOST_STATUS = 70
 
 
 class Mover:
-    """`ended`: set when the server has ended, or is about to."""
-
-    def __init__(
-        self, config: MoverConfig, ended: threading.Event, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._config, self._ended, self._clock = config, ended, clock
-        self._turns, self._client = Client(config.address), Client(config.address)
+    def __init__(self, config: MoverConfig, line: Line, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._line, self._clock = config, line, clock
+        self._client = Client(config.address)
         self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed)
         self._asks = AskCounts(config.asks)
         self._opening = OpeningTiers(config, clock)
@@ -54,47 +57,46 @@ class Mover:
             self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, bad=self._bad
         )
         self._lock = threading.Lock()
-        self._promised: list[Promised] = []
-        self._fetched: list[int] = []
-        self._said = threading.Event()
+        self._words = MoverWords()
         self._reported_s = -REPORT_S
 
     def run(self) -> None:
         """Until the server has ended."""
-        while not self._ended.is_set():
+        while (news := self._line.news(TURN_S)) is not None:
             for tier in self._opening.opened():
-                lane = Lane(tier, clock=self._clock, lost=_end_process)
-                writer = self._writers[lane.name] = WriteBehind(
-                    lane, self._places, self._client, self._config.queue_bytes
-                )
-                self._lanes.append(lane)
-                writer.start()
-                log.info("the tier %s is used", lane.name)
+                self._use(tier)
             for lane in self._lanes:
                 lane.probe()
-            try:
-                news = self._turns.mover_turn(self._turn())
-            except (ServerUnavailable, ApiError) as error:
-                log.info("no news from the server: %s", error)
-                self._ended.wait(RETRY_S)
-                continue
-            self._follow(news)
+            for one in news:
+                self._follow(one)
+            self._say()
         self._close()
 
-    # ------------------------------------------------------------------ turns
+    def _use(self, tier: Tier) -> None:
+        lane = Lane(tier, clock=self._clock, lost=_end_process)
+        writer = WriteBehind(lane, self._places, self._client, self._config.queue_bytes, stored=self._stored)
+        if isinstance(tier, Lists):
+            known: dict[bytes, list[bytes]] = {}
+            for name in tier.listed():
+                if name.group == name.writer == 0:
+                    known.setdefault(name.namespace, []).append(name.key)
+            for namespace, keys in known.items():
+                self._stored(namespace, keys)
+        self._writers[lane.name] = writer
+        self._lanes.append(lane)
+        writer.start()
+        log.info("the tier %s is used", lane.name)
 
-    def _turn(self) -> MoverTurn:
+    # ------------------------------------------------------------------ words
+
+    def _say(self) -> None:
         with self._lock:
-            promised, self._promised = self._promised[:MAX_ENTRIES], self._promised[MAX_ENTRIES:]
-            fetched, self._fetched = self._fetched[:MAX_ENTRIES], self._fetched[MAX_ENTRIES:]
-        now_s, reports = self._clock(), None
-        if now_s - self._reported_s >= REPORT_S:
-            self._reported_s, reports = now_s, self._reports()
-        has_words = bool(promised or fetched)
-        return MoverTurn(
-            secret=self._config.secret, wait_s=0.0 if has_words else TURN_S, promised=promised, ended=fetched,
-            tiers=reports,
-        )
+            words, self._words = self._words, MoverWords()
+        if (now_s := self._clock()) - self._reported_s >= REPORT_S:
+            self._reported_s, words.tiers = now_s, self._reports()
+        words.lists_all = all(isinstance(lane.tier, Lists) for lane in self._lanes)
+        if words.tiers is not None or words.promised or words.ended or words.known:
+            self._line.say(words)
 
     def _reports(self) -> list[TierReport]:
         reports = [TierReport(name=name, state="off", why=why) for name, why in self._opening.failures.items()]
@@ -116,6 +118,9 @@ class Mover:
             self._fetches.cancel(ticket)
         for asked in news.asked:
             self._asked(asked)
+        if news.is_draining:
+            for writer in self._writers.values():
+                writer.drain(self._config.drain_s)
 
     def _asked(self, asked: Asked) -> None:
         place = self._places.of(bytes.fromhex(asked.namespace))
@@ -144,11 +149,18 @@ class Mover:
 
     def _promise(self, promised: Promised) -> None:
         with self._lock:
-            self._promised.append(promised)
+            self._words.promised.append(promised)
+        self._line.wake()
 
     def _fetch_ended(self, ticket: int) -> None:
         with self._lock:
-            self._fetched.append(ticket)
+            self._words.ended.append(ticket)
+        self._line.wake()
+
+    def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Tiers have these chunks."""
+        with self._lock:
+            self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
 
     def _bad(self, lane: Lane, key: bytes) -> None:
         self._writers[lane.name].forget(key)
@@ -157,14 +169,12 @@ class Mover:
 
     def _close(self) -> None:
         self._fetches.close()
-        until_s = self._clock() + self._config.drain_s
         for writer in self._writers.values():
-            writer.finish(max(0.0, until_s - self._clock()))
+            writer.close()
         for place in self._places.follow([]):
             place.session.close()
         for lane in self._lanes:
             lane.close(Deadline(CLOSE_S))
-        self._turns.close()
         self._client.close()
 
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
@@ -35,12 +35,14 @@ REST_S = 0.2
 
 
 class WriteBehind:
-    """`most_bytes`: of what waits. One thread writes."""
+    """`most_bytes`: of what waits. `stored`: called with the namespace and the chunks that the tier has from now on.
+    One thread writes."""
 
     def __init__(
         self, lane: Lane, places: Places, client: Client, most_bytes: int, *,
-        clock: Callable[[], float] = time.monotonic,
+        stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._stored = stored
         self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
         self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._settled = Settled()
@@ -71,15 +73,22 @@ class WriteBehind:
         with self._wake:
             self._settled.discard(key)
 
-    def finish(self, seconds: float) -> None:
-        """Writes what waits, for so long at most; then the thread ends."""
+    def drain(self, seconds: float) -> None:
+        """The server is about to end: what waits is written, for so long at most, and nothing more is taken."""
         with self._wake:
-            self._until_s = self._clock() + seconds
+            if self._until_s is None:
+                self._until_s = self._clock() + seconds
             self._wake.notify()
-        if self._thread.is_alive():
-            self._thread.join(seconds + BATCH_S)
+
+    def close(self) -> None:
+        """The server has ended. Returns when nothing is read from the pool any more."""
+        self.drain(0.0)
         with self._wake:
-            self._lane.counters["left_out_at_end"] += len(self._waiting)
+            self._until_s = self._clock()
+            self._wake.notify()
+        self._thread.join()
+        if self._waiting:
+            log.warning("%s: %d chunks were not written any more", self._lane.name, len(self._waiting))
 
     # ------------------------------------------------------------------ the thread
 
@@ -197,8 +206,9 @@ class WriteBehind:
             return False
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
         self._lane.counters["left_out_failed"] += len(bad)
+        good = [key for key in keys if key in of_key and key not in bad]
         with self._wake:
-            for key in keys:
-                if key not in bad:
-                    self._settled.add(key)
+            for key in good:
+                self._settled.add(key)
+        self._stored(place.digest, good)
         return True

@@ -42,7 +42,6 @@ class Lookup:
     """`chunks` as the wire's JSON: a list of lists of [group, writer, segment, offset, length, "16 hex digits"]."""
     chunks_msgpack: bytes  # the same in MessagePack, with the checksum as an unsigned integer
     chunk_count: int
-
     def bytes_from(self, chunk: int) -> int: ...  # of the parts of `chunks[chunk:]`
 
 class Reservation:
@@ -200,7 +199,7 @@ class Table:
         readers: int, skip_tokens: int, now_ms: int, computes: bool = False,
     ) -> Lookup: ...  # computes: the request promises to store what nobody alive stores or has stored
     def withdraw(self, session: int, request: bytes) -> None: ...  # the request stores no more of what it promised
-    def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # see table.h
+    def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # of single keys
     def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were

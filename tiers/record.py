@@ -13,7 +13,7 @@ from typing import Final
 from zlib import crc32
 
 VERSION: Final = 1
-"""Of names and headers. A tier never finds what another version has written."""
+"""It stands in names and headers: a tier never finds what another version has written."""
 DIGEST_BYTES: Final = 32
 HEADER_BYTES: Final = 128
 _MAGIC: Final = b"kvdock\x00\x01"

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import admin_schemas, outcomes, reports, schemas, wire_types
+from kvdock.protocol import admin_schemas, outcomes, reports, schemas, tier_schemas, wire_types
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
@@ -122,7 +122,8 @@ def _problem() -> dict[str, Any]:
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
     bases = (Body, Identity, Answer, Carrier, Carried, Teller)
-    named = {**vars(wire_types), **vars(outcomes), **vars(reports), **vars(schemas), **vars(admin_schemas)}
+    rooms = (wire_types, outcomes, reports, schemas, tier_schemas, admin_schemas)
+    named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item
         for item in named.values()

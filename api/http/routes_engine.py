@@ -141,8 +141,10 @@ _add(
 _add(
     "hold", endpoints.HOLD, "reading", "Lease single chunks, wherever they stand in their chains",
     "For copies to lower tiers: the lease has all groups of each chunk, for one reader, and is no use of the chunks.",
-    retry="`request` is the id, and is used once: a repeat is `id_reused`.",
-    errors=(*_ASKER, "id_reused", "bad_argument", "table_full", "too_many_grants", "quota_exceeded", "not_ready"),
+    retry="(session, `request`) is the id: the same keys have the same lease until it is released, and `grant_closed` "
+    "then; others are `id_reused`.",
+    errors=(*_ASKER, "id_reused", "grant_closed", "bad_argument", "table_full", "too_many_grants", "quota_exceeded",
+            "not_ready"),
 )
 
 # ------------------------------------------------------------------ writing

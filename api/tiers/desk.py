@@ -19,20 +19,20 @@ from dataclasses import dataclass
 
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import Registry, SessionRecord
-from kvdock.protocol import tier_schemas as t
+from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.wire_types import KEY_BYTES
 
 ASKING_S = 0.05
 """How soon tiers are expected to say what they have."""
 NEWS_BYTES = 8 << 20
-"""Of keys that wait for the mover; lookups beyond that it is not told of."""
+"""This much of keys may wait for the mover; lookups beyond that it is not told of."""
 FRAME_BYTES = 4 << 20
-"""Of keys in one frame."""
+"""So much of keys goes in one frame."""
 NEWS_S = 0.1
 """How late news may be for which nobody waits."""
 MOST_KNOWN = 1 << 21
-"""Of keys that tiers are known to have, in all namespaces: beyond it tiers are asked."""
+"""So many chunks are known to be in tiers, over all namespaces; beyond it tiers are asked."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class TierDesk:
         now_ms: Callable[[], int], now_s: Callable[[], float],
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
-        """Of the instances as which movers of this server attach."""
+        """With it begin the instances as which movers of this server attach."""
         self.reports: list[t.TierReport] = []
         """The mover's last."""
         self.lost_lookups = 0

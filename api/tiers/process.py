@@ -16,7 +16,7 @@ import msgspec
 
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
-from kvdock.protocol.tier_schemas import FRAME_HEAD, MoverConfig, MoverWords, frame
+from kvdock.protocol.mover_schemas import FRAME_HEAD, MoverConfig, MoverWords, frame
 
 log = logging.getLogger("kvdock.api")
 

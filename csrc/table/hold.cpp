@@ -1,39 +1,72 @@
 // Leases of chunks wherever they stand in their chains, for copies that are no engine's.
+#include <algorithm>
+
 #include "table/table.h"
 
 namespace kvdock {
 
+namespace {
+
+uint64_t hash_keys(const std::vector<Key>& keys) {
+  uint64_t h = keys.size();
+  for (const Key& key : keys) {
+    for (size_t at = 0; at < kKeyBytes; at += 8) {
+      uint64_t v;
+      std::memcpy(&v, key.bytes + at, 8);
+      h = fold(h ^ h >> 29, v);
+    }
+  }
+  return h;
+}
+
+}  // namespace
+
 LookupResult Table::hold(uint64_t session, uint64_t member, const Id16& request, const std::vector<Key>& keys,
                          uint64_t now) {
   Members::Asker asker = members_.asker(session, member);
-  uint32_t space = members_.session(asker.session).space;
   if (keys.size() > kMaxStoreKeys)
     throw TableError("bad_argument", "too many keys", int64_t(keys.size()), kMaxStoreKeys);
-  if (grants_.of_request(asker.session, GrantKind::kLease, request))
-    throw TableError("id_reused", "the request id was used for another lease");
   LookupResult out;
+  uint64_t hash = hash_keys(keys);
+  Grant* g = grants_.of_request(asker.session, GrantKind::kLease, request);
+  if (g && g->body_hash != hash) throw TableError("id_reused", "the request id was used for another lease");
+  if (g && !g->live_holders()) throw TableError("grant_closed", "the lease has been released");
+  if (!g) g = hold_new(asker, request, keys, hash, now, &out);
+  out.part_ends.resize(keys.size());
+  if (!g) return out;
+  out.lease = g->id;
+  grants_.for_each_line(*g, [&](const Line& line) {
+    append_parts(chunks_.record(line.record), line.groups, &out.parts);
+    out.part_ends[line.index] = static_cast<uint32_t>(out.parts.size());
+  });
+  // A chunk that is not leased ends where the one before it ends.
+  for (size_t i = 1; i < out.part_ends.size(); ++i) out.part_ends[i] = std::max(out.part_ends[i], out.part_ends[i - 1]);
+  return out;
+}
+
+// nullptr: none of them is READY, or there is no room for any.
+Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
+                       uint64_t now, LookupResult* out) {
+  uint32_t space = members_.session(asker.session).space;
   grants_.require_lines(static_cast<uint32_t>(keys.size()));
   Grant* g = nullptr;
   for (uint32_t i = 0; i < keys.size(); ++i) {
     const KeyEntry* e = chunks_.find(space, keys[i]);
-    bool is_there = e && e->ready != kNone;
-    uint64_t bytes = is_there ? chunks_.bytes_of(e->ready) : 0;
-    bool fits = chunks_.held_bytes(asker.session) + bytes <= session_room() &&
-                chunks_.held_bytes() + bytes <= total_room();
-    if (is_there && !fits) out.limited = Limit::held_bytes;
-    if (is_there && fits) {
-      if (!g) {
-        g = &grants_.prepare({GrantKind::kLease, asker, request, 1, now});
-        grants_.open(*g);
-      }
-      const Record& r = chunks_.record(e->ready);
-      grants_.add_line(*g, {r.generation(), e->ready, static_cast<uint16_t>(r.groups), static_cast<uint16_t>(i)});
-      append_parts(r, r.groups, &out.parts);
+    if (!e || e->ready == kNone) continue;
+    uint64_t bytes = chunks_.bytes_of(e->ready);
+    if (chunks_.held_bytes(asker.session) + bytes > session_room() || chunks_.held_bytes() + bytes > total_room()) {
+      out->limited = Limit::held_bytes;
+      break;
     }
-    out.part_ends.push_back(static_cast<uint32_t>(out.parts.size()));
+    if (!g) {
+      g = &grants_.prepare({GrantKind::kLease, asker, request, 1, now});
+      g->body_hash = hash;
+      grants_.open(*g);
+    }
+    const Record& r = chunks_.record(e->ready);
+    grants_.add_line(*g, {r.generation(), e->ready, static_cast<uint16_t>(r.groups), static_cast<uint16_t>(i)});
   }
-  if (g) out.lease = g->id;
-  return out;
+  return g;
 }
 
 }  // namespace kvdock

@@ -133,6 +133,9 @@ class Table {
   Grant* current_lease(uint32_t session, const LookupCall& call);
   uint32_t segments_in_reach(uint32_t session);
 
+  Grant* hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
+                  uint64_t now, LookupResult* out);
+
   // -- stores (store.cpp)
   void check_chain(uint32_t space, const ReserveCall& call, uint32_t groups);
   void repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, ReserveResult* out);

@@ -32,7 +32,8 @@ ROOMS = {
     "client": Room(may=("protocol", "client"), never=("torch", "numpy", "fastapi", "uvicorn")),
     "datapath": Room(may=("_core", "shm", "datapath"), never=("torch", "fastapi", "uvicorn")),
     "tiers": Room(
-        may=("_core", "shm", "protocol", "datapath", "tiers"), never=("torch", "numpy", "fastapi", "uvicorn")
+        may=(*ENGINE_SIDE, "connectors.errors", "connectors.session", "tiers"),
+        never=("torch", "numpy", "fastapi", "uvicorn"),
     ),
     "api": Room(may=("_core", "shm", "protocol", "api"), never=("torch", "numpy")),
     "api/access": Room(may=("protocol", "api.access", "api.errors"), never=("fastapi", "starlette")),

@@ -30,8 +30,8 @@ MUTANTS = (
     ),
     Mutant(
         "P13a", "a server that drains grants leases", "api/service.py",
-        "        self._check_grants(session, request)\n",
-        "        if not self._drain.begun:\n            self._check_grants(session, request)\n",
+        "        self._check_grants(session, request)\n        found",
+        "        if not self._drain.begun:\n            self._check_grants(session, request)\n        found",
         ("tests/cli/test_end.py", "-k", "drain"),
         "test_a_drain_gives_out_nothing_new_and_ends_when_the_last_grant_does",
     ),

@@ -20,8 +20,8 @@ from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.mover_schemas import Promised
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve
-from kvdock.protocol.tier_schemas import Promised
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.lanes import Lane

@@ -27,7 +27,7 @@ MOST_FAILURES = 3
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 PROBE_S = 2.0
 SMOOTHING = 0.2
-"""Of the newest call in what is learnt of the tier's speed."""
+"""The share of the newest call in what is learnt of the tier's speed."""
 FIRST_RATE = 500e6
 """Bytes a second, until something has been loaded."""
 

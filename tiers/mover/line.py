@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvdock.protocol.tier_schemas import FRAME_HEAD, MoverConfig, MoverNews, MoverWords, frame
+from kvdock.protocol.mover_schemas import FRAME_HEAD, MoverConfig, MoverNews, MoverWords, frame
 
 
 class Line:

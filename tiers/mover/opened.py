@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvdock.protocol.tier_schemas import MoverConfig
+from kvdock.protocol.mover_schemas import MoverConfig
 from kvdock.tiers.tier import Tier, TierError
 
 log = logging.getLogger("kvdock.tiers")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
+from kvdock.protocol.mover_schemas import ServedNamespace
 from kvdock.protocol.schemas import Changes, Manifest
-from kvdock.protocol.tier_schemas import ServedNamespace
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import PAGE_BYTES
 
@@ -37,7 +37,7 @@ class Place:
         return sum(group.part_bytes for group in self.manifest.groups) * self.manifest.writers
 
     def names(self, key: bytes, groups: Sequence[int] | None = None) -> list[PartName]:
-        """Of a chunk's parts: all, or those of some groups."""
+        """The names of a chunk's parts: of all, or those of some groups."""
         wanted = range(len(self.manifest.groups)) if groups is None else groups
         return [PartName(self.digest, key, group, writer) for group in wanted for writer in self.ranks]
 

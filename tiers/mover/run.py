@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvdock.client.client import Client
-from kvdock.protocol.schemas import Changes
-from kvdock.protocol.tier_schemas import (
+from kvdock.protocol.mover_schemas import (
     KNOWN_BYTES,
     Asked,
     KnownKeys,
@@ -25,6 +24,7 @@ from kvdock.protocol.tier_schemas import (
     Promised,
     TierReport,
 )
+from kvdock.protocol.schemas import Changes
 from kvdock.tiers.mover.admission import AskCounts, cut
 from kvdock.tiers.mover.fetches import Fetch, Fetches
 from kvdock.tiers.mover.lanes import Lane
@@ -41,7 +41,7 @@ TURN_S = 0.2
 REPORT_S = 0.5
 CLOSE_S = 2.0
 LOST_STATUS = 70
-"""Of a process that ends because only its end keeps a call from writing to the pool."""
+"""The status of a process that ends because only its end keeps a call from writing to the pool."""
 
 
 class Mover:

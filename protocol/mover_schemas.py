@@ -1,0 +1,122 @@
+"""What the server and its mover say to each other. The mover is the process that moves bytes between the pool and lower
+tiers. The server starts it: its stdin brings news, its stdout takes its words, each as frames of MessagePack. For the
+rest it is a client like any other.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from kvdock.protocol.schemas import Manifest
+from kvdock.protocol.wire_types import Answer, Body, Key, Name
+
+
+class Promised(Body, array_like=True):
+    """`[ticket, chunks, tier, by_s]`: the tier has the request's first `chunks`, as far as the pool lacks them, and
+    they are expected to be in the pool by then."""
+
+    ticket: int
+    chunks: int
+    tier: Name
+    by_s: float
+
+
+KNOWN_BYTES = 8
+"""So much of a key stands in `known`: enough to say that a tier surely lacks a chunk."""
+
+
+class KnownKeys(Body, array_like=True):
+    """`[namespace, keys]`: tiers have these chunks. `keys`: the first KNOWN_BYTES of each, in a row."""
+
+    namespace: Key
+    keys: bytes
+
+
+class TierReport(Body, kw_only=True):
+    """A tier as the mover sees it. Totals count from the mover's start."""
+
+    name: Name
+    state: str
+    """'open': it is used. 'off': it failed or was slow, and is tried again."""
+    why: str = ""
+    objects: int = 0
+    bytes_used: int = 0
+    bytes_limit: int = 0
+    wear_bytes: int = 0
+    queued_bytes: int = 0
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class MoverWords(Body, kw_only=True):
+    """From the mover, whenever it has something to say."""
+
+    promised: list[Promised] = msgspec.field(default_factory=list)
+    ended: list[int] = msgspec.field(default_factory=list)
+    """Tickets for which nothing more comes."""
+    tiers: list[TierReport] | None = None
+    """None: as before."""
+    known: list[KnownKeys] = msgspec.field(default_factory=list)
+    lists_all: bool = False
+    """Every tier that is used says in `known` what it has: what is not known there need not be asked for."""
+
+
+class Asked(Answer, kw_only=True):
+    """A lookup of an engine. `ticket` 0: nobody waits for what the pool lacks."""
+
+    namespace: Key
+    keys: bytes
+    """Those of the request's chunks from its first on, in a row."""
+    hit_chunks: int
+    ticket: int = 0
+    wait_s: float = 0.0
+    """How long the request may wait at most."""
+    tokens_per_s: float = 0.0
+    """How fast the engine computes; 0: it has not said."""
+
+
+class ServedNamespace(Answer, kw_only=True):
+    namespace: Key
+    manifest: Manifest
+
+
+class MoverNews(Answer, kw_only=True):
+    """From the server, whenever there is something."""
+
+    namespaces: list[ServedNamespace] | None = None
+    """Those in which engines have a session now; None: as before."""
+    asked: list[Asked] = msgspec.field(default_factory=list)
+    ended: list[int] = msgspec.field(default_factory=list)
+    """Tickets for which nobody waits any more."""
+    is_draining: bool = False
+    """The server ends soon: what waits to be written is written now."""
+
+
+class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The first frame on the mover's stdin."""
+
+    address: str
+    instance_prefix: str
+    """With it begin the instances as which it attaches."""
+    disk_path: str = ""
+    disk_bytes: int = 0
+    redis_url: str = ""
+    objects_url: str = ""
+    mooncake_url: str = ""
+    asks: int = 2
+    """A chunk is written once it was asked for so often."""
+    queue_bytes: int = 1 << 30
+    """So much may wait to be written to one tier."""
+    drain_s: float = 5.0
+    """How long the mover goes on writing when the server has ended."""
+
+
+FRAME_HEAD = struct.Struct("<I")
+"""Before each frame: its length in bytes."""
+
+
+def frame(body: msgspec.Struct) -> bytes:
+    """What is written for it."""
+    packed = msgspec.msgpack.encode(body)
+    return FRAME_HEAD.pack(len(packed)) + packed

@@ -87,7 +87,7 @@ class TierSubject:
 
 class DiskSubject(TierSubject):
     name = "disk"
-    limit_bytes = 16 * MIB
+    limit_bytes = 32 * MIB
 
     @property
     def store(self) -> Path:

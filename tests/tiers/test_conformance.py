@@ -357,7 +357,7 @@ def test_of_two_tiers_over_one_storage_each_finds_what_the_other_stored(subject:
 def test_readers_writers_and_deleters_beside_each_other(subject: TierSubject, parts: Parts) -> None:
     """More than the limit, so that old records go while others are read."""
     size = 200_000
-    pool = parts.many(24 + subject.limit_bytes // size // 2, size)
+    pool = parts.many(24 + subject.limit_bytes // size, size)
     known = {part.record.checksum: part.data for part in pool}
     wrong: list[str] = []
 

@@ -1,95 +1,227 @@
-"""The disk tier, in its simplest form: one file for each record."""
+"""The disk tier: parts in a log of our own, on any local file system.
+
+Bytes go straight between the pages and storage. A part is known once its record was written and the index has it, so
+what was stored when the process is killed is found again, and what was not is a miss.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import threading
+import logging
+from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.disk.blocks import Kind, key_of, name_of, pages_bytes, read_record
+from kvdock.tiers.disk.folder import TIER, FolderLock
+from kvdock.tiers.disk.index import ROW_BYTES, Index
+from kvdock.tiers.disk.io import THREADS, Io, Transfer, raise_if_lost, takes_direct
+from kvdock.tiers.disk.log import Entry, Log
+from kvdock.tiers.disk.space import Space
+from kvdock.tiers.disk.stores import Stores
+from kvdock.tiers.record import PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+
+_log: Final = logging.getLogger(__name__)
+
+LEAST_LIMIT_BYTES: Final = 4 << 20
+MOST_SEGMENT_BYTES: Final = 256 << 20
+RECORD_SHARE_BYTES: Final = 64 << 10
+"""A segment takes one record for so many of its bytes: that bounds the index, and the memory for lookups."""
+
+
+class Sizes(NamedTuple):
+    """How a limit is divided."""
+
+    segment_bytes: int
+    segments_room_bytes: int
+    most_records: int
+    """In one segment."""
+    wal_bytes: int
+    """When SQLite empties its own log; that may take twice as much."""
+
+    @staticmethod
+    def of(limit_bytes: int) -> Sizes:
+        """Raises TierError."""
+        if limit_bytes < LEAST_LIMIT_BYTES:
+            raise TierError(TIER, f"a limit of {limit_bytes} bytes was found, at least {LEAST_LIMIT_BYTES} are wanted")
+        wal_bytes = (256 << 10) if limit_bytes < (1 << 30) else (4 << 20)
+        room_bytes = limit_bytes - 2 * wal_bytes - limit_bytes // RECORD_SHARE_BYTES * ROW_BYTES
+        segment_bytes = min(MOST_SEGMENT_BYTES, room_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
+        return Sizes(segment_bytes, room_bytes, segment_bytes // RECORD_SHARE_BYTES, wal_bytes)
+
+
+class Reading(NamedTuple):
+    """A record under way from storage."""
+
+    at: int
+    """Which of the batch."""
+    key: bytes
+    entry: Entry
+    header: memoryview
+    transfer: Transfer
 
 
 class DiskTier:
-    name = "disk"
+    """`wear_bytes` of usage() counts all that is written to segments, and leaves the index out: some hundred bytes for
+    each part. `bytes_used` are the bytes allocated to files."""
 
-    def __init__(self, folder: Path, limit_bytes: int, lock: int) -> None:
-        self._folder, self._limit, self._fd, self._wear = folder, limit_bytes, lock, 0
-        self._lock = threading.RLock()
+    name = TIER
+
+    def __init__(self, lock: FolderLock, io: Io, log: Log, index: Index, limit_bytes: int) -> None:
+        self._lock, self._io, self._log, self._index, self._limit_bytes = lock, io, log, index, limit_bytes
+        self._space = Space(log, index, io)
 
     @classmethod
-    def open(cls, folder: Path, limit_bytes: int) -> DiskTier:
-        folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise TierError("disk", "another process has it") from error
-        return cls(folder, limit_bytes, fd)
+    def open(cls, folder: Path, limit_bytes: int, *, threads: int = THREADS) -> DiskTier:
+        """Makes the folder where it is missing. What a former limit left there beyond `limit_bytes` is removed.
 
-    def _path(self, name: PartName) -> Path:
-        return self._folder / name.text().replace("/", "-")
+        Raises TierError, and FolderInUse where another process has it.
+        """
+        sizes = Sizes.of(limit_bytes)
+        try:
+            with ExitStack() as undo:
+                lock = FolderLock(folder)
+                undo.callback(lock.close)
+                direct = takes_direct(folder)
+                if not direct:
+                    _log.warning("%s takes no direct input and output: the disk tier uses the page cache", folder)
+                io = Io(direct=direct, threads=threads)
+                undo.callback(io.close)
+                log = Log(folder, io, sizes.segment_bytes, sizes.segments_room_bytes, sizes.most_records)
+                undo.callback(log.close)
+                index, rows, why = Index.open(folder / "index.db", sizes.wal_bytes)
+                undo.callback(index.close)
+                tier = cls(lock, io, log, index, limit_bytes)
+                index.remove(tier._space.fill(rows))
+                found = tier._space.scan_tail(all_of_it=bool(why))
+                if why and found:
+                    _log.warning("the index in %s was made anew from the log, %d parts: %s", folder, found, why)
+                undo.pop_all()
+                return tier
+        except OSError as error:
+            raise TierError(TIER, f"{folder} cannot be opened: {error}") from error
+
+    # ------------------------------------------------------------------ verbs
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        return [not deadline.is_over and self._path(name).exists() for name in names]
+        self._lock.require()
+        if deadline.is_over:
+            return [False] * len(names)
+        entries = self._space.entries
+        return [key_of(name) in entries for name in names]
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
-        return [Loaded(Outcome.LATE) if deadline.is_over else self._load(one) for one in parts]
-
-    def _load(self, one: ToLoad) -> Loaded:
+        self._lock.require()
+        answers = [Loaded(Outcome.LATE)] * len(parts)
+        under_way: deque[Reading] = deque()
+        pieces = 0
         try:
-            data = self._path(one.name).read_bytes()
-        except FileNotFoundError:
-            return Loaded(Outcome.MISSING)
-        try:
-            record = Record.read_of(data[:HEADER_BYTES], one.name, one.length)
-        except RecordError:
-            return Loaded(Outcome.DAMAGED)
-        if len(data) != PAGE_BYTES + one.length:
-            return Loaded(Outcome.DAMAGED)
-        one.pages[: one.length] = data[PAGE_BYTES:]
-        return Loaded(Outcome.DONE, record.checksum)
+            for at, one in enumerate(parts):
+                if deadline.is_over:
+                    break
+                reading = self._begin_load(at, one)
+                if reading is None:
+                    answers[at] = Loaded(Outcome.MISSING)
+                    continue
+                under_way.append(reading)
+                pieces += len(reading.transfer)
+                while pieces > self._io.most_pieces:
+                    first = under_way.popleft()
+                    pieces -= len(first.transfer)
+                    answers[first.at] = self._end_load(first)
+        finally:
+            for reading in under_way:
+                answers[reading.at] = self._end_load(reading)
+        return answers
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        return [Outcome.LATE if deadline.is_over else self._store(one) for one in parts]
-
-    def _store(self, one: ToStore) -> Outcome:
-        with self._lock:
-            path = self._path(one.record.name)
-            used = self.usage().bytes_used
-            length = PAGE_BYTES + one.record.length
-            if path.exists():
-                return Outcome.DONE
-            if used + length > self._limit:
-                return Outcome.FULL
-            try:
-                path.with_suffix(".new").write_bytes(
-                    one.record.header().ljust(PAGE_BYTES, b"\0") + bytes(one.pages[: one.record.length])
-                )
-            except OSError:
-                return Outcome.FULL
-            path.with_suffix(".new").replace(path)
-            self._wear += length
-            return Outcome.DONE
+        self._lock.require()
+        return Stores(self._space, self._log, self._io, parts, deadline).run()
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        with self._lock:
-            return [Outcome.LATE if deadline.is_over else self._delete(name) for name in names]
-
-    def _delete(self, name: PartName) -> Outcome:
-        try:
-            self._path(name).unlink()
-        except FileNotFoundError:
-            return Outcome.MISSING
-        return Outcome.DONE
+        self._lock.require()
+        outcomes = [Outcome.LATE] * len(names)
+        left = list(range(len(names)))
+        while left and not deadline.is_over:
+            keys = [key_of(names[at]) for at in left]
+            entries, claimed = self._space.hold_to_delete(keys, deadline)
+            for at, key in zip(left, keys, strict=True):
+                outcomes[at] = Outcome.LATE if key in claimed else Outcome.MISSING
+            for key, outcome in self._delete(entries, deadline).items():
+                outcomes[left[keys.index(key)]] = outcome
+            left = [at for at, key in zip(left, keys, strict=True) if key in claimed]
+        return outcomes
 
     def usage(self) -> Usage:
-        with self._lock:
-            sizes = [path.stat().st_size for path in self._folder.glob("kvdock-*") if path.suffix != ".new"]
-        return Usage(len(sizes), sum(sizes), self._limit, self._wear)
+        used = self._log.bytes_used + self._index.bytes_used
+        return Usage(len(self._space.entries), used, self._limit_bytes, self._io.wear_bytes)
 
     def close(self, deadline: Deadline) -> None:
-        os.close(self._fd)
+        """Makes all parts durable, whatever the deadline. Raises TierError if that fails; the folder is free anyway."""
+        with ExitStack() as end:
+            end.callback(self._lock.close)
+            end.callback(self._log.close)
+            end.callback(self._index.close)
+            self._io.close()
+            try:
+                self._log.sync()
+                self._index.remember_use(self._space.uses())
+            except OSError as error:
+                raise TierError(TIER, f"not all of it is durable: {error}") from error
+
+    # ------------------------------------------------------------------ one part
+
+    def _begin_load(self, at: int, one: ToLoad) -> Reading | None:
+        key = key_of(one.name)
+        entry = self._space.hold(key, one.length)
+        if entry is None:
+            return None
+        header = self._io.headers.take()
+        buffers = [header, one.pages[: pages_bytes(one.length)]]
+        return Reading(at, key, entry, header, self._io.begin(self._io.read, entry.segment.fd, buffers, entry.offset))
+
+    def _end_load(self, reading: Reading) -> Loaded:
+        """What came; whatever is no whole record of the part is forgotten."""
+        entry = reading.entry
+        try:
+            is_whole = reading.transfer.end()
+            kind, record = read_record(reading.header, entry.segment.mark, entry.offset)
+            wanted = Record(name_of(reading.key), entry.length, entry.checksum)
+            if is_whole and record == wanted and kind is Kind.PART:
+                return Loaded(Outcome.DONE, record.checksum)
+            self._space.forget(reading.key, entry)
+            return Loaded(Outcome.DAMAGED if kind is Kind.PART else Outcome.MISSING)
+        except RecordError:
+            self._space.forget(reading.key, entry)
+            return Loaded(Outcome.DAMAGED)
+        except OSError:
+            return Loaded(Outcome.FAILED)
+        finally:
+            self._space.release(entry)
+            self._io.headers.give_back(reading.header)
+
+    def _delete(self, entries: dict[bytes, Entry], deadline: Deadline) -> dict[bytes, Outcome]:
+        """They are not found any more; the log says so first, so that they do not come back when it is read anew."""
+        outcomes: dict[bytes, Outcome] = {}
+        try:
+            for key, entry in entries.items():
+                record = Record(name_of(key), entry.length, entry.checksum)
+                try:
+                    self._log.mark_deleted(entry.segment, entry.offset, record)
+                    outcomes[key] = Outcome.DONE
+                except OSError as error:
+                    raise_if_lost(error)
+                    outcomes[key] = Outcome.FAILED
+            places = [(entry.segment.sequence, entry.offset) for entry in entries.values()]
+            try:
+                self._log.sync({entry.segment for entry in entries.values()})
+                self._index.remove(places)
+            except OSError as error:
+                raise_if_lost(error)
+                return dict.fromkeys(entries, Outcome.FAILED)
+            return outcomes
+        finally:
+            for entry in entries.values():
+                self._space.release(entry)

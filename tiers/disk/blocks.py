@@ -1,0 +1,94 @@
+"""The blocks of a log: one opens each segment, one stands before each part and says what it is and where it lies.
+
+A segment's mark is drawn anew each time the segment is used from the start, and every record of it carries the mark. So
+what an earlier use left behind is never taken for a record, nor are a part's own bytes, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+from zlib import crc32
+
+from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.tier import PAGE_BYTES
+
+LOG_VERSION: Final = 1
+MARK_BYTES: Final = 16
+MARK_AT: Final = HEADER_BYTES
+"""Where a record's block has it."""
+KEY_BYTES: Final = 66
+_MAGIC: Final = b"kvdock disk log\0"
+_SEGMENT: Final = struct.Struct("<16sIIQQ16s")  # magic, version, 0, sequence, capacity, mark
+_RECORD: Final = struct.Struct("<16sQB")  # mark, offset, kind
+_CRC: Final = struct.Struct("<I")
+_RECORD_END: Final = HEADER_BYTES + _RECORD.size
+
+
+class Kind(IntEnum):
+    PART = 1
+    DELETED = 2
+    """It was a part; its pages are still taken."""
+
+
+class SegmentBlock(NamedTuple):
+    """`sequence`: rises with each use of any segment. `capacity_bytes`: of the segment, this block counted."""
+
+    sequence: int
+    capacity_bytes: int
+    mark: bytes
+
+    @staticmethod
+    def new(sequence: int, capacity_bytes: int) -> SegmentBlock:
+        return SegmentBlock(sequence, capacity_bytes, os.urandom(MARK_BYTES))
+
+    def block(self) -> bytes:
+        fields = _SEGMENT.pack(_MAGIC, LOG_VERSION, 0, *self)
+        return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
+
+    @staticmethod
+    def read(block: bytes | memoryview) -> SegmentBlock | None:
+        """None: a segment that holds nothing, or was written by another version, or is damaged."""
+        fields = bytes(block[: _SEGMENT.size])
+        if len(block) < PAGE_BYTES or _CRC.unpack_from(block, _SEGMENT.size)[0] != crc32(fields):
+            return None
+        magic, version, _, sequence, capacity_bytes, mark = _SEGMENT.unpack(fields)
+        return SegmentBlock(sequence, capacity_bytes, mark) if (magic, version) == (_MAGIC, LOG_VERSION) else None
+
+
+def record_block(record: Record, mark: bytes, offset: int, kind: Kind = Kind.PART) -> bytes:
+    """The PAGE_BYTES before a part's pages. `offset`: where it lies in the segment."""
+    fields = record.header() + _RECORD.pack(mark, offset, kind)
+    return (fields + _CRC.pack(crc32(fields))).ljust(PAGE_BYTES, b"\0")
+
+
+def read_record(block: bytes | memoryview, mark: bytes, offset: int) -> tuple[Kind, Record]:
+    """What stands there. Raises RecordError unless it was written to that place in this use of the segment."""
+    record = Record.read(block)
+    if _CRC.unpack_from(block, _RECORD_END)[0] != crc32(block[:_RECORD_END]):
+        raise RecordError("the record's block does not match its CRC")
+    found_mark, found_offset, kind = _RECORD.unpack_from(block, MARK_AT)
+    if (found_mark, found_offset) != (mark, offset):
+        raise RecordError(f"a record at {offset} was wanted, found one of another segment or of {found_offset}")
+    return Kind(kind), record
+
+
+def key_of(name: PartName) -> bytes:
+    """KEY_BYTES bytes that name the part in this tier's maps."""
+    return b"%b%b%c%c" % (name.namespace, name.key, name.group, name.writer)
+
+
+def name_of(key: bytes) -> PartName:
+    return PartName(key[:32], key[32:64], key[64], key[65])
+
+
+def pages_bytes(length: int) -> int:
+    """`length` rounded up to whole pages."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
+def record_bytes(length: int) -> int:
+    """What a part of that length takes in a segment."""
+    return PAGE_BYTES + pages_bytes(length)

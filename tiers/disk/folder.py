@@ -1,0 +1,55 @@
+"""The disk tier's folder: one process at a time has it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from kvdock.tiers.tier import TierError
+
+TIER: Final = "disk"
+
+
+class FolderInUse(TierError):
+    """`pid`: the process that has it; 0 where it has not said so yet."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        super().__init__(TIER, f"{folder} belongs to process {pid or '(not known yet)'}; one at a time may have it")
+        self.pid = pid
+
+
+class FolderLock:
+    """Held until close(), or until the process ends. The file says which process it is."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder where it is missing. Raises FolderInUse, OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = folder / "lock"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            said = os.pread(self._fd, 32, 0)
+            os.close(self._fd)
+            raise FolderInUse(folder, int(said) if said.strip().isdigit() else 0) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        self._inode = os.fstat(self._fd).st_ino
+
+    def require(self) -> None:
+        """Raises TierError once the folder is gone, was replaced, or was given up."""
+        if self._fd < 0:
+            raise TierError(TIER, "it was closed")
+        try:
+            found = self._path.stat().st_ino
+        except OSError as error:
+            raise TierError(TIER, f"the folder {self._path.parent} is lost: {error.strerror}") from error
+        if found != self._inode:
+            raise TierError(TIER, f"the folder {self._path.parent} was replaced by another")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,163 @@
+"""The index: which part lies where in the log, in SQLite, so that opening a log does not mean reading it.
+
+The log alone says what is stored; the index can be lost at any time. It is read once, when the tier opens: lookups use
+a map in memory. Rows stand in the order of the log, so a batch adds neighbouring rows and a segment's rows go at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvdock.tiers.disk.blocks import KEY_BYTES
+from kvdock.tiers.disk.folder import TIER
+from kvdock.tiers.tier import PAGE_BYTES, TierError
+
+SCHEMA_VERSION: Final = 1
+"""Another one's index is made anew from the log."""
+ROW_BYTES: Final = 160
+"""What a row takes of storage at most, free room in its page counted."""
+_BATCH_ROWS: Final = 512
+"""In one transaction: what it writes to SQLite's own log has a bound."""
+_PAGE_BITS: Final = 20
+_INSERT: Final = "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?)"
+_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
+
+
+class Row(NamedTuple):
+    """`used`: rises with each load of any part; 0: it was not loaded since it was written."""
+
+    sequence: int
+    offset: int
+    key: bytes
+    length: int
+    checksum: int
+    used: int
+
+
+class Index:
+    """Safe for threads. Every call raises TierError where the index fails, OSError (ENOSPC) where it has no room."""
+
+    def __init__(self, path: Path, wal_bytes: int) -> None:
+        """Raises sqlite3.DatabaseError if what lies there is no index of this version."""
+        self._path, self._lock = path, threading.Lock()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            self._set_up(wal_bytes)
+        except BaseException:
+            self._db.close()
+            raise
+        self.bytes_used = 0
+        self._measure()
+
+    @classmethod
+    def open(cls, path: Path, wal_bytes: int) -> tuple[Index, list[Row], str]:
+        """The index, its rows, and why it was made anew: "" where it was not. Raises TierError, OSError."""
+        why = "" if path.exists() else "it was missing"
+        for _ in range(2):
+            try:
+                index = cls(path, wal_bytes)
+                try:
+                    return index, index.rows(), why
+                except sqlite3.DatabaseError:
+                    index.close()
+                    raise
+            except sqlite3.DatabaseError as error:
+                why = str(error)
+                for suffix in _SUFFIXES:
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+        raise TierError(TIER, f"the index {path} cannot be made: {why}")
+
+    def _set_up(self, wal_bytes: int) -> None:
+        run = self._db.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")
+        run(f"PRAGMA wal_autocheckpoint = {wal_bytes // PAGE_BYTES}")
+        (version,) = run("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            raise sqlite3.DatabaseError(f"it has version {version}, wanted {SCHEMA_VERSION}")
+        run(
+            "CREATE TABLE IF NOT EXISTS parts (place INTEGER PRIMARY KEY, name BLOB NOT NULL,"
+            " length INTEGER NOT NULL, checksum INTEGER NOT NULL, used INTEGER NOT NULL)"
+        )
+        run(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def rows(self) -> list[Row]:
+        """All of them, in the log's order. Raises sqlite3.DatabaseError if they cannot be read."""
+        with self._lock:
+            found = self._db.execute("SELECT place, name, length, checksum, used FROM parts ORDER BY place").fetchall()
+        if any(tuple(map(type, row)) != (int, bytes, int, int, int) or len(row[1]) != KEY_BYTES for row in found):
+            raise sqlite3.DatabaseError("a row has other values than a place, a name and numbers")
+        return [Row(*_offset_of(place), *rest) for place, *rest in found]
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """One transaction for each few hundred."""
+        self._many(_INSERT, [(_place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+
+    def remove(self, places: Iterable[tuple[int, int]]) -> None:
+        """`places`: (sequence, offset) of each."""
+        self._many("DELETE FROM parts WHERE place = ?", [(_place_of(*place),) for place in places])
+
+    def remember_use(self, used: Iterable[tuple[int, int, int]]) -> None:
+        """`used`: (sequence, offset, when it was used) of each."""
+        self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, _place_of(s, o)) for s, o, when in used])
+
+    def replace_segment(self, sequence: int, rows: Sequence[Row]) -> None:
+        """The segment's rows go and `rows` come, in one transaction."""
+        with self._transaction():
+            bounds = _place_of(sequence, 0), _place_of(sequence + 1, 0)
+            self._db.execute("DELETE FROM parts WHERE place >= ? AND place < ?", bounds)
+            self._db.executemany(_INSERT, [(_place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+
+    def close(self) -> None:
+        """What was committed is durable then."""
+        with self._lock, _as_tier_error():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._db.close()
+
+    def _many(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:
+        for begin in range(0, len(values), _BATCH_ROWS):
+            with self._transaction():
+                self._db.executemany(statement, values[begin : begin + _BATCH_ROWS])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock, _as_tier_error():
+            self._db.execute("BEGIN")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+            self._measure()
+
+    def _measure(self) -> None:
+        paths = (self._path.with_name(self._path.name + suffix) for suffix in _SUFFIXES)
+        self.bytes_used = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+
+
+@contextmanager
+def _as_tier_error() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, f"no room for the index: {error}") from error
+        raise TierError(TIER, f"the index fails: {error}") from error
+
+
+def _place_of(sequence: int, offset: int) -> int:
+    return sequence << _PAGE_BITS | offset // PAGE_BYTES
+
+
+def _offset_of(place: int) -> tuple[int, int]:
+    """(sequence, offset)"""
+    return place >> _PAGE_BITS, (place & ((1 << _PAGE_BITS) - 1)) * PAGE_BYTES

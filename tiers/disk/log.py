@@ -1,0 +1,191 @@
+"""The log: files of one size each, filled one after the other. A record is a block that names it and the part's pages.
+
+Invariants: the files never take more than `room_bytes` together, for they are allocated whole before they are used. A
+segment is used from the start again only after it was wiped, and nobody reads or writes it then (space.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvdock.tiers.disk.blocks import MARK_AT, Kind, SegmentBlock, read_record, record_block, record_bytes
+from kvdock.tiers.disk.io import FULL_ERRORS, Io
+from kvdock.tiers.record import Record, RecordError
+from kvdock.tiers.tier import PAGE_BYTES
+
+_NAME: Final = re.compile(r"segment-(\d{6})\.log")
+_SCAN_BYTES: Final = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Where a part lies. `used`: as in index.Row."""
+
+    segment: Segment
+    offset: int
+    length: int
+    checksum: int
+    used: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """`readers`, `writers`: records of it that threads load from it, and store to it, now. Both are guarded, like
+    `entries`, `end_bytes` and `records`, by the lock of space.py."""
+
+    path: Path
+    fd: int
+    size_bytes: int
+    sequence: int = 0
+    mark: bytes = b""
+    end_bytes: int = PAGE_BYTES
+    records: int = 0
+    """Written since it was begun, whether they are still there or not."""
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+    readers: int = 0
+    writers: int = 0
+
+
+class Log:
+    """The segments, filled and free."""
+
+    def __init__(self, folder: Path, io: Io, segment_bytes: int, room_bytes: int, most_records: int) -> None:
+        """`most_records`: in one segment. Opens the segments that are there; those that cannot be used are removed, and
+        of those that do not fit the room, the oldest. Raises OSError."""
+        self._folder, self._io = folder, io
+        self.segment_bytes, self._room_bytes, self.most_records = segment_bytes, room_bytes, most_records
+        self.segments: dict[int, Segment] = {}
+        """By sequence; none of them is in `free`."""
+        self.free: list[Segment] = []
+        self.bytes_used = 0
+        self._last = self._number = 0
+        for path in sorted(folder.iterdir()):
+            if match := _NAME.fullmatch(path.name):
+                self._number = max(self._number, int(match[1]))
+                self._open(path)
+        for segment in [*self.free, *(self.segments[sequence] for sequence in sorted(self.segments))]:
+            if self.bytes_used > room_bytes:
+                self._remove(segment)
+
+    def _open(self, path: Path) -> None:
+        segment = Segment(path, self._io.open(path), path.stat().st_size)
+        found = SegmentBlock.read(self._io.read_block(segment.fd, 0))
+        if found is not None and found.sequence not in self.segments:
+            segment.sequence, segment.size_bytes, segment.mark = found
+            self.segments[found.sequence] = segment
+            self._last = max(self._last, found.sequence)
+        elif segment.size_bytes == self.segment_bytes:
+            self.free.append(segment)
+        self.bytes_used += segment.size_bytes
+        if segment not in self.free and segment.sequence == 0:
+            self._remove(segment)
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there is room for one more segment."""
+        return bool(self.free) or self.bytes_used + self.segment_bytes <= self._room_bytes
+
+    def begin(self) -> Segment | None:
+        """An empty segment, ready to be filled; None where the limit or the storage leaves no room. Raises OSError."""
+        if not self.has_spare:
+            return None
+        try:
+            segment = self.free.pop() if self.free else self._grow()
+        except OSError as error:
+            if error.errno in FULL_ERRORS:
+                return None
+            raise
+        try:
+            self._last += 1
+            block = SegmentBlock.new(self._last, segment.size_bytes)
+            self._io.write_block(segment.fd, block.block(), 0)
+        except BaseException:
+            self.free.append(segment)
+            raise
+        segment.sequence, _, segment.mark = block
+        segment.end_bytes, segment.records = PAGE_BYTES, 0
+        self.segments[segment.sequence] = segment
+        return segment
+
+    def _grow(self) -> Segment:
+        self._number += 1
+        path = self._folder / f"segment-{self._number:06}.log"
+        fd = self._io.open(path, create=True)
+        try:
+            os.posix_fallocate(fd, 0, self.segment_bytes)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        self.bytes_used += self.segment_bytes
+        return Segment(path, fd, self.segment_bytes)
+
+    def wipe(self, segment: Segment) -> None:
+        """What it holds is gone; it may be begun again. Raises OSError."""
+        del self.segments[segment.sequence]
+        segment.entries.clear()
+        if segment.size_bytes == self.segment_bytes:
+            self.free.append(segment)
+            self._io.write_block(segment.fd, bytes(PAGE_BYTES), 0)
+        else:
+            self._remove(segment)
+
+    def _remove(self, segment: Segment) -> None:
+        self.segments.pop(segment.sequence, None)
+        if segment in self.free:
+            self.free.remove(segment)
+        os.close(segment.fd)
+        segment.path.unlink(missing_ok=True)
+        self.bytes_used -= segment.size_bytes
+
+    def mark_deleted(self, segment: Segment, offset: int, record: Record) -> None:
+        """In place, so that no scan takes it for a part again, and no room is needed. Raises OSError."""
+        self._io.write_block(segment.fd, record_block(record, segment.mark, offset, Kind.DELETED), offset)
+
+    def scan(self, segment: Segment, begin: int) -> Iterator[tuple[int, Record]]:
+        """(offset, record) of each part that stands there from `begin` on; sets the segment's end behind the last one.
+
+        Where a record is damaged or was never written whole, the next whole one is looked for, since several threads
+        write at a time. Raises OSError.
+        """
+        end = min(segment.size_bytes, os.fstat(segment.fd).st_size // PAGE_BYTES * PAGE_BYTES)
+        offset: int | None = begin
+        while offset is not None and offset < end:
+            try:
+                kind, record = read_record(self._io.read_block(segment.fd, offset), segment.mark, offset)
+            except RecordError:
+                offset = self._next_mark(segment, offset + PAGE_BYTES, end)
+                continue
+            if kind is Kind.PART:
+                yield offset, record
+            offset += record_bytes(record.length)
+            segment.end_bytes = offset
+            segment.records += 1
+
+    def _next_mark(self, segment: Segment, begin: int, end: int) -> int | None:
+        """Where the next block with the segment's mark stands."""
+        with mmap.mmap(-1, _SCAN_BYTES) as buffer, memoryview(buffer) as view:
+            for offset in range(begin, end, _SCAN_BYTES):
+                with view[: end - offset] as some:
+                    if not self._io.read(segment.fd, [some], offset):
+                        return None
+                at = -1
+                while (at := buffer.find(segment.mark, at + 1, end - offset)) >= 0:
+                    if at % PAGE_BYTES == MARK_AT:
+                        return offset + at - MARK_AT
+        return None
+
+    def sync(self, segments: Iterable[Segment] | None = None) -> None:
+        """Makes what was written to them durable; to all of them if none are named. Raises OSError."""
+        for segment in self.segments.values() if segments is None else segments:
+            os.fdatasync(segment.fd)
+
+    def close(self) -> None:
+        for segment in (*self.segments.values(), *self.free):
+            os.close(segment.fd)

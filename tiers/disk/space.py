@@ -1,0 +1,322 @@
+"""Which part lies where, and how room is made: the oldest segment goes as a whole.
+
+What was loaded since it was written gets a second chance: it is copied to the segment that is begun then, what was
+loaded last first, up to KEPT_SHARE of a segment; everything else of the oldest segment is dropped. So the log is
+written from front to back alone, a part that nobody asks for costs one write, and at most one byte is copied for three
+that come from outside. What is asked for again and again stays as long as its likes fit that share.
+
+Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_turn` is
+held by the one thread that makes room; it holds no record then, and waits for those that do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from kvdock.tiers.disk.blocks import Kind, key_of, name_of, pages_bytes, read_record, record_block, record_bytes
+from kvdock.tiers.disk.index import Index, Row
+from kvdock.tiers.disk.io import PIECE_BYTES, Io
+from kvdock.tiers.disk.log import Entry, Log, Segment
+from kvdock.tiers.record import Record, RecordError
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
+
+KEPT_SHARE: Final = 0.25
+NEVER: Final = Deadline()
+LOOK_S: Final = 0.05
+"""How often a thread that waits for others looks at its deadline, which others may cancel."""
+
+
+class Place(NamedTuple):
+    """Room for one record, which nobody else writes to."""
+
+    segment: Segment
+    offset: int
+
+
+class Space:
+    def __init__(self, log: Log, index: Index, io: Io) -> None:
+        self._log, self._index, self._io = log, index, io
+        self.changed = threading.Condition()
+        self.entries: dict[bytes, Entry] = {}
+        self.claimed: set[bytes] = set()
+        """Parts that a thread is storing or copying: nobody else stores or deletes them now."""
+        self._turn = threading.Lock()
+        self._current: Segment | None = None
+        self._uses = 0
+
+    # ------------------------------------------------------------------ opening
+
+    def fill(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
+        """Takes over what the index knows. Returns the places (sequence, offset) that the log does not have."""
+        strays = []
+        for row in rows:
+            segment = self._log.segments.get(row.sequence)
+            end = row.offset + record_bytes(row.length)
+            if segment is None or end > segment.size_bytes:
+                strays.append((row.sequence, row.offset))
+                continue
+            self._put(row.key, Entry(segment, row.offset, row.length, row.checksum, row.used))
+            segment.end_bytes = max(segment.end_bytes, end)
+            segment.records += 1
+            self._uses = max(self._uses, row.used)
+        return strays
+
+    def scan_tail(self, *, all_of_it: bool) -> int:
+        """Takes over what stands in the log behind what the index knows, or all of it; returns how many parts.
+
+        Earlier segments of which nothing is known any more are emptied. Raises OSError, TierError.
+        """
+        found = 0
+        newest = max((s.sequence for s in self._log.segments.values() if s.entries), default=0)
+        for _, segment in sorted(self._log.segments.items()):
+            if segment.sequence < newest and not segment.entries and not all_of_it:
+                self._log.wipe(segment)
+            elif segment.sequence >= newest or all_of_it:
+                found += self._scan(segment)
+        self._current = max(self._log.segments.values(), key=lambda segment: segment.sequence, default=None)
+        return found
+
+    def _scan(self, segment: Segment) -> int:
+        rows, strays = [], []
+        for offset, record in self._log.scan(segment, segment.end_bytes):
+            key = key_of(record.name)
+            older = self.entries.get(key)
+            if older is not None:  # the process ended while it was copied; one of the two must never come back
+                self._log.mark_deleted(older.segment, older.offset, Record(record.name, older.length, older.checksum))
+                strays.append((older.segment.sequence, older.offset))
+            self._put(key, Entry(segment, offset, record.length, record.checksum))
+            rows.append(Row(segment.sequence, offset, key, record.length, record.checksum, 0))
+        self._index.remove(strays)
+        self._index.add(rows)
+        return len(rows)
+
+    def _put(self, key: bytes, entry: Entry) -> None:
+        self.drop(key)
+        self.entries[key] = entry
+        entry.segment.entries[key] = entry
+
+    def drop(self, key: bytes) -> Entry | None:
+        """Forgets the part. Under `changed`."""
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            del entry.segment.entries[key]
+        return entry
+
+    # ------------------------------------------------------------------ reading
+
+    def hold(self, key: bytes, length: int) -> Entry | None:
+        """The part's entry, whose segment stays until release(); None if there is none of that length."""
+        with self.changed:
+            entry = self.entries.get(key)
+            if entry is None or entry.length != length:
+                return None
+            self._uses += 1
+            entry.used = self._uses
+            entry.segment.readers += 1
+            return entry
+
+    def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
+        """(those that are forgotten now, whose segments stay until release(); those that others are storing now).
+
+        Where it is the latter for all of them, it waits first until that may have changed.
+        """
+        with self.changed:
+            if self.claimed.issuperset(keys):
+                self.wait(deadline)
+            claimed = self.claimed.intersection(keys)
+            dropped = {key: entry for key in keys if key not in claimed and (entry := self.drop(key))}
+            for entry in dropped.values():
+                entry.segment.readers += 1
+            return dropped, claimed
+
+    def release(self, entry: Entry) -> None:
+        with self.changed:
+            entry.segment.readers -= 1
+            self.changed.notify_all()
+
+    def forget(self, key: bytes, entry: Entry) -> None:
+        """What lies there is not this part."""
+        with self.changed:
+            if self.entries.get(key) is not entry:
+                return
+            self.drop(key)
+        with suppress(TierError, OSError):  # the row is removed when it is met again
+            self._index.remove([(entry.segment.sequence, entry.offset)])
+
+    # ------------------------------------------------------------------ writing
+
+    def take(self, length: int) -> Place | None:
+        """Room in the current segment, which stays until put() or give_up(); None: make_room() first."""
+        with self.changed:
+            return self._take(self._current, length)
+
+    def _take(self, segment: Segment | None, length: int) -> Place | None:
+        if segment is None or not self._has_room(segment, length):
+            return None
+        place = Place(segment, segment.end_bytes)
+        segment.end_bytes += record_bytes(length)
+        segment.records += 1
+        segment.writers += 1
+        return place
+
+    def _has_room(self, segment: Segment | None, length: int) -> bool:
+        if segment is None or segment.records >= self._log.most_records:
+            return False
+        return segment.end_bytes + record_bytes(length) <= segment.size_bytes
+
+    def put(self, written: Sequence[tuple[Record, Place]]) -> None:
+        """Makes parts that were written known, in the index first. The caller still has to call leave()."""
+        rows = [
+            Row(place.segment.sequence, place.offset, key_of(record.name), record.length, record.checksum, 0)
+            for record, place in written
+        ]
+        self._index.add(rows)
+        with self.changed:
+            for row, (_, place) in zip(rows, written, strict=True):
+                self._put(row.key, Entry(place.segment, row.offset, row.length, row.checksum))
+
+    def leave(self, places: Sequence[Place]) -> None:
+        with self.changed:
+            for place in places:
+                place.segment.writers -= 1
+            self.changed.notify_all()
+
+    def unclaim(self, keys: Iterable[bytes]) -> None:
+        with self.changed:
+            self.claimed.difference_update(keys)
+            self.changed.notify_all()
+
+    def claim(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[set[bytes], set[bytes]]:
+        """(those that the caller stores now, until unclaim(); those that others are storing). The rest is there.
+
+        Where others are storing all that is not there, it waits first until that may have changed.
+        """
+        with self.changed:
+            absent = {key for key in keys if key not in self.entries}
+            if absent and absent <= self.claimed:
+                self.wait(deadline)
+                absent = {key for key in keys if key not in self.entries}
+            others = absent & self.claimed
+            mine = absent - others
+            self.claimed |= mine
+            return mine, others
+
+    def wait(self, deadline: Deadline) -> None:
+        """Until something has changed, or it is time to look at the deadline. Under `changed`."""
+        self.changed.wait(min(LOOK_S, deadline.left_s))
+
+    # ------------------------------------------------------------------ room
+
+    def fits(self, length: int) -> bool:
+        """Whether a segment can hold such a part at all."""
+        return record_bytes(length) <= self._log.segment_bytes - PAGE_BYTES
+
+    def make_room(self, length: int, deadline: Deadline) -> Outcome:
+        """DONE: take() is worth a try. The caller must hold no place. LATE, FULL; raises OSError, TierError."""
+        while not self._turn.acquire(timeout=LOOK_S):
+            if deadline.is_over:
+                return Outcome.LATE
+        try:
+            with self.changed:
+                if self._has_room(self._current, length):
+                    return Outcome.DONE  # another thread has made it
+                current, self._current = self._current, None
+            made = self._begin_next(deadline)
+            with self.changed:
+                self._current = made or current
+                self.changed.notify_all()
+            return Outcome.DONE if made else Outcome.FULL
+        finally:
+            self._turn.release()
+
+    def _begin_next(self, deadline: Deadline) -> Segment | None:
+        """An empty segment, but for what was copied to it; there is room for one more then. None: no room at all."""
+        fresh = self._log.begin()
+        if fresh is None:  # the storage has less room than the limit says: do with what there is
+            oldest = self._oldest()
+            if oldest is not None:
+                self._empty(oldest)
+                fresh = self._log.begin()
+        elif not self._log.has_spare:
+            oldest = self._oldest(but=fresh)
+            if oldest is not None:
+                self._empty(oldest, fresh, deadline)
+        return fresh
+
+    def _oldest(self, but: Segment | None = None) -> Segment | None:
+        """One of which nothing is left, if there is any."""
+        with self.changed:
+            return min(
+                (segment for segment in self._log.segments.values() if segment is not but),
+                key=lambda segment: (bool(segment.entries or segment.writers), segment.sequence), default=None,
+            )
+
+    def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
+        """Copies what gets a second chance, lets the rest go, and wipes the segment once nobody reads it any more.
+
+        Raises OSError, TierError; what was to be copied is still there then, in its old place.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: segment.writers == 0)
+            moves = self._second_chances(segment, into) if into else []
+            keys = {key for key, _, _ in moves}
+            for key in segment.entries.keys() - keys:
+                self.drop(key)
+            self.claimed |= keys
+        try:
+            moved = [move for move in moves if not deadline.is_over and self._copy(*move)]
+            rows = [Row(to.segment.sequence, to.offset, key, old.length, old.checksum, 0) for key, old, to in moved]
+            self._index.replace_segment(segment.sequence, rows)
+            with self.changed:
+                for key, old, to in moved:
+                    if self.entries.get(key) is old:
+                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum))
+                for key in list(segment.entries):
+                    self.drop(key)
+                self.changed.wait_for(lambda: segment.readers == 0)
+            self._log.wipe(segment)
+        finally:
+            self.unclaim(keys)
+            self.leave([place for _, _, place in moves])
+
+    def _second_chances(self, segment: Segment, into: Segment) -> list[tuple[bytes, Entry, Place]]:
+        """(key, where it lies, where it goes) of what is copied. Under `changed`."""
+        used = sorted((item for item in segment.entries.items() if item[1].used), key=lambda item: -item[1].used)
+        left_bytes = int(KEPT_SHARE * into.size_bytes)
+        left_records = int(KEPT_SHARE * self._log.most_records)
+        moves: list[tuple[bytes, Entry, Place]] = []
+        for key, entry in used:
+            left_bytes -= record_bytes(entry.length)
+            place = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
+            if place is None:
+                break
+            moves.append((key, entry, place))
+        return moves
+
+    def _copy(self, key: bytes, entry: Entry, to: Place) -> bool:
+        """False: what lies there is not that part, or storage fails at it."""
+        wanted = Kind.PART, Record(name_of(key), entry.length, entry.checksum)
+        source, total = entry.segment, pages_bytes(entry.length)
+        try:
+            if read_record(self._io.read_block(source.fd, entry.offset), source.mark, entry.offset) != wanted:
+                return False
+            self._io.write_block(to.segment.fd, record_block(wanted[1], to.segment.mark, to.offset), to.offset)
+            with mmap.mmap(-1, PIECE_BYTES) as buffer, memoryview(buffer) as view:
+                for begin in range(0, total, PIECE_BYTES):
+                    with view[: total - begin] as piece:
+                        behind = PAGE_BYTES + begin
+                        if not self._io.read(source.fd, [piece], entry.offset + behind):
+                            return False
+                        self._io.write(to.segment.fd, [piece], to.offset + behind)
+        except (OSError, RecordError):
+            return False
+        return True
+
+    def uses(self) -> list[tuple[int, int, int]]:
+        """(sequence, offset, when it was last used) of each part that was loaded."""
+        with self.changed:
+            return [(e.segment.sequence, e.offset, e.used) for e in self.entries.values() if e.used]

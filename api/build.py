@@ -59,7 +59,8 @@ def build(
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
     reports = Reports(
         pool=pool, registry=registry, names=names, clock=clock, probes=probes, tally=tally,
-        history=History(settings.history_values, settings.history_interval_s), wall_s=wall_s,
+        history=History(settings.history_values, settings.history_interval_s), tiers=lambda: desk.reports,
+        wall_s=wall_s,
     )
     handlers = Handlers(
         service=CacheService(

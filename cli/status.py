@@ -39,6 +39,10 @@ def _overview(status: Status, address: str) -> Table:
         "quarantined": f"{size(pool.quarantined_bytes)} in {chunks.quarantined:,} chunks",
         "held": f"{size(pool.held_bytes)} by {status.leases} leases and {status.reservations} reservations",
     }
+    for tier in status.tiers:
+        limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
+        waits = f", {size(tier.queued_bytes)} wait to be written" if tier.queued_bytes else ""
+        rows[f"tier {tier.name}"] = f"{tier.state}, {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}"
     for counter, total in sorted(status.counters.items()):
         rows[counter.replace("_", " ")] = size(total) if counter.endswith("_bytes") else f"{total:,}"
     table = Table(show_header=False, box=None, pad_edge=False)

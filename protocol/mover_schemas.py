@@ -9,6 +9,7 @@ import struct
 
 import msgspec
 
+from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import Answer, Body, Key, Name
 
@@ -34,28 +35,13 @@ class KnownKeys(Body, array_like=True):
     keys: bytes
 
 
-class TierReport(Body, kw_only=True):
-    """A tier as the mover sees it. Totals count from the mover's start."""
-
-    name: Name
-    state: str
-    """'open': it is used. 'off': it failed or was slow, and is tried again."""
-    why: str = ""
-    objects: int = 0
-    bytes_used: int = 0
-    bytes_limit: int = 0
-    wear_bytes: int = 0
-    queued_bytes: int = 0
-    counters: dict[str, int] = msgspec.field(default_factory=dict)
-
-
 class MoverWords(Body, kw_only=True):
     """From the mover, whenever it has something to say."""
 
     promised: list[Promised] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nothing more comes."""
-    tiers: list[TierReport] | None = None
+    tiers: list[TierView] | None = None
     """None: as before."""
     known: list[KnownKeys] = msgspec.field(default_factory=list)
     lists_all: bool = False

@@ -98,6 +98,24 @@ class ChunkCounts(Answer, kw_only=True):
     quarantined: int
 
 
+class TierView(Answer, kw_only=True):
+    """A lower tier. Totals count from when it was opened."""
+
+    name: str
+    state: Literal["open", "off"]
+    """'off': it failed or was slow, and is tried again; until then nobody waits for it."""
+    objects: int = 0
+    """Parts of chunks."""
+    bytes_used: int = 0
+    bytes_limit: int = 0
+    """0: it knows none."""
+    wear_bytes: int = 0
+    """Written to its storage, its own work included; 0 where it is not known."""
+    queued_bytes: int = 0
+    """Chunks that wait to be written."""
+    counters: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class Status(Answer, kw_only=True):
     status: Literal["ok", "not ready"]
     reasons: list[str]
@@ -115,6 +133,8 @@ class Status(Answer, kw_only=True):
     reservations: int
     counters: dict[str, int]
     """Totals since start; api/views/history.py explains each."""
+    tiers: list[TierView] = msgspec.field(default_factory=list)
+    """Lower tiers, in the order in which they are asked."""
 
 
 class Problem(Answer, kw_only=True):

@@ -21,6 +21,7 @@ from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import Registry, SessionRecord
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens
+from kvdock.protocol.reports import TierView
 from kvdock.protocol.wire_types import KEY_BYTES
 
 ASKING_S = 0.05
@@ -71,7 +72,7 @@ class TierDesk:
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """With it begin the instances as which movers of this server attach."""
-        self.reports: list[t.TierReport] = []
+        self.reports: list[TierView] = []
         """The mover's last."""
         self.lost_lookups = 0
         self._table, self._registry, self._has_mover = table, registry, has_mover

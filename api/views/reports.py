@@ -22,7 +22,7 @@ from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import ChunkCounts, Leases, LeaseView, PoolView, Requests, Stats, Status
+from kvdock.protocol.reports import ChunkCounts, Leases, LeaseView, PoolView, Requests, Stats, Status, TierView
 
 VERSION = version("kvdock")
 SESSIONS_OF_PAGE = 64
@@ -38,14 +38,14 @@ class Reports:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
-        history: History, wall_s: Callable[[], float],
+        history: History, tiers: Callable[[], list[TierView]], wall_s: Callable[[], float],
     ) -> None:
-        """`wall_s` dates the status."""
+        """`tiers`: as the mover sees them now. `wall_s` dates the status."""
         self._pool, self._table = pool, pool.table
         self._registry, self._names = registry, names
         self._clock, self._wall_s = clock, wall_s
         self._started_ms = clock.now_ms()
-        self._probes, self._tally, self._history = probes, tally, history
+        self._probes, self._tally, self._history, self._tiers = probes, tally, history, tiers
 
     # ---------------------------------------------------------------- the server at a glance
 
@@ -84,6 +84,7 @@ class Reports:
             leases=stats["leases"],
             reservations=stats["reservations"],
             counters=msgspec.structs.asdict(self._tally.totals()),
+            tiers=self._tiers(),
         )
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:

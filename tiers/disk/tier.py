@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -153,6 +153,11 @@ class DiskTier:
                 outcomes[left[keys.index(key)]] = outcome
             left = [at for at, key in zip(left, keys, strict=True) if key in claimed]
         return outcomes
+
+    def listed(self) -> Iterator[PartName]:
+        with self._space.changed:
+            keys = list(self._space.entries)
+        return map(name_of, keys)
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used

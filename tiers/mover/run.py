@@ -22,8 +22,8 @@ from kvdock.protocol.mover_schemas import (
     MoverNews,
     MoverWords,
     Promised,
-    TierReport,
 )
+from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.mover.admission import AskCounts, cut
 from kvdock.tiers.mover.fetches import Fetch, Fetches
@@ -98,15 +98,14 @@ class Mover:
         if words.tiers is not None or words.promised or words.ended or words.known:
             self._line.say(words)
 
-    def _reports(self) -> list[TierReport]:
-        reports = [TierReport(name=name, state="off", why=why) for name, why in self._opening.failures.items()]
+    def _reports(self) -> list[TierView]:
+        reports = [TierView(name=name, state="off") for name in self._opening.failures]
         for lane in self._lanes:
             usage, breaker = lane.tier.usage(), lane.breaker
-            reports.append(TierReport(
-                name=lane.name, state="off" if breaker.is_open else "open", why=breaker.why if breaker.is_open else "",
-                objects=usage.objects, bytes_used=usage.bytes_used, bytes_limit=usage.bytes_limit,
-                wear_bytes=usage.wear_bytes, queued_bytes=self._writers[lane.name].waiting_bytes,
-                counters=dict(lane.counters),
+            reports.append(TierView(
+                name=lane.name, state="off" if breaker.is_open else "open", objects=usage.objects,
+                bytes_used=usage.bytes_used, bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
+                queued_bytes=self._writers[lane.name].waiting_bytes, counters=dict(lane.counters),
             ))
         return reports
 

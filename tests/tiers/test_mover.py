@@ -1,0 +1,269 @@
+"""A server with its mover and a tier on disk: what is written there, and what comes back under a lookup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # it has no stubs here
+import pytest
+from api_helpers import MIB, ServerProcess, eventually
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+
+from kvdock.client.client import Client
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
+
+PART = MIB // 2
+POOL_CHUNKS = 32
+POOL = POOL_CHUNKS * PART
+SETTINGS = {
+    "pool_bytes": POOL, "segment_bytes": POOL, "disk_bytes": 256 * MIB, "tier_asks": 1, "heartbeat_s": 0.1,
+    "settle_s": 0.2, "watch_s": 0.05,
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
+        yield process
+
+
+@pytest.fixture
+def engine(server: ServerProcess) -> Iterator[TierEngine]:
+    made = TierEngine(server.unix, manifest(PART))
+    is_served(server, 1)
+    yield made
+    made.close()
+
+
+def mover(server: ServerProcess) -> psutil.Process:
+    """The server's own."""
+    (found,) = movers(server)
+    return found
+
+
+def movers(server: ServerProcess) -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process(server.process.pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE and "kvdock.tiers.mover" in child.cmdline()
+    ]
+
+
+def is_served(server: ServerProcess, namespaces: int) -> None:
+    """The mover has a session in so many."""
+    with Client(server.unix) as client:
+        eventually(lambda: sum(one.label == "lower tiers" for one in client.sessions().sessions) == namespaces, 30.0)
+
+
+def is_written(engine: TierEngine, keys: list[bytes]) -> None:
+    """Lower tiers have the chunks."""
+    eventually(lambda: written(engine) >= len(keys), 30.0)
+
+
+def written(engine: TierEngine) -> int:
+    return sum(report.objects for report in engine.client.status().tiers)
+
+
+def flood(engine: TierEngine) -> None:
+    """Evicts all that nobody holds."""
+    for _ in range(3):
+        engine.store(engine.chain(POOL_CHUNKS // 2))
+
+
+def stored_and_gone(engine: TierEngine, count: int) -> list[bytes]:
+    """Chunks that lower tiers have and the pool has not."""
+    keys = engine.chain(count)
+    engine.store(keys)
+    is_written(engine, keys)
+    flood(engine)
+    assert engine.lookup(keys, "gone?").hit_tokens == 0
+    return keys
+
+
+def test_what_the_pool_let_go_comes_back_under_one_lookup(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 8)
+    first = engine.lookup(keys, "r", 20.0)
+    assert first.hit_tokens == 0 and first.pending is not None
+    found = engine.awaited(keys)
+    assert found.hit_tokens == 8 * CHUNK_TOKENS
+    engine.read(keys, found)
+    engine.release(found)
+
+
+def test_what_is_behind_a_hit_comes_as_well(engine: TierEngine) -> None:
+    keys = engine.chain(8)
+    engine.store(keys)
+    is_written(engine, keys)
+    kept = engine.lookup(keys[:3], "keeps")
+    flood(engine)
+    first = engine.lookup(keys, "r", 20.0)
+    assert first.hit_tokens == 3 * CHUNK_TOKENS and first.pending is not None
+    assert first.pending.tokens == 8 * CHUNK_TOKENS
+    found = engine.awaited(keys)
+    assert (found.lease, found.hit_tokens) == (first.lease, 8 * CHUNK_TOKENS), "one lease holds both"
+    engine.read(keys, found)
+    engine.release(found)
+    engine.release(kept)
+
+
+def test_who_does_not_wait_gets_what_the_pool_has(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 4)
+    found = engine.lookup(keys, "r")
+    assert found.hit_tokens == 0 and found.pending is None
+
+
+def test_nobody_waits_for_what_no_tier_has(engine: TierEngine) -> None:
+    stored_and_gone(engine, 2)
+    assert engine.lookup(engine.chain(4), "r", 20.0).pending is None
+
+
+def test_what_came_is_held_for_the_request_until_its_lease_ends(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 4)
+    engine.lookup(keys, "r", 20.0)
+    eventually(lambda: engine.client.status().counters["loaded_chunks"] >= 0, 1.0)
+    found = engine.awaited(keys)
+    flood(engine)
+    engine.read(keys, found)
+    engine.release(found)
+    assert engine.lookup(keys, "later").hit_tokens == 0, "temporary chunks go with their last reader"
+
+
+def test_every_rank_reads_what_came_once(server: ServerProcess) -> None:
+    of = manifest(PART, model="mla", writers=1, readers=2)
+    engine = TierEngine(server.unix, of, "mla")
+    is_served(server, 1)
+    keys = stored_and_gone(engine, 4)
+    found = engine.awaited(keys)
+    assert found.hit_tokens == 4 * CHUNK_TOKENS
+    assert engine.release(found, [0]) == [1], "the other rank still reads"
+    flood(engine)
+    engine.read(keys, found)
+    assert engine.release(found, [1]) == []
+    engine.close()
+
+
+def test_a_part_of_each_writer_comes_back(server: ServerProcess) -> None:
+    engine = TierEngine(server.unix, manifest(PART // 2, model="heads", writers=2), "heads")
+    is_served(server, 1)
+    keys = engine.chain(4)
+    engine.store(keys)
+    eventually(lambda: written(engine) >= 8, 30.0)
+    for _ in range(3):
+        engine.store(engine.chain(POOL_CHUNKS // 2))
+    found = engine.awaited(keys)
+    assert found.hit_tokens == 4 * CHUNK_TOKENS
+    engine.read(keys, found)
+    engine.close()
+
+
+def test_two_engines_that_want_one_prompt_cause_one_load(server: ServerProcess, engine: TierEngine) -> None:
+    other = TierEngine(server.unix, manifest(PART), "other")
+    keys = stored_and_gone(engine, 8)
+    engine.lookup(keys, "r", 20.0)
+    other.lookup(keys, "r", 20.0)
+    mine, theirs = engine.awaited(keys), other.awaited(keys)
+    assert mine.hit_tokens == theirs.hit_tokens == 8 * CHUNK_TOKENS
+    engine.read(keys, mine)
+    other.read(keys, theirs)
+    eventually(lambda: loads(engine) >= 8, 10.0)
+    assert loads(engine) == 8
+    other.close()
+
+
+def loads(engine: TierEngine) -> int:
+    return sum(report.counters.get("load_done", 0) for report in engine.client.status().tiers)
+
+
+def test_a_request_that_ends_leaves_nothing_behind(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 8)
+    engine.lookup(keys, "r", 20.0)
+    attachment = engine.session.attachment
+    assert attachment is not None
+    engine.client.withdraw(attachment.session, ["r"])
+    eventually(lambda: engine.client.status().leases == engine.client.status().reservations == 0, 30.0)
+    engine.awaited(keys, "again")  # it can be had all the same
+
+
+def test_only_what_was_asked_for_again_is_written(tmp_path: Path) -> None:
+    with ServerProcess(**{**SETTINGS, "tier_asks": 2, "disk_path": str(tmp_path / "disk")}) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        once, again = engine.chain(4), engine.chain(4)
+        for keys in (once, again, again):
+            engine.lookup(keys, engine.rng.randbytes(4).hex())
+            engine.store(keys)
+        is_written(engine, again)
+        engine.store(engine.chain(1))
+        time.sleep(0.5)  # nothing says that a chunk will never be written
+        assert written(engine) == 4
+        engine.close()
+
+
+def test_damaged_parts_are_a_miss_and_deleted(server: ServerProcess, engine: TierEngine, tmp_path: Path) -> None:
+    keys = stored_and_gone(engine, 4)
+    damaged = engine.bytes_of(keys[2])[:64]
+    for log in (tmp_path / "disk").iterdir():
+        if log.is_file() and damaged in (data := log.read_bytes()):
+            with log.open("r+b") as file:
+                file.seek(data.index(damaged))
+                file.write(bytes(64))
+                os.fsync(file.fileno())
+    found = engine.awaited(keys)
+    assert found.hit_tokens == 2 * CHUNK_TOKENS, "what stands before it is good"
+    engine.read(keys, found)
+    engine.release(found)
+    eventually(lambda: sum(r.counters.get("damaged", 0) for r in engine.client.status().tiers) == 1, 10.0)
+    assert written(engine) < engine.client.status().counters["stored_chunks"]
+
+
+def test_a_mover_that_is_killed_is_started_again_and_nothing_is_lost(server: ServerProcess, engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 8)
+    first = mover(server)
+    engine.lookup(keys, "r", 20.0)
+    first.send_signal(signal.SIGKILL)
+    eventually(lambda: [one.pid for one in movers(server)] not in ([], [first.pid]), 30.0)
+    eventually(lambda: written(engine) >= 8 and engine.client.status().reservations == 0, 30.0)
+    is_served(server, 1)
+    found = engine.awaited(keys, "again")
+    assert found.hit_tokens == 8 * CHUNK_TOKENS
+    engine.read(keys, found)
+
+
+def test_while_the_mover_stands_still_lookups_answer_and_nobody_waits_longer_than_it_may(
+    server: ServerProcess, engine: TierEngine
+) -> None:
+    keys = stored_and_gone(engine, 8)
+    process = mover(server)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        began_s = time.monotonic()
+        assert engine.lookup(keys, "r", 0.5).pending is not None
+        assert time.monotonic() - began_s < 5.0
+        eventually(lambda: engine.lookup(keys, "r", 0.5).pending is None, 10.0)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert engine.awaited(keys, "again").hit_tokens == 8 * CHUNK_TOKENS
+
+
+def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "disk_path": str(tmp_path / "disk"), "tier_drain_s": 20.0, "drain_s": 20.0}
+    with ServerProcess(**settings) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        keys = engine.chain(16)
+        engine.store(keys)
+        eventually(lambda: engine.client.status().tiers[0].queued_bytes + written(engine) * PART >= 16 * PART, 30.0)
+        engine.close()
+        assert server.stop() == 0
+    with ServerProcess(**settings) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        eventually(lambda: written(engine) == 16, 30.0)
+        found = engine.awaited(keys)
+        assert found.hit_tokens == 16 * CHUNK_TOKENS
+        engine.read(keys, found)
+        engine.close()

@@ -69,9 +69,11 @@ class Fetches:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Fetch] = {}
+        self._running: list[Fetch] = []
 
     def begin(self, fetch: Fetch) -> None:
         with self._lock:
+            self._running.append(fetch)
             if fetch.ticket:
                 self._open[fetch.ticket] = fetch
         self._threads.submit(self._run, fetch)
@@ -83,9 +85,13 @@ class Fetches:
         if fetch is not None:
             fetch.deadline.cancel()
 
+    def is_busy(self, place: Place) -> bool:
+        with self._lock:
+            return any(fetch.place is place for fetch in self._running)
+
     def close(self) -> None:
         with self._lock:
-            fetches = list(self._open.values())
+            fetches = list(self._running)
         for fetch in fetches:
             fetch.deadline.cancel()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -104,6 +110,7 @@ class Fetches:
             log.exception("a fetch has failed")
         finally:
             with self._lock:
+                self._running.remove(fetch)
                 self._open.pop(fetch.ticket, None)
             if fetch.ticket:
                 self._ended(fetch.ticket)

@@ -19,6 +19,9 @@ from kvdock.tiers.tier import PAGE_BYTES
 log = logging.getLogger("kvdock.tiers")
 
 LABEL = "lower tiers"
+LINGER_S = 5.0
+CHANGES_OF_SERVER = 1 << 32
+"""The numbers of a server's changes begin with a multiple of it (csrc/table/lookup.cpp, changes)."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,14 @@ class Place:
 class Places:
     """`changed`: called from a heartbeat's thread with the changes of a place."""
 
-    def __init__(self, client: Client, instance: str, changed: Callable[[Place, Changes], None]) -> None:
-        self._client, self._instance, self._changed = client, instance, changed
+    def __init__(
+        self, client: Client, instance: str, changed: Callable[[Place, Changes], None], clock: Callable[[], float]
+    ) -> None:
+        self._client, self._instance, self._changed, self._clock = client, instance, changed, clock
         self._lock = threading.Lock()
         self._by_digest: dict[bytes, Place] = {}
+        self._unserved_s: dict[bytes, float] = {}
+        """Since when, by namespace."""
 
     def of(self, digest: bytes) -> Place | None:
         with self._lock:
@@ -66,15 +73,31 @@ class Places:
         with self._lock:
             return list(self._by_digest.values())
 
-    def follow(self, served: Sequence[ServedNamespace]) -> list[Place]:
-        """Attaches to new ones. Returns those that are served no more: the caller closes them once nothing is under way
-        there."""
+    def follow(self, served: Sequence[ServedNamespace]) -> None:
+        """Attaches to new ones. Those that are served no more stay for LINGER_S: an engine that has ended may come
+        back, and what it has stored is still to be written."""
         wanted = {bytes.fromhex(one.namespace): one.manifest for one in served}
         for digest, manifest in wanted.items():
             if self.of(digest) is None:
                 self._open(digest, manifest)
         with self._lock:
-            return [self._by_digest.pop(digest) for digest in list(self._by_digest) if digest not in wanted]
+            self._unserved_s = {
+                digest: self._unserved_s.get(digest, self._clock()) for digest in self._by_digest.keys() - wanted.keys()
+            }
+
+    def leave(self, is_busy: Callable[[Place], bool]) -> None:
+        """Leaves those that are served no more and for which nothing is under way."""
+        with self._lock:
+            late = [digest for digest, since_s in self._unserved_s.items() if self._clock() - since_s > LINGER_S]
+            gone = [self._by_digest.pop(digest) for digest in late if not is_busy(self._by_digest[digest])]
+            for place in gone:
+                del self._unserved_s[place.digest]
+        for place in gone:
+            place.session.close()
+
+    def close(self) -> None:
+        for place in self.all():
+            place.session.close()
 
     def _open(self, digest: bytes, manifest: Manifest) -> None:
         identity = Identity(
@@ -94,5 +117,7 @@ class Places:
             log.error("namespace %s: the server calls it %s", digest.hex()[:12], attachment.namespace.hex()[:12])
             session.close()
             return
+        if attachment is not None:
+            attachment.changes_since -= attachment.changes_since % CHANGES_OF_SERVER  # what is there is heard as well
         with self._lock:
             self._by_digest[digest] = place

@@ -48,7 +48,7 @@ class Mover:
     def __init__(self, config: MoverConfig, line: Line, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._line, self._clock = config, line, clock
         self._client = Client(config.address)
-        self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed)
+        self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed, clock)
         self._asks = AskCounts(config.asks)
         self._opening = OpeningTiers(config, clock)
         self._lanes: list[Lane] = []
@@ -67,10 +67,14 @@ class Mover:
                 self._use(tier)
             for lane in self._lanes:
                 lane.probe()
+            self._places.leave(self._is_busy)
             for one in news:
                 self._follow(one)
             self._say()
         self._close()
+
+    def _is_busy(self, place: Place) -> bool:
+        return self._fetches.is_busy(place) or any(one.is_busy(place) for one in self._writers.values())
 
     def _use(self, tier: Tier) -> None:
         lane = Lane(tier, clock=self._clock, lost=_end_process)
@@ -111,8 +115,7 @@ class Mover:
 
     def _follow(self, news: MoverNews) -> None:
         if news.namespaces is not None:
-            for place in self._places.follow(news.namespaces):
-                place.session.close()
+            self._places.follow(news.namespaces)
         for ticket in news.ended:
             self._fetches.cancel(ticket)
         for asked in news.asked:
@@ -170,8 +173,7 @@ class Mover:
         self._fetches.close()
         for writer in self._writers.values():
             writer.close()
-        for place in self._places.follow([]):
-            place.session.close()
+        self._places.close()
         for lane in self._lanes:
             lane.close(Deadline(CLOSE_S))
         self._client.close()

@@ -46,6 +46,7 @@ class WriteBehind:
         self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
         self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._settled = Settled()
+        self._writing: Place | None = None
         self.waiting_bytes = 0
         self._wake = threading.Condition()
         self._until_s: float | None = None
@@ -67,6 +68,10 @@ class WriteBehind:
                 self.waiting_bytes -= self._waiting.popitem(last=False)[1]
                 self._lane.counters["left_out_full_queue"] += 1
             self._wake.notify()
+
+    def is_busy(self, place: Place) -> bool:
+        with self._wake:
+            return self._writing is place or any(digest == place.digest for digest, _ in self._waiting)
 
     def forget(self, key: bytes) -> None:
         """The tier has lost it, or what it had was bad."""
@@ -100,6 +105,8 @@ class WriteBehind:
             except Exception:  # without this thread nothing would be written any more
                 log.exception("chunks could not be written to %s", self._lane.name)
                 rests = True
+            with self._wake:
+                self._writing = None
             if rests:
                 time.sleep(REST_S)  # whoever does not answer is not asked all the time
 
@@ -115,6 +122,7 @@ class WriteBehind:
                     place = self._places.of(digest)
                     keys = self._taken(digest)
                     if place is not None:
+                        self._writing = place
                         return place, keys
                     self._lane.counters["left_out_namespace_gone"] += len(keys)
                     continue

@@ -136,7 +136,7 @@ def outcomes_of(tier: Tier, parts: Sequence[Part]) -> list[Outcome]:
 def assert_loads(tier: Tier, parts: Sequence[Part]) -> None:
     """Bit for bit, with the checksums they were stored with."""
     for part, got in zip(parts, load(tier, parts), strict=True):
-        assert got.answer == Loaded(Outcome.DONE, part.record.checksum)
+        assert got.answer == Loaded(Outcome.DONE, part.record.checksum), f"{got.answer} of {part.name.text()}"
         assert got.data == part.data
 
 

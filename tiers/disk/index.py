@@ -116,10 +116,15 @@ class Index:
             self._db.executemany(_INSERT, [(_place_of(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def close(self) -> None:
-        """What was committed is durable then."""
+        """What was committed is durable then, but on a full disk, where SQLite's own log keeps it."""
         with self._lock, _as_tier_error():
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._db.close()
+            try:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                    raise
+            finally:
+                self._db.close()
 
     def _many(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:
         for begin in range(0, len(values), _BATCH_ROWS):

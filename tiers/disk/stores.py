@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kvdock.tiers.disk.blocks import key_of, pages_bytes, record_block
-from kvdock.tiers.disk.io import FULL_ERRORS, Io, Transfer
+from kvdock.tiers.disk.io import FULL_ERRORS, LOST_ERRORS, Io, Transfer, raise_if_lost
 from kvdock.tiers.disk.log import Log
 from kvdock.tiers.disk.space import Place, Space
 from kvdock.tiers.record import Record
@@ -38,6 +38,7 @@ class Stores:
         self._under_way: deque[Writing] = deque()
         self._pieces = 0
         self._written: list[Writing] = []
+        self._lost: OSError | None = None
 
     def run(self) -> list[Outcome]:
         """Raises TierError; nothing reads the pages any more then."""
@@ -58,6 +59,8 @@ class Stores:
             finally:
                 self._settle()
                 self._unclaim(set(self._claims))
+            if self._lost:
+                raise_if_lost(self._lost)
             left = later
         return self._outcomes
 
@@ -85,6 +88,7 @@ class Stores:
             try:
                 made = self._space.make_room(length, self._deadline)
             except OSError as error:
+                raise_if_lost(error)
                 made = _outcome_of(error)
             if made is not Outcome.DONE:
                 self._outcomes[at] = made
@@ -126,6 +130,8 @@ class Stores:
 
     def _give_up(self, writings: Sequence[Writing], error: OSError) -> None:
         """Their places stay unused until the segment goes; what stands there must not be taken for a part."""
+        if error.errno in LOST_ERRORS:
+            self._lost = error
         for writing in writings:
             self._outcomes[writing.at] = _outcome_of(error)
             with suppress(OSError):

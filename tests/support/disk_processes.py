@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -62,6 +63,9 @@ def small(folder: Path) -> dict[str, object]:
         while True:
             file.write(bytes(4 * KIB))
     assert_loads(tier, kept)
+    seen["to_the_last_byte"] = [one.value for one in store(tier, parts.many(3, MIB))]
+    assert_loads(tier, kept[-1:])
+    os.truncate(filler, filler.stat().st_size - MIB)  # no room for a segment, but for the index
     more = parts.many(40, MIB)
     outcomes = []
     for part in more:

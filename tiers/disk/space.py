@@ -6,7 +6,7 @@ written from front to back alone, a part that nobody asks for costs one write, a
 that come from outside. What is asked for again and again stays as long as its likes fit that share.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_turn` is
-held by the one thread that makes room; it holds no record then, and waits for those that do.
+held by the one thread that makes room; it leaves alone what is being written, and waits for those who read.
 """
 
 from __future__ import annotations
@@ -205,6 +205,14 @@ class Space:
             self.claimed |= mine
             return mine, others
 
+    def wait_for_writers(self, deadline: Deadline) -> bool:
+        """Waits for a moment; False: nobody writes, or it is too late."""
+        with self.changed:
+            if not any(segment.writers for segment in self._log.segments.values()):
+                return False
+            self.wait(deadline)
+            return not deadline.is_over
+
     def wait(self, deadline: Deadline) -> None:
         """Until something has changed, or it is time to look at the deadline. Under `changed`."""
         self.changed.wait(min(LOOK_S, deadline.left_s))
@@ -216,7 +224,10 @@ class Space:
         return record_bytes(length) <= self._log.segment_bytes - PAGE_BYTES
 
     def make_room(self, length: int, deadline: Deadline) -> Outcome:
-        """DONE: take() is worth a try. The caller must hold no place. LATE, FULL; raises OSError, TierError."""
+        """DONE: take() is worth a try. LATE. FULL: no room, unless others or the caller put their places to use.
+
+        Raises OSError, TierError.
+        """
         while not self._turn.acquire(timeout=LOOK_S):
             if deadline.is_over:
                 return Outcome.LATE
@@ -248,11 +259,11 @@ class Space:
         return fresh
 
     def _oldest(self, but: Segment | None = None) -> Segment | None:
-        """One of which nothing is left, if there is any."""
+        """One of which nothing is left, if there is any. None of those that are being written."""
         with self.changed:
             return min(
-                (segment for segment in self._log.segments.values() if segment is not but),
-                key=lambda segment: (bool(segment.entries or segment.writers), segment.sequence), default=None,
+                (segment for segment in self._log.segments.values() if segment is not but and not segment.writers),
+                key=lambda segment: (bool(segment.entries), segment.sequence), default=None,
             )
 
     def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
@@ -261,7 +272,6 @@ class Space:
         Raises OSError, TierError; what was to be copied is still there then, in its old place.
         """
         with self.changed:
-            self.changed.wait_for(lambda: segment.writers == 0)
             moves = self._second_chances(segment, into) if into else []
             keys = {key for key, _, _ in moves}
             for key in segment.entries.keys() - keys:

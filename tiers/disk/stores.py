@@ -1,6 +1,6 @@
 """One batch of stores: which of its parts are new, their writes under way, and how they become known.
 
-While a batch waits for room it holds none, or the thread that makes room might wait for it.
+A batch that finds no room makes known what it has written, so that this may go; it waits for others holding nothing.
 """
 
 from __future__ import annotations
@@ -84,13 +84,16 @@ class Stores:
             place = self._space.take(length)
             if place is not None:
                 return place
-            self._settle()
             try:
                 made = self._space.make_room(length, self._deadline)
             except OSError as error:
                 raise_if_lost(error)
                 made = _outcome_of(error)
-            if made is not Outcome.DONE:
+            if made is Outcome.FULL and (self._under_way or self._written):
+                self._settle()
+            elif made is Outcome.FULL and self._space.wait_for_writers(self._deadline):
+                continue
+            elif made is not Outcome.DONE:
                 self._outcomes[at] = made
                 return None
         self._outcomes[at] = Outcome.FULL

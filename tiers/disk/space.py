@@ -208,7 +208,7 @@ class Space:
     def wait_for_writers(self, deadline: Deadline) -> bool:
         """Waits for a moment; False: nobody writes, or it is too late."""
         with self.changed:
-            if not any(segment.writers for segment in self._log.segments.values()):
+            if not any(segment.writers for segment in list(self._log.segments.values())):
                 return False
             self.wait(deadline)
             return not deadline.is_over

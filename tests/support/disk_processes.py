@@ -59,9 +59,7 @@ def small(folder: Path) -> dict[str, object]:
     kept = parts.many(3, MIB)
     store_all(tier, kept)
     assert_loads(tier, kept)
-    with suppress(OSError), filler.open("wb", buffering=0) as file:  # all that is left
-        while True:
-            file.write(bytes(4 * KIB))
+    take_all(filler)
     assert_loads(tier, kept)
     seen["to_the_last_byte"] = [one.value for one in store(tier, parts.many(3, MIB))]
     assert_loads(tier, kept[-1:])
@@ -74,8 +72,17 @@ def small(folder: Path) -> dict[str, object]:
     seen["beside_others"] = sorted({one.value for one in outcomes})
     ARENA.reset()
     assert_loads(tier, [part for part, one in zip(more, outcomes, strict=True) if one is Outcome.DONE][-1:])
+    take_all(filler)
     tier.close(patient())
+    DiskTier.open(folder / "tier", 32 * MIB).close(patient())
     return seen
+
+
+def take_all(filler: Path) -> None:
+    """What the file system has left."""
+    with suppress(OSError), filler.open("ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4 * KIB))
 
 
 def ramfs(folder: Path) -> dict[str, object]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tier_helpers import ARENA, Parts
 from tier_subjects import SUBJECTS, TierSubject, opened
 
 from kvdock.tiers.tier import Tier
+
+
+@pytest.fixture(autouse=True)
+def arena() -> None:
+    ARENA.reset()
 
 
 @pytest.fixture(scope="module", params=SUBJECTS, ids=lambda kind: kind.name)
@@ -20,7 +26,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def subject(made: TierSubject) -> TierSubject:
-    ARENA.reset()
     made.reset()
     return made
 
@@ -34,3 +39,9 @@ def parts(request: pytest.FixtureRequest) -> Parts:
 def tier(subject: TierSubject) -> Iterator[Tier]:
     with opened(subject) as tier:
         yield tier
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a disk tier may be made."""
+    return tmp_path / "store"

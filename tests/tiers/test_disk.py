@@ -1,80 +1,25 @@
-"""The disk tier beside what all tiers do: its limit, its log and index, the folder's owner, and processes killed."""
+"""The disk tier beside what all tiers do: its limit, the order in which parts go, and storage that fails."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
-import signal
-import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
+from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened, store_in_turn, there
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
 from kvdock.tiers.disk.blocks import key_of, record_bytes
-from kvdock.tiers.disk.folder import FolderInUse
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
 from kvdock.tiers.tier import PAGE_BYTES, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
-
-LIMIT = 32 * MIB
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-PROCESSES = str(SUPPORT / "disk_processes.py")
-
-
-@pytest.fixture(autouse=True)
-def arena() -> None:
-    ARENA.reset()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def parts(request: pytest.FixtureRequest) -> Parts:
-    return Parts(request.node.name)
-
-
-@contextmanager
-def opened(folder: Path, limit_bytes: int = LIMIT) -> Iterator[DiskTier]:
-    tier = DiskTier.open(folder, limit_bytes)
-    try:
-        yield tier
-    finally:
-        tier.close(patient())
-
-
-def allocated_bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.iterdir():
-        try:
-            total += path.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return total
-
-
-def store_in_turn(tier: DiskTier, batch: list[Part]) -> None:
-    for part in batch:
-        ARENA.reset()
-        store_all(tier, [part])
-
-
-def there(tier: DiskTier, batch: list[Part]) -> list[bool]:
-    return tier.exists([part.name for part in batch], patient())
 
 
 # --------------------------------------------------------------------------- room
@@ -192,11 +137,11 @@ def test_a_record_that_is_being_loaded_is_not_overwritten(folder: Path, parts: P
 
 
 def test_room_of_deleted_parts_is_used_before_others_go(folder: Path, parts: Parts) -> None:
-    first, second = parts.many(6, MIB), parts.many(6, MIB)
+    first, second = parts.many(7, MIB), parts.many(7, MIB)  # a segment has room for seven
     with opened(folder) as tier:
         store_in_turn(tier, first + second)
         tier.delete([part.name for part in second], patient())
-        store_in_turn(tier, parts.many(8, MIB))
+        store_in_turn(tier, parts.many(12, MIB))
         ARENA.reset()
         assert_loads(tier, first)
 
@@ -229,6 +174,17 @@ def test_a_file_system_without_direct_input_and_output_is_used_with_one_logged_l
     seen, said = run_apart("ramfs", folder)
     assert seen == {"loaded": 4}
     assert said.count("takes no direct input and output") == 2 == len(said.splitlines()), "one for each opening"
+
+
+def test_a_record_that_storage_takes_only_a_piece_of_is_full(folder: Path, parts: Parts) -> None:
+    first, cut = parts.make(5000), parts.make(MIB)
+    with opened(folder) as tier:
+        store_all(tier, [first])
+        with DiskSubject(folder.parent).exhausted():  # the kernel writes up to that size, and no more
+            assert store(tier, [cut]) == [Outcome.FULL]
+        assert there(tier, [first, cut]) == [True, False]
+        store_all(tier, [cut])
+        assert_loads(tier, [first, cut])
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced"])
@@ -276,200 +232,3 @@ def test_a_path_that_is_no_folder_and_a_limit_that_is_too_small_are_refused(tmp_
     with pytest.raises(TierError, match=f"{LEAST_LIMIT_BYTES - 1} bytes was found, at least {LEAST_LIMIT_BYTES}"):
         DiskTier.open(tmp_path / "new", LEAST_LIMIT_BYTES - 1)
     assert not (tmp_path / "new").exists()
-
-
-# --------------------------------------------------------------------------- the index and the log
-
-
-def spoil_header(index: Path) -> None:
-    index.write_bytes(b"not a database" + index.read_bytes()[14:])
-
-
-def spoil_pages(index: Path) -> None:
-    data = index.read_bytes()
-    index.write_bytes(data[:PAGE_BYTES] + random.Random(1).randbytes(len(data) - PAGE_BYTES))
-
-
-def other_version(index: Path) -> None:
-    with sqlite3.connect(index) as db:
-        db.execute("PRAGMA user_version = 99")
-    db.close()
-
-
-def other_table(index: Path) -> None:
-    with sqlite3.connect(index) as db:
-        db.execute("UPDATE parts SET name = 'text', length = -1")
-    db.close()
-
-
-@pytest.mark.parametrize("harm", [Path.unlink, spoil_header, spoil_pages, other_version, other_table])
-def test_an_index_that_cannot_be_used_is_made_anew_from_the_log(
-    folder: Path, parts: Parts, caplog: pytest.LogCaptureFixture, harm: object
-) -> None:
-    assert callable(harm)
-    batch, gone = [parts.make(length) for length in range(1, 900_000, 50_000)], parts.many(5, 70_000)
-    with opened(folder) as tier:
-        store_all(tier, batch[:9] + gone)
-        store_all(tier, batch[9:])
-        tier.delete([part.name for part in gone], patient())
-    for _ in range(2):
-        harm(folder / "index.db")
-        caplog.clear()
-        with opened(folder) as tier:
-            assert [line.levelname for line in caplog.records] == ["WARNING"]
-            assert f"made anew from the log, {len(batch)} parts" in caplog.text
-            ARENA.reset()
-            assert_loads(tier, batch)
-            assert there(tier, gone) == [False] * len(gone)
-            assert tier.usage().objects == len(batch)
-    caplog.clear()
-    with opened(folder) as tier:
-        assert_loads(tier, batch)
-    assert not caplog.records
-
-
-def test_a_new_folder_says_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with opened(folder):
-        pass
-    assert not caplog.records
-
-
-def test_records_behind_a_damaged_one_are_found_when_the_index_is_made_anew(folder: Path, parts: Parts) -> None:
-    subject, batch = DiskSubject(folder.parent), parts.many(6, 300_000)
-    with opened(folder) as tier:
-        store_all(tier, batch)
-    subject.corrupt_header(batch[2].name)
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert there(tier, batch) == [True, True, False, True, True, True]
-        store_all(tier, [batch[2]])
-        assert_loads(tier, batch)
-
-
-def test_bytes_of_a_part_that_look_like_a_record_are_none(folder: Path, parts: Parts) -> None:
-    """Someone stores a part that has a copy of another's whole record in it; then the header before it is damaged."""
-    subject, victim = DiskSubject(folder.parent), parts.make(PAGE_BYTES)
-    with opened(folder) as tier:
-        store_all(tier, [victim])
-        path, offset = subject.find(victim.name)
-        record = bytearray(path.read_bytes()[offset : offset + 2 * PAGE_BYTES])
-        record[PAGE_BYTES:] = b"x" * PAGE_BYTES
-        forged = parts.make(3 * PAGE_BYTES)
-        forger = Part(forged.record, bytes(record) + forged.data[2 * PAGE_BYTES :])
-        store_all(tier, [forger])
-        path, at = subject.find(forger.name)
-    subject.corrupt_header(forger.name)
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert tier.usage().objects == 1
-        assert_loads(tier, [victim])
-    assert at > offset
-
-
-def test_an_index_that_is_behind_the_log_learns_the_rest(folder: Path, parts: Parts) -> None:
-    """As after power was lost: SQLite's last transactions may be gone, and the log has the records."""
-    old, new = parts.many(5, 500_000), parts.many(25, 500_000)
-    with opened(folder) as tier:
-        store_all(tier, old)
-    before = (folder / "index.db").read_bytes()
-    with opened(folder) as tier:
-        store_all(tier, new)
-        tier.delete([new[0].name, old[0].name], patient())
-    (folder / "index.db").write_bytes(before)
-    with opened(folder) as tier:
-        ARENA.reset()
-        assert_loads(tier, old[1:] + new[1:])
-        assert outcomes_of(tier, [old[0], new[0]]) == [Outcome.MISSING] * 2
-        assert there(tier, [old[0]]) == [False]
-
-
-def test_what_was_copied_is_in_the_log_once(folder: Path, parts: Parts) -> None:
-    """A process that ends between copying and wiping leaves two records of a part; deleting it ends both."""
-    part = parts.make(200_000)
-    with opened(folder) as tier:
-        store_all(tier, [part])
-        entry = tier._space.entries[key_of(part.name)]
-        place = tier._space.take(part.record.length)
-        assert place is not None and tier._space._copy(key_of(part.name), entry, place)
-        tier._space.leave([place])
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert_loads(tier, [part])
-        tier.delete([part.name], patient())
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert there(tier, [part]) == [False]
-
-
-# --------------------------------------------------------------------------- processes
-
-
-def child(folder: Path, limit_bytes: int, seed: str, length: int) -> subprocess.Popen[str]:
-    command = [sys.executable, PROCESSES, "write", str(folder), str(limit_bytes), seed, str(length)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-
-
-def killed(process: subprocess.Popen[str], after_lines: int, after_s: float) -> dict[str, list[int]]:
-    """Kills it some lines later, and returns the numbers that it had said."""
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(after_lines)]
-    time.sleep(after_s)
-    process.kill()
-    lines += process.stdout.read().splitlines(keepends=True)
-    process.stdout.close()
-    assert process.wait() == -signal.SIGKILL
-    said: dict[str, list[int]] = {"stored": [], "deleting": [], "deleted": []}
-    for line in lines:
-        if line.endswith("\n"):
-            what, *numbers = line.split()
-            said[what] += map(int, numbers)
-    return said
-
-
-@pytest.mark.parametrize("index", ["kept", "lost"])
-def test_all_that_was_done_is_there_after_a_process_was_killed(folder: Path, index: str) -> None:
-    mine, length = random.Random(index), 150_000
-    for life in range(6):
-        said = killed(child(folder, 512 * MIB, f"{index} {life}", length), 3 + 3 * life, mine.random() / 50)
-        if index == "lost":
-            (folder / "index.db").unlink()
-        parts = Parts(f"{index} {life}")
-        made = parts.many(max(said["stored"]) + 1, length)
-        with opened(folder, 512 * MIB) as tier:
-            ARENA.reset()
-            assert_loads(tier, [made[number] for number in said["stored"] if number not in said["deleting"]])
-            assert not any(there(tier, [made[number] for number in said["deleted"]]))
-
-
-def test_a_process_killed_while_it_makes_room_leaves_nothing_wrong(folder: Path) -> None:
-    mine, length = random.Random("room"), 300_000
-    for life in range(6):
-        said = killed(child(folder, LIMIT, f"room {life}", length), 150, mine.random() / 20)
-        if life % 2:
-            (folder / "index.db").unlink()
-        made = Parts(f"room {life}").many(max(said["stored"]) + 1, length)
-        with opened(folder) as tier:
-            assert allocated_bytes(folder) <= LIMIT
-            latest = [number for number in said["stored"][-10:] if number not in said["deleting"]]
-            assert_loads(tier, [made[number] for number in latest])
-            for number in said["stored"]:
-                ARENA.reset()
-                (got,) = load(tier, [made[number]])
-                if got.is_accepted:
-                    assert got.data == made[number].data and number not in said["deleted"]
-                else:
-                    assert number not in latest
-            store_in_turn(tier, Parts(f"after {life}").many(10, MIB))
-
-
-def test_a_folder_belongs_to_one_process_until_it_ends(folder: Path, parts: Parts) -> None:
-    process = child(folder, LIMIT, "owner", 5000)
-    assert process.stdout is not None and process.stdout.readline().startswith("stored")
-    with pytest.raises(FolderInUse, match=f"belongs to process {process.pid}") as refused:
-        DiskTier.open(folder, LIMIT)
-    assert refused.value.pid == process.pid
-    killed(process, 1, 0.0)
-    with opened(folder) as tier:
-        store_all(tier, [parts.make(5000)])
-        with pytest.raises(FolderInUse, match=f"belongs to process {os.getpid()}"):
-            DiskTier.open(folder, LIMIT)

@@ -10,6 +10,8 @@ from typing import Final
 from kvdock.tiers.tier import TierError
 
 TIER: Final = "disk"
+_PID_BYTES: Final = 16
+"""Always as long: a full disk takes it in the place of the one before."""
 
 
 class FolderInUse(TierError):
@@ -31,11 +33,10 @@ class FolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            said = os.pread(self._fd, 32, 0)
+            said = os.pread(self._fd, _PID_BYTES, 0)
             os.close(self._fd)
             raise FolderInUse(folder, int(said) if said.strip().isdigit() else 0) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{os.getpid():<{_PID_BYTES - 1}}\n".encode(), 0)
         self._inode = os.fstat(self._fd).st_ino
 
     def require(self) -> None:

@@ -86,7 +86,8 @@ class Index:
             "CREATE TABLE IF NOT EXISTS parts (place INTEGER PRIMARY KEY, name BLOB NOT NULL,"
             " length INTEGER NOT NULL, checksum INTEGER NOT NULL, used INTEGER NOT NULL)"
         )
-        run(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if version == 0:
+            run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def rows(self) -> list[Row]:
         """All of them, in the log's order. Raises sqlite3.DatabaseError if they cannot be read."""

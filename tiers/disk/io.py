@@ -50,6 +50,8 @@ def takes_direct(folder: Path) -> bool:
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
+        if error.errno in FULL_ERRORS:
+            return True
         raise
     finally:
         os.close(fd)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -172,7 +172,8 @@ class DiskTier:
             self._io.close()
             try:
                 self._log.sync()
-                self._index.remember_use(self._space.uses())
+                with suppress(OSError):  # a full disk: what was used is forgotten, which only orders what goes first
+                    self._index.remember_use(self._space.uses())
             except OSError as error:
                 raise TierError(TIER, f"not all of it is durable: {error}") from error
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import access, api, cli, connectors, copy, engine, table, vllm, web
+from . import access, api, cli, connectors, copy, engine, table, tiers, vllm, web
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
     "table": table.MUTANTS,
     "copy": copy.MUTANTS,
+    "tiers": tiers.MUTANTS,
     "api": api.MUTANTS,
     "access": access.MUTANTS,
     "connectors": connectors.MUTANTS,

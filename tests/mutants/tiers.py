@@ -1,0 +1,47 @@
+"""Breaks of tiers/: the limit, records taken for others, records that come back, and memory that others use."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+DISK = "tests/tiers/test_disk.py"
+LOG = "tests/tiers/test_disk_log.py"
+
+MUTANTS = (
+    Mutant(
+        "L1", "a disk's log grows beyond its limit", "tiers/disk/log.py",
+        "+ self.segment_bytes <= self._room_bytes", "+ self.segment_bytes <= 2 * self._room_bytes",
+        (DISK, "-k", "limit"), "test_the_limit_is_never_exceeded_not_even_for_a_moment",
+    ),
+    Mutant(
+        "L2", "a segment is used again while a part is loaded from it", "tiers/disk/space.py",
+        "self.changed.wait_for(lambda: segment.readers == 0)", "pass",
+        (DISK, "-k", "overwritten"), "test_a_record_that_is_being_loaded_is_not_overwritten",
+    ),
+    Mutant(
+        "L3", "a part's bytes can pass for a record", "tiers/disk/blocks.py",
+        "if (found_mark, found_offset) != (mark, offset):", "if False:",
+        (LOG, "-k", "look_like"), "test_bytes_of_a_part_that_look_like_a_record_are_none",
+    ),
+    Mutant(
+        "L4", "a deleted part stays in the log", "tiers/disk/tier.py",
+        "                    self._log.mark_deleted(entry.segment, entry.offset, record)\n", "",
+        (LOG, "-k", "anew"), "test_an_index_that_cannot_be_used_is_made_anew_from_the_log",
+    ),
+    Mutant(
+        "L5", "what the index points to is taken for the part", "tiers/disk/tier.py",
+        "if is_whole and record == wanted and", "if is_whole and",
+        (LOG, "-k", "points_to"), "test_an_index_that_points_to_another_part_is_damage_and_is_forgotten",
+    ),
+    Mutant(
+        "L6", "two writers of one part leave two records", "tiers/disk/space.py",
+        "            others = absent & self.claimed\n", "            others = set[bytes]()\n",
+        (LOG, "-k", "several_writers"), "test_of_several_writers_one_record_remains",
+    ),
+    Mutant(
+        "L7", "a record that storage took a piece of counts as stored", "tiers/disk/io.py",
+        "            rest, done = _behind(rest, moved), done + moved\n        with",
+        "            rest, done = [], done + moved\n        with",
+        (DISK, "-k", "piece"), "test_a_record_that_storage_takes_only_a_piece_of_is_full",
+    ),
+)

@@ -22,7 +22,9 @@ PYTHON = frozenset({".py", ".pyi"})
 NATIVE = frozenset({".cpp", ".h", ".cu", ".cuh"})
 CODE = PYTHON | NATIVE | {".js", ".css"}
 TEXT = CODE | {".html", ".svg", ".toml", ".txt", ".md", ".yml", ".yaml", ".json", ".sh", ""}
-ROOMS = frozenset({"api", "cli", "client", "connectors", "csrc", "datapath", "engine", "protocol", "shm", "tiers", "web"})
+ROOMS = frozenset(
+    {"api", "cli", "client", "connectors", "csrc", "datapath", "engine", "protocol", "shm", "tiers", "web"}
+)
 MAY_PRINT = frozenset({"cli", "bench", "tests"})
 
 

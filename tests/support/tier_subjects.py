@@ -1,6 +1,6 @@
 """The tiers that the conformance suite is run for, and what it does to their storage from outside.
 
-A tier joins by a subclass of TierSubject here and its name in SUBJECTS.
+A tier joins by a subclass of TierSubject and its name in SUBJECTS.
 """
 
 from __future__ import annotations
@@ -9,80 +9,18 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
-from tier_helpers import KIB, MIB, patient
+from redis_subject import RedisSubject
+from tier_helpers import KIB, MIB
+from tier_subject import TierSubject, opened
 
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Tier
 
-
-class TierSubject:
-    """One tier's storage under test. The suite makes one for each module, in an empty folder of its own, and calls
-    reset() before each test. What needs a package that is absent says pytest.skip in __init__.
-
-    What changes a stored record from outside may be called while a Tier is open.
-    """
-
-    name: ClassVar[str]
-    limit_bytes: ClassVar[int] = 0
-    """What the tiers that open() makes may use; at most some tens of MiB. 0: this tier knows no limit."""
-    has_server: ClassVar[bool] = False
-    """Whether stop, resume, kill and restart work."""
-    is_shared: ClassVar[bool] = False
-    """Whether two Tiers may be open at the same time over the same storage."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def reset(self) -> None:
-        """Empties the storage; the server, if there is one, runs afterwards."""
-        raise NotImplementedError
-
-    def open(self) -> Tier:
-        """Over what is stored already."""
-        raise NotImplementedError
-
-    def corrupt_header(self, name: PartName) -> None:
-        """Changes a byte of the stored record's header."""
-        raise NotImplementedError
-
-    def corrupt_body(self, name: PartName) -> None:
-        """Changes a byte of the stored part."""
-        raise NotImplementedError
-
-    def truncate(self, name: PartName) -> None:
-        """Cuts the stored record off in the middle of its part."""
-        raise NotImplementedError
-
-    def misplace(self, name: PartName, other: PartName) -> None:
-        """Puts what is stored of `other` (of the same length) where `name` is looked for."""
-        raise NotImplementedError
-
-    def exhausted(self) -> AbstractContextManager[None]:
-        """The storage takes (nearly) nothing more, whatever the tier's own limit is."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """The server hangs (SIGSTOP)."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        raise NotImplementedError
-
-    def kill(self) -> None:
-        """The server is gone (SIGKILL); what it stored may be lost."""
-        raise NotImplementedError
-
-    def restart(self) -> None:
-        """Where it was, after kill()."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Stops and removes what was started."""
+__all__ = ["SERVED", "SUBJECTS", "TierSubject", "opened"]
 
 
 class DiskSubject(TierSubject):
@@ -149,15 +87,5 @@ class DiskSubject(TierSubject):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-SUBJECTS: tuple[type[TierSubject], ...] = (DiskSubject,)
+SUBJECTS: tuple[type[TierSubject], ...] = (DiskSubject, RedisSubject)
 SERVED = tuple(kind for kind in SUBJECTS if kind.has_server)
-
-
-@contextmanager
-def opened(subject: TierSubject) -> Iterator[Tier]:
-    """The subject's tier, closed at the end."""
-    tier = subject.open()
-    try:
-        yield tier
-    finally:
-        tier.close(patient())

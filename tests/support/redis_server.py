@@ -1,0 +1,67 @@
+"""A redis-server process that listens on a Unix socket or on a loopback port, and keeps nothing on disk."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+START_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """`settings`: lines of redis.conf. `address`: a host and a port, or the path of a Unix socket."""
+
+    def __init__(self, folder: Path, address: tuple[str, int] | str, *settings: str) -> None:
+        if shutil.which("redis-server") is None:
+            pytest.skip("redis-server is not installed")
+        self.address, self._folder = address, folder
+        folder.mkdir(exist_ok=True)
+        listen = ("port 0", f"unixsocket {address}") if isinstance(address, str) else ()
+        config = (f"dir {folder}", "bind 127.0.0.1", 'save ""', "appendonly no", "daemonize no", *listen, *settings)
+        (folder / "redis.conf").write_text("\n".join(config) + "\n")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                ["redis-server", str(self._folder / "redis.conf")], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        until = time.monotonic() + START_S
+        while not self._accepts():
+            assert self._process.poll() is None, (self._folder / "log").read_text()
+            assert time.monotonic() < until, "redis-server does not accept connections"
+            time.sleep(0.01)
+
+    def send(self, what: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(what)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _accepts(self) -> bool:
+        family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
+        with socket.socket(family) as one:
+            return one.connect_ex(self.address) == 0

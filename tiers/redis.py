@@ -1,0 +1,323 @@
+"""Redis or Valkey as a lower tier: a record is one value, its header and then its bytes (docs/tiers.md#redis).
+
+Each connection carries runs of commands: all of a run are sent, then their replies are read, so that small parts do
+not wait for a round trip each, and no more than a run's bytes are on their way at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.redis_nodes import NAME, Address, Nodes, Settings, read_settings
+from kvdock.tiers.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+
+RUN_BYTES: Final = 8 << 20
+RUN_JOBS: Final = 128
+LONGEST_VALUE: Final = 512 << 20
+"""What Redis takes as one value."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Job(Generic[T]):
+    """`read`: the replies to its commands; an ErrorReply is judged by the caller. `size`: of what it moves, in
+    bytes."""
+
+    at: int
+    key: bytes
+    pieces: list[bytes | memoryview]
+    size: int
+    read: Callable[[Wire, Deadline], T | ErrorReply]
+
+
+@dataclass
+class _Answers(Generic[T]):
+    """`by_job`: LATE for a job that was not begun or not answered in time."""
+
+    by_job: dict[int, T | Outcome]
+    why: str = ""
+    heard: bool = False
+    """Some job was answered by a server that works."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def failed(self, jobs: Sequence[_Job[T]], why: str) -> None:
+        with self.lock:
+            self.why = self.why or why
+            self.by_job.update((job.at, Outcome.FAILED) for job in jobs)
+
+
+def open_tier(url: str, deadline: Deadline, environment: Mapping[str, str]) -> RedisTier:
+    """`url`: docs/tiers.md#redis. `environment`: where password_env is looked up. Raises TierUrlError; TierError where
+    the server does not answer or refuses, or redis-py is not installed."""
+    settings = read_settings(url, environment)
+    try:
+        client = importlib.import_module("redis")
+    except ImportError as error:
+        raise TierError(NAME, f"redis-py is not installed ({error}): pip install 'kvdock[redis]'") from error
+    tier = RedisTier(settings, Nodes(settings, client))
+    try:
+        tier.ask_for_life(deadline)
+    except BaseException:
+        tier.close(deadline)
+        raise
+    return tier
+
+
+class RedisTier:
+    """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
+
+    name = NAME
+
+    def __init__(self, settings: Settings, nodes: Nodes) -> None:
+        self._settings, self._nodes = settings, nodes
+        self._threads = ThreadPoolExecutor(settings.connections, thread_name_prefix="kvdock-redis")
+        self._lock = threading.Lock()
+        self._objects = self._bytes = 0
+
+    def ask_for_life(self, deadline: Deadline) -> None:
+        """Raises TierError."""
+        try:
+            self._nodes.ask(self._settings.address, command(b"PING"), deadline)
+        except OutOfTime:
+            raise TierError(NAME, "the server did not answer in time") from None
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        keys = [_key(name) for name in names]
+        jobs = [_Job(at, key, command(b"EXISTS", key), 0, _read_reply) for at, key in enumerate(keys)]
+        answers = self._talk(jobs, deadline)
+        return [answers[at] == 1 for at in range(len(keys))]
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        jobs = []
+        for at, part in enumerate(parts):
+            key = _key(part.name)
+            jobs.append(_Job(at, key, command(b"GET", key), HEADER_BYTES + part.length, _Value(part).read))
+        answers = self._talk(jobs, deadline)
+        loaded = [answers[at] for at in range(len(parts))]
+        return [Loaded(found) if isinstance(found, Outcome) else found for found in loaded]
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        outcomes = [Outcome.FAILED] * len(parts)
+        wanted = [at for at, part in enumerate(parts) if HEADER_BYTES + part.record.length <= LONGEST_VALUE]
+        there = self._set(parts, wanted, outcomes, deadline, (b"NX",))
+        if there:
+            checks = [_check(at, parts[at].record) for at in there]
+            fits = self._talk(checks, deadline)
+            for at in there:
+                found = fits[at]
+                outcomes[at] = found if isinstance(found, Outcome) else Outcome.DONE
+            spoilt = [at for at in there if fits[at] is False]
+            self._set(parts, spoilt, outcomes, deadline, ())
+        return outcomes
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        keys = [_key(name) for name in names]
+        jobs = [
+            _Job(at, key, command(b"STRLEN", key) + command(b"UNLINK", key), 0, _read_deleted)
+            for at, key in enumerate(keys)
+        ]
+        answers = self._talk(jobs, deadline)
+        outcomes = []
+        for at in range(len(keys)):
+            found = answers[at]
+            if isinstance(found, Outcome):
+                outcomes.append(found)
+                continue
+            outcomes.append(Outcome.MISSING if found is None else Outcome.DONE)
+            if found is not None:
+                self._count(-1, -found)
+        return outcomes
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(max(0, self._objects), max(0, self._bytes), 0, 0)
+
+    def close(self, deadline: Deadline) -> None:
+        self._threads.shutdown()
+        self._nodes.close()
+
+    def _set(
+        self, parts: Sequence[ToStore], which: Sequence[int], outcomes: list[Outcome], deadline: Deadline,
+        condition: tuple[bytes, ...],
+    ) -> list[int]:  # fmt: skip
+        """Sets those parts and writes how it went to `outcomes`. Returns which were there before."""
+        lifetime = (b"EX", b"%d" % self._settings.ttl_s) if self._settings.ttl_s else ()
+        jobs = []
+        for at in which:
+            record, pages = parts[at]
+            key, value = _key(record.name), (record.header(), pages[: record.length])
+            pieces = command(b"SET", key, value, *condition, *lifetime)
+            jobs.append(_Job(at, key, pieces, HEADER_BYTES + record.length, _read_reply))
+        answers = self._talk(jobs, deadline)
+        for job in jobs:
+            found = answers[job.at]
+            outcomes[job.at] = found if isinstance(found, Outcome) else Outcome.DONE
+            if outcomes[job.at] is Outcome.DONE and found is not None and condition:
+                self._count(1, job.size)
+        return [at for at in which if answers[at] is None]
+
+    def _count(self, objects: int, size: int) -> None:
+        with self._lock:
+            self._objects += objects
+            self._bytes += size
+
+    def _talk(self, jobs: Sequence[_Job[T]], deadline: Deadline) -> dict[int, T | Outcome]:
+        """What each job was answered, by its `at`; or LATE, FULL, DAMAGED, FAILED. Raises TierError where no server
+        answered any job, or all refused."""
+        answers = _Answers[T]({job.at: Outcome.LATE for job in jobs})
+        runs = deque(self._runs(jobs, answers, deadline))
+        others = [
+            self._threads.submit(self._work, runs, answers, deadline)
+            for _ in range(min(self._settings.connections, len(runs)) - 1)
+        ]
+        try:
+            self._work(runs, answers, deadline)
+        finally:
+            # Nothing may touch the pages after this: those that have begun end at the deadline by themselves.
+            wait([other for other in others if not other.cancel()])
+        for other in others:
+            if not other.cancelled():
+                other.result()
+        if answers.why and not answers.heard:
+            raise TierError(NAME, answers.why)
+        return answers.by_job
+
+    def _runs(
+        self, jobs: Sequence[_Job[T]], answers: _Answers[T], deadline: Deadline
+    ) -> list[tuple[Address, list[_Job[T]]]]:
+        """Jobs of one server, at most RUN_JOBS and RUN_BYTES of them, or one that is larger."""
+        open_runs: dict[Address, list[_Job[T]]] = {}
+        runs = []
+        for job in jobs:
+            try:
+                address = self._nodes.address_of(job.key, deadline)
+            except OutOfTime:
+                break
+            except TierError as error:
+                answers.failed([job], error.why)
+                continue
+            run = open_runs.get(address)
+            if run is None or len(run) == RUN_JOBS or sum(other.size for other in run) + job.size > RUN_BYTES:
+                run = open_runs[address] = []
+                runs.append((address, run))
+            run.append(job)
+        return runs
+
+    def _work(self, runs: deque[tuple[Address, list[_Job[T]]]], answers: _Answers[T], deadline: Deadline) -> None:
+        """Takes runs until there is none, in the caller's thread and in others at the same time."""
+        while not deadline.is_over:
+            try:
+                address, jobs = runs.popleft()
+            except IndexError:
+                return
+            self._run(address, jobs, answers, deadline)
+
+    def _run(self, address: Address, jobs: list[_Job[T]], answers: _Answers[T], deadline: Deadline) -> None:
+        try:
+            wire = self._nodes.borrow(address, deadline)
+        except OutOfTime:
+            return
+        except TierError as error:
+            self._nodes.lost(address)
+            answers.failed(jobs, error.why)
+            return
+        done = 0
+        try:
+            wire.send((piece for job in jobs for piece in job.pieces), deadline)
+            for job in jobs:
+                self._heard(job, job.read(wire, deadline), answers)
+                done += 1
+        except OutOfTime:
+            wire.close()
+        except WireError as error:
+            wire.close()
+            self._nodes.lost(address)
+            answers.failed(jobs[done:], str(error))
+        except BaseException:
+            wire.close()
+            raise
+        else:
+            self._nodes.give_back(address, wire)
+
+    def _heard(self, job: _Job[T], reply: T | ErrorReply, answers: _Answers[T]) -> None:
+        judged: T | Outcome
+        if not isinstance(reply, ErrorReply):
+            judged = reply
+        elif reply.code == "OOM":
+            judged = Outcome.FULL
+        elif reply.code == "WRONGTYPE":
+            judged = Outcome.DAMAGED
+        else:
+            if reply.code in ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
+                self._nodes.forget_slots()
+            hint = "; the server is one of a cluster: say cluster=yes" if reply.code == "MOVED" else ""
+            answers.failed([job], reply.text + ("" if self._settings.cluster else hint))
+            return
+        with answers.lock:
+            answers.by_job[job.at], answers.heard = judged, True
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A part whose value is received into its pages."""
+
+    part: ToLoad
+
+    def read(self, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
+        name, length, pages = self.part
+        header = bytearray(HEADER_BYTES)
+        found = wire.value_into(memoryview(header), pages[:length], deadline)
+        if isinstance(found, ErrorReply):
+            return found
+        if found is None:
+            return Loaded(Outcome.MISSING)
+        try:
+            if found != HEADER_BYTES + length:
+                raise RecordError(f"{name.text()}: {HEADER_BYTES + length} bytes were wanted, found {found}")
+            return Loaded(Outcome.DONE, Record.read_of(bytes(header), name, length).checksum)
+        except RecordError:
+            return Loaded(Outcome.DAMAGED)
+
+
+def _check(at: int, record: Record) -> _Job[bool]:
+    """Whether what is there already is a whole record of that part."""
+    key = _key(record.name)
+
+    def read(wire: Wire, deadline: Deadline) -> bool | ErrorReply:
+        header, length = wire.reply(deadline), wire.reply(deadline)
+        for reply in (header, length):
+            if isinstance(reply, ErrorReply):
+                return False if reply.code == "WRONGTYPE" else reply
+        try:
+            Record.read_of(header if isinstance(header, bytes) else b"", record.name, record.length)
+        except RecordError:
+            return False
+        return length == HEADER_BYTES + record.length
+
+    pieces = command(b"GETRANGE", key, b"0", b"%d" % (HEADER_BYTES - 1)) + command(b"STRLEN", key)
+    return _Job(at, key, pieces, HEADER_BYTES, read)
+
+
+def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
+    """The length of what was deleted; None where nothing was there."""
+    length, removed = wire.reply(deadline), wire.reply(deadline)
+    if isinstance(removed, ErrorReply):
+        return removed
+    return (length if isinstance(length, int) else 0) if removed == 1 else None
+
+
+def _read_reply(wire: Wire, deadline: Deadline) -> Reply | Any:
+    return wire.reply(deadline)
+
+
+def _key(name: PartName) -> bytes:
+    return name.text().encode()

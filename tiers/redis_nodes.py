@@ -1,0 +1,265 @@
+"""The servers of a Redis tier: what its URL says of them, connections to them, and which of a cluster's has a key."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvdock.tiers.resp import SLICE_S, ErrorReply, OutOfTime, Reply, Wire, WireError, command
+from kvdock.tiers.tier import Deadline, TierError
+from kvdock.tiers.urls import TierUrlError, existing_file, read_url, some_text, whole, yes_or_no
+
+NAME: Final = "redis"
+DEFAULT_PORT: Final = 6379
+MOST_TTL_S: Final = 10 * 366 * 86_400
+LONGEST_CONNECT_S: Final = 10.0
+REFRESH_S: Final = 1.0
+"""At most so often is a cluster asked which server has which keys."""
+
+_ANY: Final = {
+    "cluster": yes_or_no,
+    "connections": whole(1, 64),
+    "db": whole(0, 1 << 20),
+    "password_env": some_text,
+    "password_file": existing_file,
+    "ttl_s": whole(1, MOST_TTL_S),
+}
+_TLS: Final = {"ca_file": existing_file, "cert_file": existing_file, "key_file": existing_file}
+
+
+class Address(NamedTuple):
+    """`port`: 0 for a Unix socket, whose path `host` is."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`connections`: at once, for one verb. `ttl_s`: 0 for values that stay until the server evicts them."""
+
+    address: Address
+    user: str | None
+    password: str | None
+    tls: Mapping[str, str] | None
+    db: int = 0
+    cluster: bool = False
+    connections: int = 4
+    ttl_s: int = 0
+
+
+def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
+    """redis://USER@HOST:PORT/DB, rediss:// with TLS, unix:///PATH; docs/tiers.md has the parameters.
+    Raises TierUrlError."""
+    scheme = url.partition(":")[0]
+    found = read_url(url, ("redis", "rediss", "unix"), _ANY | _TLS if scheme == "rediss" else _ANY)
+    parts, options = found
+    if scheme == "unix":
+        if parts.hostname or not parts.path:
+            raise TierUrlError(f"unix: found {parts.netloc!r} and the path {parts.path!r}, wanted unix:///PATH")
+        address = Address(parts.path, 0)
+    else:
+        try:
+            address = Address(parts.hostname or "localhost", parts.port or DEFAULT_PORT)
+        except ValueError:
+            raise TierUrlError(f"{scheme}: found {parts.netloc!r}, wanted a port from 1 to 65535") from None
+        if path := parts.path.strip("/"):
+            if not path.isdecimal() or "db" in options:
+                raise TierUrlError(f"{scheme}: found the path /{path}, wanted the number of a database, once")
+            options["db"] = int(path)
+    if options.get("cluster") and (options.get("db") or scheme == "unix"):
+        raise TierUrlError(f"{scheme}: found a database or a Unix socket with cluster=yes, wanted neither")
+    tls = {name: str(options.pop(name)) for name in _TLS if name in options} if scheme == "rediss" else None
+    if tls is not None and ("cert_file" in tls) != ("key_file" in tls):
+        raise TierUrlError("rediss: found one of cert_file and key_file, wanted both or neither")
+    password = _password(scheme, options.pop("password_file", None), options.pop("password_env", None), environment)
+    if found.user and password is None:
+        raise TierUrlError(f"{scheme}: found the user {found.user!r}, wanted password_file or password_env too")
+    return Settings(address, found.user or None, password, tls, **options)
+
+
+def _password(scheme: str, file: Path | None, variable: str | None, environment: Mapping[str, str]) -> str | None:
+    if file is not None and variable is not None:
+        raise TierUrlError(f"{scheme}: found password_file and password_env, wanted one of them")
+    if file is not None:
+        password, source = file.read_text().rstrip("\r\n"), str(file)
+    elif variable is not None:
+        password, source = environment.get(variable, ""), f"environment variable {variable}"
+    else:
+        return None
+    if not password:
+        raise TierUrlError(f"{scheme}: found no password in {source}, wanted one")
+    return password
+
+
+class Nodes:
+    """Connections to the servers. Thread safety: any number of threads."""
+
+    def __init__(self, settings: Settings, client: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """`client`: the module redis. `clock`: in seconds."""
+        self._settings, self._client, self._clock = settings, client, clock
+        self._lock, self._refreshing = threading.Lock(), threading.Lock()
+        self._idle: dict[Address, list[Wire]] = {}
+        self._slots: dict[int, Address] = {}
+        self._asked_s, self._stale = -math.inf, True
+        self._closed = False
+
+    def borrow(self, address: Address, deadline: Deadline) -> Wire:
+        """Raises TierError, OutOfTime."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                wire = idle.pop() if idle else None
+            if wire is None:
+                return self._dial(address, deadline)
+            if wire.is_quiet():
+                return wire
+            wire.close()
+
+    def give_back(self, address: Address, wire: Wire) -> None:
+        """A connection on which every reply was read."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            if kept := not self._closed and len(idle) < 2 * self._settings.connections:
+                idle.append(wire)
+        if not kept:
+            wire.close()
+
+    def lost(self, address: Address) -> None:
+        """A connection to that server failed, so those that lie idle may have, too."""
+        with self._lock:
+            wires = self._idle.pop(address, [])
+            self._stale = True
+        for wire in wires:
+            wire.close()
+
+    def address_of(self, key: bytes, deadline: Deadline) -> Address:
+        """Which server has that key. Raises TierError, OutOfTime."""
+        if not self._settings.cluster:
+            return self._settings.address
+        slot = self._client.crc.key_slot(key)
+        if self._stale and self._clock() - self._asked_s >= REFRESH_S:
+            self._refresh(deadline)
+        if slot not in self._slots:
+            raise TierError(NAME, f"no server of the cluster has slot {slot}")
+        return self._slots[slot]
+
+    def forget_slots(self) -> None:
+        """A server has said that it has not, or not yet, what it had: ask before long."""
+        self._stale = True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            wires = [wire for idle in self._idle.values() for wire in idle]
+            self._idle = {}
+        for wire in wires:
+            wire.close()
+
+    def _dial(self, address: Address, deadline: Deadline) -> Wire:
+        """In a thread of its own, because looking a name up has no limit of time."""
+        dialled: Future[Wire] = Future()
+
+        def dial(timeout_s: float) -> None:
+            try:
+                dialled.set_result(self._connected(address, timeout_s))
+            except Exception as error:
+                dialled.set_exception(error)
+
+        timeout_s = max(SLICE_S, min(deadline.left_s, LONGEST_CONNECT_S))
+        threading.Thread(target=dial, args=(timeout_s,), name="kvdock-redis-dial", daemon=True).start()
+        until_s = self._clock() + timeout_s + SLICE_S
+        while not (deadline.is_over or dialled.done() or self._clock() > until_s):
+            wait([dialled], SLICE_S)
+        if dialled.done():
+            try:
+                return dialled.result()
+            except Exception as error:
+                raise TierError(NAME, f"cannot connect to {_text(address)}: {error}") from error
+        dialled.add_done_callback(_close_late)
+        if deadline.is_over:
+            raise OutOfTime
+        raise TierError(NAME, f"{_text(address)} did not answer within {timeout_s:.1f} s")
+
+    def _connected(self, address: Address, timeout_s: float) -> Wire:
+        settings, client = self._settings, self._client
+        given: dict[str, Any] = {
+            "db": settings.db, "username": settings.user, "password": settings.password, "protocol": 2,
+            "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s,
+            "retry": client.retry.Retry(client.backoff.NoBackoff(), 0),
+        }  # fmt: skip
+        if not address.port:
+            connection = client.UnixDomainSocketConnection(path=address.host, **given)
+        elif settings.tls is None:
+            connection = client.Connection(host=address.host, port=address.port, **given)
+        else:
+            names = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
+            files = {names[name]: path for name, path in settings.tls.items()}
+            connection = client.SSLConnection(host=address.host, port=address.port, **files, **given)
+        connection.connect()
+        return Wire(connection)
+
+    def _refresh(self, deadline: Deadline) -> None:
+        """Asks the cluster, in one thread, which server has which slots. Raises TierError where none answers."""
+        while not self._refreshing.acquire(timeout=SLICE_S):
+            if deadline.is_over:
+                raise OutOfTime
+        try:
+            trouble = None
+            for address in dict.fromkeys((self._settings.address, *self._slots.values())):
+                if not self._stale:
+                    return
+                try:
+                    self._slots = read_slots(self.ask(address, command(b"CLUSTER", b"SLOTS"), deadline), address)
+                    self._stale, self._asked_s = False, self._clock()
+                except TierError as error:
+                    trouble = trouble or error
+            if self._stale and trouble is not None:
+                raise trouble
+        finally:
+            self._refreshing.release()
+
+    def ask(self, address: Address, pieces: list[bytes | memoryview], deadline: Deadline) -> Reply:
+        """One question to one server. Raises TierError, also for an error that the server answers; OutOfTime."""
+        wire = self.borrow(address, deadline)
+        try:
+            wire.send(pieces, deadline)
+            reply = wire.reply(deadline)
+        except WireError as error:
+            wire.close()
+            self.lost(address)
+            raise TierError(NAME, f"{_text(address)}: {error}") from error
+        except BaseException:
+            wire.close()
+            raise
+        self.give_back(address, wire)
+        if isinstance(reply, ErrorReply):
+            raise TierError(NAME, f"{_text(address)}: {reply.text}")
+        return reply
+
+
+def read_slots(reply: Any, asked: Address) -> dict[int, Address]:
+    """The answer to CLUSTER SLOTS. A server without a name is the one that was asked. Raises TierError."""
+    slots: dict[int, Address] = {}
+    try:
+        for first, last, master, *_ in reply:
+            address = Address(master[0].decode() if master[0] else asked.host, int(master[1]))
+            slots.update(dict.fromkeys(range(first, last + 1), address))
+    except (TypeError, ValueError, IndexError, AttributeError):
+        raise TierError(NAME, f"wanted an answer to CLUSTER SLOTS, found {str(reply)[:80]}") from None
+    return slots
+
+
+def _close_late(dialled: Future[Wire]) -> None:
+    if dialled.exception() is None:
+        dialled.result().close()
+
+
+def _text(address: Address) -> str:
+    return f"{address.host}:{address.port}" if address.port else address.host

@@ -1,0 +1,77 @@
+"""Tiers' URLs: the parameters that a tier knows, and refusal of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+
+class TierUrlError(ValueError):
+    """A tier's URL, or what it points to, is not what the tier can use. Says what was found and what is wanted, and
+    never a password."""
+
+
+class TierUrl(NamedTuple):
+    parts: SplitResult
+    options: dict[str, Any]
+
+    @property
+    def user(self) -> str | None:
+        return None if self.parts.username is None else unquote(self.parts.username)
+
+
+def read_url(url: str, schemes: tuple[str, ...], options: Mapping[str, Callable[[str], Any]]) -> TierUrl:
+    """The URL's parts, and its parameters as `options` reads them: its functions raise ValueError with what is wanted.
+    Raises TierUrlError."""
+    parts = urlsplit(url)
+    if parts.scheme not in schemes:
+        raise TierUrlError(f"found a URL of scheme {parts.scheme!r}, wanted one of {', '.join(schemes)}")
+    if parts.password is not None:
+        raise TierUrlError(
+            f"{parts.scheme}: found a password in the URL, wanted it in a file or an environment variable, "
+            "because command lines are for all to read"
+        )
+    if parts.fragment:
+        raise TierUrlError(f"{parts.scheme}: found #{parts.fragment} in the URL, wanted nothing of the kind")
+    values: dict[str, Any] = {}
+    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in options:
+            raise TierUrlError(f"{parts.scheme}: found parameter {name!r}, wanted one of {', '.join(sorted(options))}")
+        if name in values:
+            raise TierUrlError(f"{parts.scheme}: found parameter {name!r} twice, wanted it once")
+        try:
+            values[name] = options[name](text)
+        except ValueError as error:
+            raise TierUrlError(f"{parts.scheme}: found {name}={text!r}, wanted {error}") from None
+    return TierUrl(parts, values)
+
+
+def yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("yes or no")
+    return text == "yes"
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def some_text(text: str) -> str:
+    if not text:
+        raise ValueError("some text")
+    return text
+
+
+def existing_file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ValueError("the path of a file that is there")
+    return Path(text)

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,9 +38,9 @@ class RedisServer:
         self.start()
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def port(self) -> int:
+        assert not isinstance(self.address, str)
+        return self.address[1]
 
     def start(self) -> None:
         with (self._folder / "log").open("ab") as log:
@@ -65,3 +67,13 @@ class RedisServer:
         family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
         with socket.socket(family) as one:
             return one.connect_ex(self.address) == 0
+
+
+@contextmanager
+def served(folder: Path, *settings: str) -> Iterator[RedisServer]:
+    """On a Unix socket."""
+    server = RedisServer(folder, str(folder / "sock"), *settings)
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -14,8 +14,17 @@ from tier_helpers import patient
 from tier_subject import TierSubject
 
 from kvdock.tiers.record import HEADER_BYTES, PartName
-from kvdock.tiers.redis import open_tier
+from kvdock.tiers.redis import RedisTier, open_tier
 from kvdock.tiers.tier import Tier
+
+
+@contextmanager
+def opened(url: str, environment: dict[str, str] | None = None) -> Iterator[RedisTier]:
+    tier = open_tier(url, patient(), environment or {})
+    try:
+        yield tier
+    finally:
+        tier.close(patient())
 
 
 class RedisSubject(TierSubject):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from objects_subject import FolderSubject, S3Subject
 from redis_subject import RedisSubject
 from tier_helpers import KIB, MIB
 from tier_subject import TierSubject, opened
@@ -87,5 +88,5 @@ class DiskSubject(TierSubject):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-SUBJECTS: tuple[type[TierSubject], ...] = (DiskSubject, RedisSubject)
+SUBJECTS: tuple[type[TierSubject], ...] = (DiskSubject, RedisSubject, S3Subject, FolderSubject)
 SERVED = tuple(kind for kind in SUBJECTS if kind.has_server)

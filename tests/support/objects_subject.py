@@ -1,0 +1,194 @@
+"""Object stores under the conformance suite of tiers: an S3 server in a process of its own, and a folder."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+from urllib.request import Request, urlopen
+
+import pytest
+from redis_server import free_port
+from tier_helpers import KIB, patient
+from tier_subject import TierSubject
+
+from kvdock.tiers.objects import open_tier
+from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.tier import Tier
+
+BUCKET = "kvdock-test"
+SIGNED = "me/20260101/us-east-1/s3/aws4_request"
+KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+class S3Server:
+    """Keeps objects in its memory. `flag`: while this file is there, it takes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("moto")
+        self.port, self.flag, self._log = free_port(), folder / "full", folder / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/a/prefix?endpoint=http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        program = Path(__file__).with_name("s3_process.py")
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(program), str(self.port), str(self.flag)], stdout=subprocess.PIPE, stderr=log
+            )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            self.kill()
+            raise AssertionError(self._log.read_text())
+        self.call("PUT", "")
+
+    def call(self, method: str, path: str, data: bytes = b"") -> bytes:
+        """One request for the bucket's own URL, or one below. The server looks at no signature, but wants one."""
+        request = Request(f"http://127.0.0.1:{self.port}/{BUCKET}{path}", data or None, method=method)
+        request.add_header("Authorization", f"AWS4-HMAC-SHA256 Credential={SIGNED}, SignedHeaders=host, Signature=0")
+        with urlopen(request, timeout=30) as answer:
+            body: bytes = answer.read()
+            return body
+
+    def send(self, what: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(what)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+
+class ObjectsSubject(TierSubject):
+    """What both have in common: an object is read, changed and written back."""
+
+    is_shared: ClassVar[bool] = True
+
+    def read(self, name: PartName) -> bytes:
+        raise NotImplementedError
+
+    def write(self, name: PartName, data: bytes) -> None:
+        raise NotImplementedError
+
+    def corrupt_header(self, name: PartName) -> None:
+        self._flip(name, HEADER_BYTES // 2)
+
+    def corrupt_body(self, name: PartName) -> None:
+        self._flip(name, HEADER_BYTES + 1)
+
+    def _flip(self, name: PartName, at: int) -> None:
+        data = bytearray(self.read(name))
+        data[at] ^= 1
+        self.write(name, bytes(data))
+
+    def truncate(self, name: PartName) -> None:
+        data = self.read(name)
+        self.write(name, data[: len(data) // 2])
+
+    def misplace(self, name: PartName, other: PartName) -> None:
+        self.write(name, self.read(other))
+
+
+class S3Subject(ObjectsSubject):
+    name = "s3"
+    has_server = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        pytest.importorskip("obstore")
+        self.server = S3Server(folder)
+
+    def reset(self) -> None:
+        """Names differ from test to test, so what is there disturbs no other."""
+
+    def open(self) -> Tier:
+        with environment(KEYS):
+            return open_tier(self.server.url, patient())
+
+    def read(self, name: PartName) -> bytes:
+        return self.server.call("GET", f"/a/prefix/{name.text()}")
+
+    def write(self, name: PartName, data: bytes) -> None:
+        self.server.call("PUT", f"/a/prefix/{name.text()}", data)
+
+    @contextmanager
+    def exhausted(self) -> Iterator[None]:
+        self.server.flag.touch()
+        try:
+            yield
+        finally:
+            self.server.flag.unlink()
+
+    def stop(self) -> None:
+        self.server.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.server.send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def restart(self) -> None:
+        self.server.start()
+
+    def end(self) -> None:
+        self.server.kill()
+
+
+class FolderSubject(ObjectsSubject):
+    name = "folder"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        pytest.importorskip("obstore")
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "a store"
+
+    def reset(self) -> None:
+        shutil.rmtree(self.store, ignore_errors=True)
+        self.store.mkdir()
+
+    def open(self) -> Tier:
+        return open_tier(self.store.as_uri(), patient())
+
+    def read(self, name: PartName) -> bytes:
+        return (self.store / name.text()).read_bytes()
+
+    def write(self, name: PartName, data: bytes) -> None:
+        path = self.store / name.text()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    @contextmanager
+    def exhausted(self) -> Iterator[None]:
+        """No file of this process may grow beyond 64 KiB."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        yield

@@ -1,0 +1,342 @@
+"""What only the Redis tier does: its URL, passwords, TLS, its records, and what the server's errors become."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis_server import RedisServer, free_port, served
+from redis_subject import opened
+from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
+
+from kvdock.tiers.record import HEADER_BYTES
+from kvdock.tiers.redis import RedisTier, open_tier
+from kvdock.tiers.redis_nodes import Address, read_settings
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError
+from kvdock.tiers.urls import TierUrlError
+
+pytestmark = pytest.mark.tiers
+
+PASSWORD = "open sesame; & ü"
+
+
+@pytest.fixture(autouse=True)
+def _arena() -> None:
+    ARENA.reset()
+
+
+@pytest.fixture
+def parts(request: pytest.FixtureRequest) -> Parts:
+    return Parts(request.node.name)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with served(tmp_path_factory.mktemp("redis")) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[Any]:
+    with redis.Redis(unix_socket_path=str(server.address)) as one:
+        one.flushall()
+        yield one
+
+
+@pytest.fixture
+def tier(server: RedisServer, client: Any) -> Iterator[RedisTier]:
+    with opened(f"unix://{server.address}") as one:
+        yield one
+
+
+# --------------------------------------------------------------------------- the URL
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("http://host", "found a URL of scheme 'http', wanted one of redis, rediss, unix"),
+    ("redis://host?conections=3", "found parameter 'conections', wanted one of cluster, connections, db, "),
+    ("redis://host?connections=3&connections=4", "found parameter 'connections' twice"),
+    ("redis://host?connections=0", "found connections='0', wanted a whole number from 1 to 64"),
+    ("redis://host?connections=many", "found connections='many', wanted a whole number from 1 to 64"),
+    ("redis://host?ttl_s=-1", "found ttl_s='-1'"),
+    ("redis://host?cluster=true", "found cluster='true', wanted yes or no"),
+    ("redis://host?ca_file=/etc/hosts", "found parameter 'ca_file'"),
+    ("rediss://host?ca_file=/no/such/file", "wanted the path of a file that is there"),
+    ("rediss://host?cert_file=/etc/hosts", "wanted both or neither"),
+    ("redis://host:99999", "wanted a port"),
+    ("redis://host/cache", "found the path /cache, wanted the number of a database"),
+    ("redis://host/1?db=2", "wanted the number of a database, once"),
+    ("redis://host/1?cluster=yes", "found a database or a Unix socket with cluster=yes"),
+    ("unix:///s?cluster=yes", "found a database or a Unix socket with cluster=yes"),
+    ("unix://s", "wanted unix:///PATH"),
+    ("redis://host#x", "found #x"),
+    ("redis://me@host", "found the user 'me', wanted password_file or password_env too"),
+    ("redis://host?password_env=NOT_SET", "found no password in environment variable NOT_SET"),
+    ("redis://host?password_env=A&password_file=/etc/hosts", "wanted one of them"),
+])  # fmt: skip
+def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
+    with pytest.raises(TierUrlError) as caught:
+        read_settings(url, {})
+    assert says in str(caught.value)
+
+
+def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(TierUrlError, match="found a password in the URL") as caught:
+        read_settings(f"redis://me:{PASSWORD}@host", {})
+    assert "sesame" not in str(caught.value)
+
+
+def test_what_a_url_says(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text(f"{PASSWORD}\n")
+    settings = read_settings(f"rediss://a%40b@[::1]:7/3?ttl_s=60&password_file={tmp_path / 'password'}", {})
+    assert (settings.address, settings.user, settings.password) == (Address("::1", 7), "a@b", PASSWORD)
+    assert (settings.db, settings.ttl_s, settings.tls, settings.cluster) == (3, 60, {}, False)
+    assert read_settings("redis://", {}).address == Address("localhost", 6379)
+
+
+# --------------------------------------------------------------------------- who may, and TLS
+
+
+def test_a_password_from_the_environment_opens_the_tier_and_a_wrong_one_does_not(tmp_path: Path, parts: Parts) -> None:
+    with served(tmp_path, f'requirepass "{PASSWORD}"', 'user you on >"a b" ~kvdock/* +@all') as server:
+        url = f"unix://{server.address}"
+        with opened(f"{url}?password_env=IT", {"IT": PASSWORD}) as tier:
+            one = parts.make(10_000)
+            store_all(tier, [one])
+            assert_loads(tier, [one])
+        with pytest.raises(TierError, match="Authentication required"):
+            open_tier(url, patient(), {})
+        with pytest.raises(TierError, match="invalid username-password pair") as caught:
+            open_tier(f"{url}?password_env=IT", patient(), {"IT": "wrong horse"})
+        assert "horse" not in str(caught.value)
+
+
+def test_a_user_who_may_not_is_told(tmp_path: Path, parts: Parts) -> None:
+    port = free_port()
+    server = RedisServer(
+        tmp_path, ("127.0.0.1", port), f"port {port}", "user you on >it ~kvdock/* -@all +get +ping"
+    )  # fmt: skip
+    try:
+        with opened(f"redis://you@127.0.0.1:{port}?password_env=IT", {"IT": "it"}) as tier:
+            one = parts.make(10_000)
+            assert outcomes_of(tier, [one]) == [Outcome.MISSING]
+            with pytest.raises(TierError, match="NOPERM"):
+                store(tier, [one])
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return folder
+
+
+def test_tls_carries_values_and_trusts_only_its_own_certificate(
+    tmp_path: Path, certificate: Path, parts: Parts
+) -> None:
+    port = free_port()
+    server = RedisServer(
+        tmp_path, ("127.0.0.1", port), "port 0", f"tls-port {port}", f"tls-cert-file {certificate}/cert.pem",
+        f"tls-key-file {certificate}/key.pem", "tls-auth-clients no",
+    )  # fmt: skip
+    trusted = f"ca_file={certificate}/cert.pem"
+    try:
+        with opened(f"rediss://localhost:{port}?{trusted}") as tier:
+            batch = [parts.make(length) for length in (1, 70_000, 4 * MIB + 3, 9 * MIB)]
+            store_all(tier, batch)
+            assert_loads(tier, batch)
+            server.send(signal.SIGSTOP)
+            assert outcomes_of_late(tier, batch, parts) == {Outcome.LATE}
+            server.send(signal.SIGCONT)
+            assert_loads(tier, batch)
+        for url in (f"rediss://localhost:{port}", f"rediss://127.0.0.1:{port}?{trusted}"):
+            with pytest.raises(TierError, match="certificate verify failed"):
+                open_tier(url, patient(), {})
+    finally:
+        server.kill()
+
+
+def outcomes_of_late(tier: RedisTier, batch: list[Any], parts: Parts) -> set[Outcome]:
+    """Of a load, and of a store of much more than any buffer takes, with a deadline that is soon over."""
+    loaded = [answer.outcome for answer in tier.load([part.to_load() for part in batch], Deadline(0.3))]
+    return {*loaded, *store(tier, [parts.make(16 * MIB)], Deadline(0.3))}
+
+
+# --------------------------------------------------------------------------- records
+
+
+def test_the_first_of_two_writers_stays_and_a_damaged_one_is_replaced(
+    tier: RedisTier, client: Any, parts: Parts
+) -> None:
+    first = parts.make(50_000)
+    second = parts.make(50_000, first.name)
+    store_all(tier, [first])
+    store_all(tier, [second])
+    assert_loads(tier, [first])
+    key = first.name.text()
+    for damaged in (client.get(key)[:-1], b"", b"\0" + client.get(key)[1:]):
+        client.set(key, damaged)
+        store_all(tier, [second])
+        assert_loads(tier, [second])
+    client.delete(key)
+    client.rpush(key, "a list")
+    assert outcomes_of(tier, [first]) == [Outcome.DAMAGED]
+    store_all(tier, [first])
+    assert_loads(tier, [first])
+
+
+def test_a_value_is_the_header_and_then_the_bytes(tier: RedisTier, client: Any, parts: Parts) -> None:
+    one = parts.make(50_001)
+    store_all(tier, [one])
+    assert client.get(one.name.text()) == one.record.header() + one.data
+    assert client.ttl(one.name.text()) == -1
+
+
+def test_values_live_as_long_as_the_url_says(server: RedisServer, client: Any, parts: Parts) -> None:
+    one = parts.make(100)
+    with opened(f"unix://{server.address}?ttl_s=5000") as tier:
+        store_all(tier, [one])
+        assert 4000 < client.ttl(one.name.text()) <= 5000
+        client.set(one.name.text(), b"damaged")
+        store_all(tier, [one])
+        assert 4000 < client.ttl(one.name.text()) <= 5000
+
+
+def test_another_length_than_wanted_spoils_nothing_behind_it(tier: RedisTier, client: Any, parts: Parts) -> None:
+    """The replies of one run: each is taken off the connection whole, whatever it is."""
+    batch = parts.many(5, 100_000)
+    store_all(tier, batch)
+    client.set(batch[0].name.text(), b"x" * 300_000)
+    client.delete(batch[1].name.text())
+    client.set(batch[2].name.text(), b"")
+    client.delete(batch[3].name.text())
+    client.rpush(batch[3].name.text(), "a list")
+    answers = [got.answer for got in load(tier, batch)]
+    damaged = Loaded(Outcome.DAMAGED)
+    assert answers == [
+        damaged, Loaded(Outcome.MISSING), damaged, damaged, Loaded(Outcome.DONE, batch[4].record.checksum)
+    ]  # fmt: skip
+
+
+def test_a_part_that_no_value_can_hold_is_refused(tier: RedisTier, parts: Parts) -> None:
+    one = parts.make(100)
+    large = one.to_store()
+    large = large._replace(record=one.record.__class__(one.name, 512 * MIB - HEADER_BYTES + 1, 0))
+    assert tier.store([large], patient()) == [Outcome.FAILED]
+    assert tier.exists([one.name], patient()) == [False]
+
+
+def test_what_a_large_batch_needs_is_at_most_its_connections(server: RedisServer, client: Any, parts: Parts) -> None:
+    with opened(f"unix://{server.address}?connections=2") as tier:
+        before = client.info("clients")["connected_clients"]
+        batch = parts.many(12, 3 * MIB)
+        for _ in range(3):
+            ARENA.reset()
+            store_all(tier, batch)
+            assert_loads(tier, batch)
+        assert client.info("clients")["connected_clients"] - before <= 2
+
+
+# --------------------------------------------------------------------------- servers that fail
+
+
+def test_full_memory_is_full(tier: RedisTier, client: Any, parts: Parts) -> None:
+    one, other = parts.many(2, 10_000)
+    store_all(tier, [one])
+    client.config_set("maxmemory", 1)
+    try:
+        assert store(tier, [other]) == [Outcome.FULL]
+        assert_loads(tier, [one])
+        assert tier.delete([one.name], patient()) == [Outcome.DONE]
+    finally:
+        client.config_set("maxmemory", 0)
+
+
+def test_a_replica_that_only_reads_refuses_stores(tmp_path: Path, parts: Parts) -> None:
+    one = parts.make(1000)
+    with served(tmp_path, "replicaof 127.0.0.1 1") as replica:
+        url = f"unix://{replica.address}"
+        with opened(url) as tier, redis.Redis(unix_socket_path=str(replica.address)) as client:
+            assert outcomes_of(tier, [one]) == [Outcome.MISSING]
+            with pytest.raises(TierError, match="READONLY"):
+                store(tier, [one])
+            with pytest.raises(TierError, match="READONLY"):
+                tier.delete([one.name], patient())
+            client.config_set("replica-serve-stale-data", "no")
+            with pytest.raises(TierError, match="MASTERDOWN"):
+                load(tier, [one])
+            with pytest.raises(TierError, match="MASTERDOWN"):
+                open_tier(url, patient(), {})
+
+
+def test_a_connection_that_was_left_in_mid_reply_is_not_used_again(
+    tier: RedisTier, server: RedisServer, parts: Parts
+) -> None:
+    late, batch = parts.make(8 * MIB), parts.many(4, 300_000)
+    store_all(tier, [late, *batch])
+    for _ in range(4):
+        server.send(signal.SIGSTOP)
+        assert tier.load([late.to_load()], Deadline(0.05)) == [Loaded(Outcome.LATE)]
+        server.send(signal.SIGCONT)
+        assert_loads(tier, batch)
+
+
+class Impostor:
+    """Listens on a port and answers each connection with the bytes it is given, whatever was asked."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._answers = answers
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        for answer in self._answers:
+            one, _ = self._socket.accept()
+            with one:
+                for _ in range(2):  # CLIENT SETINFO, twice
+                    one.recv(4096)
+                    one.sendall(b"+OK\r\n")
+                one.recv(4096)
+                one.sendall(answer)
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize("answer", [
+    b"", b"$", b"$12\r\nabc", b"+PO", b":x\r\n", b"*-7x\r\n", b"?what\r\n", b"$99999999999\r\n", b"*2\r\n:1\r\n",
+    b"x" * 5000, b"$3\r\nabcde", b"*1\r\n" * 40, b"$-1x\r\n", b"-ERR no\r\n",
+])  # fmt: skip
+def test_what_is_no_reply_of_redis_is_a_tier_error(answer: bytes) -> None:
+    impostor = Impostor(answer)
+    try:
+        with pytest.raises(TierError):
+            open_tier(f"redis://127.0.0.1:{impostor.port}", Deadline(20), {})
+    finally:
+        impostor.close()
+
+
+def test_a_server_that_is_not_there_is_a_tier_error(tmp_path: Path) -> None:
+    began = time.monotonic()
+    for url in (f"unix://{tmp_path}/nothing", f"redis://127.0.0.1:{free_port()}", "redis://no-such-host.invalid"):
+        with pytest.raises(TierError):
+            open_tier(url, Deadline(5), {})
+    assert time.monotonic() - began < 40

@@ -1,0 +1,349 @@
+"""Object stores as a lower tier, through obstore: a record is one object, its header and then its bytes
+(docs/tiers.md#object-stores).
+
+All requests run on one event loop in a thread of the tier's own, because only there can obstore give one up when its
+deadline is over. A load is copied into the pages piece by piece while the next ones arrive; a store is sent from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
+from typing import Any, Final, TypeVar
+
+from kvdock.tiers.objects_url import Place, read_place
+from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.tier import (
+    Deadline,
+    Loaded,
+    Outcome,
+    StillRunning,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+)
+
+NAME: Final = "objects"
+SLICE_S: Final = 0.02
+"""How long a verb waits before it looks at its deadline again."""
+RELEASE_S: Final = 10.0
+"""How long a request that was given up may hold the pages that it reads."""
+RANGE_BYTES: Final = 8 << 20
+"""A larger object is asked for in several requests at once."""
+PIECE_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 16 << 20
+"""Of an upload in several requests."""
+UPLOADS: Final = 4
+DELETE_AT_ONCE: Final = 1000
+_FULL: Final = (
+    "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
+)  # fmt: skip
+"""No space, too large a file and quota, of Linux; what servers say."""
+
+T = TypeVar("T")
+
+
+def open_tier(url: str, deadline: Deadline) -> ObjectTier:
+    """`url`: docs/tiers.md#object-stores. Raises TierUrlError; TierError where the store does not answer or refuses,
+    or obstore is not installed."""
+    try:
+        obstore = importlib.import_module("obstore")
+        stores = importlib.import_module("obstore.store")
+    except ImportError as error:
+        raise TierError(NAME, f"obstore is not installed ({error}): pip install 'kvdock[objects]'") from error
+    tier = ObjectTier(read_place(url, stores), obstore)
+    try:
+        tier.ask_for_life(deadline)
+    except BaseException:
+        tier.close(deadline)
+        raise
+    return tier
+
+
+class ObjectTier:
+    """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
+
+    name = NAME
+
+    def __init__(self, place: Place, obstore: Any) -> None:
+        """`obstore`: the module."""
+        self._place, self._store, self._obstore = place, place.store, obstore
+        self._can_create = place.can_create
+        self._loop = asyncio.new_event_loop()
+        self._loading, self._storing, self._asking = (asyncio.Semaphore(place.connections) for _ in range(3))
+        self._lock = threading.Lock()
+        self._objects = self._bytes = self._wear = 0
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
+        self._thread.start()
+
+    def ask_for_life(self, deadline: Deadline) -> None:
+        """Raises TierError."""
+        if self._talk([self._answers], deadline) == [Outcome.LATE]:
+            raise TierError(NAME, "the store did not answer in time")
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        def ask(name: PartName) -> Callable[[], Awaitable[int | None]]:
+            return lambda: self._size(name.text())
+
+        return [isinstance(found, int) for found in self._talk([ask(name) for name in names], deadline)]
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        def ask(part: ToLoad) -> Callable[[], Awaitable[Loaded]]:
+            return lambda: self._load(part)
+
+        found = self._talk([ask(part) for part in parts], deadline)
+        return [Loaded(one) if isinstance(one, Outcome) else one for one in found]
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        if self._place.read_only:
+            raise TierError(NAME, "it is read over HTTP, which stores nothing")
+        views = [part.pages[: part.record.length] for part in parts]
+
+        def ask(record: Record, view: memoryview) -> Callable[[], Awaitable[Outcome]]:
+            return lambda: self._put(record, view)
+
+        try:
+            asked = [ask(part.record, view) for part, view in zip(parts, views, strict=True)]
+            return self._talk(asked, deadline)
+        finally:
+            _release(views)
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        if self._place.read_only:
+            raise TierError(NAME, "it is read over HTTP, which deletes nothing")
+
+        def ask(some: Sequence[PartName]) -> Callable[[], Awaitable[list[Outcome]]]:
+            return lambda: self._delete([name.text() for name in some])
+
+        asked = [names[at : at + DELETE_AT_ONCE] for at in range(0, len(names), DELETE_AT_ONCE)]
+        outcomes: list[Outcome] = []
+        for some, found in zip(asked, self._talk([ask(some) for some in asked], deadline), strict=True):
+            outcomes += [found] * len(some) if isinstance(found, Outcome) else found
+        return outcomes
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(max(0, self._objects), max(0, self._bytes), 0, self._wear)
+
+    def close(self, deadline: Deadline) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _talk(self, asked: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
+        """What each was answered; LATE, FULL, FAILED. Raises TierError where the store answered none of them."""
+        if deadline.is_over or not asked:
+            return [Outcome.LATE] * len(asked)
+        tasks: list[asyncio.Task[T]] = []
+
+        async def run() -> list[T | BaseException]:
+            tasks.extend(asyncio.ensure_future(_awaited(one)) for one in asked)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        def give_up() -> None:
+            for task in tasks:
+                task.cancel()
+
+        running, given_up = asyncio.run_coroutine_threadsafe(run(), self._loop), False
+        while not running.done():
+            wait([running], min(SLICE_S, deadline.left_s) if not given_up else SLICE_S)
+            if deadline.is_over and not given_up:
+                given_up = True
+                self._loop.call_soon_threadsafe(give_up)
+        found = running.result()
+        judged: list[T | Outcome] = [_judge(one) if isinstance(one, BaseException) else one for one in found]
+        errors: list[BaseException] = [one for one in found if isinstance(one, Exception)]
+        if errors and all(one is Outcome.FAILED or one is Outcome.LATE for one in judged):
+            raise TierError(NAME, _brief(errors[0]))
+        return judged
+
+    async def _answers(self) -> bool:
+        """Whether the store does: it is asked for what is not there, in a way that fails where it cannot be used."""
+        async with self._asking:
+            if self._place.read_only:
+                await self._size("kvdock/0")
+            else:
+                async for _ in self._obstore.list(self._store, "kvdock/0", chunk_size=1):
+                    break
+        return True
+
+    async def _size(self, path: str) -> int | None:
+        """Of the object, in bytes."""
+        async with self._asking:
+            try:
+                return int((await self._obstore.head_async(self._store, path))["size"])
+            except FileNotFoundError:
+                return None
+
+    async def _load(self, part: ToLoad) -> Loaded:
+        name, length, pages = part
+        record = _Sink(pages[:length])
+        total = HEADER_BYTES + length
+        first = min(total, RANGE_BYTES) if self._place.ranges else total
+        options = None if first == total else {"range": (0, first)}
+        others: list[asyncio.Task[None]] = []
+        try:
+            async with self._loading:
+                found = await self._obstore.get_async(self._store, name.text(), options=options)
+                if found.meta["size"] != total:
+                    return Loaded(Outcome.DAMAGED)
+                mark = found.meta["e_tag"]
+                others = [
+                    asyncio.ensure_future(self._range(name.text(), mark, at, min(at + RANGE_BYTES, total), record))
+                    for at in range(first, total, RANGE_BYTES)
+                ]
+                await record.take(found, 0, first)
+            await asyncio.gather(*others)
+            return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, length).checksum)
+        except FileNotFoundError:
+            return Loaded(Outcome.MISSING)
+        except (RecordError, self._obstore.exceptions.PreconditionError):
+            return Loaded(Outcome.DAMAGED)
+        except self._obstore.exceptions.BaseError as error:
+            if options is not None and "416 " in str(error):  # it has not even that range
+                return Loaded(Outcome.DAMAGED)
+            raise
+        finally:
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            record.close()
+
+    async def _range(self, path: str, mark: str | None, begin: int, end: int, record: _Sink) -> None:
+        """Of the object that is marked so, not of one that has replaced it meanwhile."""
+        options = {"range": (begin, end)} | ({"if_match": mark} if mark else {})
+        async with self._loading:
+            found = await self._obstore.get_async(self._store, path, options=options)
+            await record.take(found, begin, end)
+
+    async def _put(self, record: Record, view: memoryview) -> Outcome:
+        path, value = record.name.text(), [record.header(), view]
+        size = HEADER_BYTES + record.length
+        async with self._storing:
+            if size > self._place.multipart_bytes:
+                await self._obstore.put_async(
+                    self._store, path, value, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=UPLOADS
+                )
+            elif not await self._create(path, value):
+                if self._can_create and await self._is_whole(record):
+                    return Outcome.DONE
+                await self._obstore.put_async(self._store, path, value, use_multipart=False)
+            self._count(1, size)
+            return Outcome.DONE
+
+    async def _create(self, path: str, value: list[Any]) -> bool:
+        """False where it is there already, or where the store cannot refuse to overwrite."""
+        errors = self._obstore.exceptions
+        if not self._can_create:
+            return False
+        try:
+            await self._obstore.put_async(self._store, path, value, use_multipart=False, mode="create")
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            return False
+        except (errors.NotSupportedError, NotImplementedError):
+            self._can_create = False
+            return False
+        return True
+
+    async def _is_whole(self, record: Record) -> bool:
+        """Whether what is there already is a whole record of that part."""
+        try:
+            found = await self._obstore.get_async(
+                self._store, record.name.text(), options={"range": (0, HEADER_BYTES)}
+            )
+            header = bytes(await found.bytes_async())
+            Record.read_of(header, record.name, record.length)
+        except (FileNotFoundError, RecordError, self._obstore.exceptions.BaseError):
+            return False
+        return bool(found.meta["size"] == HEADER_BYTES + record.length)
+
+    async def _delete(self, paths: Sequence[str]) -> list[Outcome]:
+        sizes = await asyncio.gather(*(self._size(path) for path in paths))
+        there = [path for path, size in zip(paths, sizes, strict=True) if size is not None]
+        outcomes = [Outcome.MISSING if size is None else Outcome.DONE for size in sizes]
+        if there:
+            async with self._asking:
+                try:
+                    await self._obstore.delete_async(self._store, there)
+                except FileNotFoundError:
+                    # Somebody else deletes the same: then each has to be asked for by itself.
+                    await asyncio.gather(*(self._delete_one(path) for path in there))
+        self._count(-len(there), -sum(size for size in sizes if size is not None))
+        return outcomes
+
+    async def _delete_one(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            await self._obstore.delete_async(self._store, path)
+
+    def _count(self, objects: int, size: int) -> None:
+        with self._lock:
+            self._objects += objects
+            self._bytes += size
+            self._wear += max(0, size)
+
+
+class _Sink:
+    """A record that arrives: where the bytes of the object go."""
+
+    def __init__(self, body: memoryview) -> None:
+        self.header = bytearray(HEADER_BYTES)
+        self._body = body
+
+    async def take(self, found: Any, begin: int, end: int) -> None:
+        """Bytes `begin` to `end` of the object. Raises RecordError if the store sends fewer or others."""
+        if tuple(found.range) != (begin, end):
+            raise RecordError(f"bytes {begin} to {end} were wanted, found {found.range}")
+        at = begin
+        async for piece in found.stream(min_chunk_size=PIECE_BYTES):
+            view = memoryview(piece)
+            if at + len(view) > end:
+                raise RecordError(f"{end - begin} bytes were wanted, found more")
+            if at < HEADER_BYTES:
+                of_header = view[: HEADER_BYTES - at]
+                self.header[at : at + len(of_header)] = of_header
+                at, view = at + len(of_header), view[len(of_header) :]
+            if view:
+                self._body[at - HEADER_BYTES : at - HEADER_BYTES + len(view)] = view
+                at += len(view)
+        if at != end:
+            raise RecordError(f"{end - begin} bytes were wanted, found {at - begin}")
+
+    def close(self) -> None:
+        self._body.release()
+
+
+async def _awaited(asked: Callable[[], Awaitable[T]]) -> T:
+    return await asked()
+
+
+def _release(views: Sequence[memoryview]) -> None:
+    """Waits until nobody reads the pages: a view that obstore still has cannot be released. Raises StillRunning."""
+    until_s = time.monotonic() + RELEASE_S
+    for view in views:
+        while True:
+            try:
+                view.release()
+                break
+            except BufferError:
+                if time.monotonic() > until_s:
+                    raise StillRunning(NAME, "obstore still reads pages of a store that was given up") from None
+                time.sleep(0.001)
+
+
+def _judge(error: BaseException) -> Outcome:
+    if isinstance(error, asyncio.CancelledError):
+        return Outcome.LATE
+    if any(mark in str(error) for mark in _FULL):
+        return Outcome.FULL
+    return Outcome.FAILED
+
+
+def _brief(error: BaseException) -> str:
+    """Its first line: obstore adds pages."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"

@@ -1,0 +1,101 @@
+"""What the URL of an object store says, and the store that obstore opens for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote
+
+from kvdock.tiers.urls import TierUrl, TierUrlError, existing_file, read_url, some_text, whole, yes_or_no
+
+MIB: Final = 1 << 20
+CONNECT_S: Final = 5
+SILENCE_S: Final = 30
+"""After so long without a byte a request has failed, whatever its deadline."""
+REQUEST_S: Final = 3600
+"""Longer than any deadline: what ends a request is the deadline."""
+
+_ANY: Final = {"connections": whole(1, 256)}
+_REMOTE: Final = {**_ANY, "ca_file": existing_file, "retries": whole(0, 10)}
+_CLOUD: Final = {
+    **_REMOTE, "endpoint": some_text, "multipart_mib": whole(5, 5120), "skip_signature": yes_or_no,
+}  # fmt: skip
+_S3: Final = {
+    **_CLOUD, "region": some_text, "unsigned_payload": yes_or_no, "virtual_hosted": yes_or_no, "create": yes_or_no,
+}  # fmt: skip
+_AZURE: Final = {**_CLOUD, "account": some_text}
+_OPTIONS: Final[Mapping[str, Mapping[str, Callable[[str], Any]]]] = {
+    "az": _AZURE, "file": _ANY, "gs": _CLOUD, "http": _REMOTE, "https": _REMOTE, "s3": _S3,
+}  # fmt: skip
+_NAMES: Final = {  # of parameters, as obstore calls them
+    "account": "account_name", "endpoint": "endpoint", "region": "region", "skip_signature": "skip_signature",
+    "unsigned_payload": "unsigned_payload", "virtual_hosted": "virtual_hosted_style_request",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """`connections`: requests at once, for loads, for stores and for all else. `can_create`: the store refuses to
+    overwrite when it is asked to. `ranges`: parts of an object can be asked for. `multipart_bytes`: objects larger
+    than this are uploaded in several requests at once."""
+
+    store: Any
+    read_only: bool
+    can_create: bool
+    ranges: bool
+    connections: int
+    multipart_bytes: int
+
+
+def read_place(url: str, stores: Any) -> Place:
+    """`stores`: the module obstore.store. Raises TierUrlError."""
+    found = read_url(url, tuple(_OPTIONS), _OPTIONS.get(url.partition(":")[0], {}))
+    scheme, options = found.parts.scheme, found.options
+    if found.user is not None:
+        raise TierUrlError(f"{scheme}: found a user in the URL, wanted credentials in the environment")
+    connections, create = options.pop("connections", 16), options.pop("create", True)
+    multipart_bytes = options.pop("multipart_mib", 64) * MIB
+    try:
+        store = _local(found, stores) if scheme == "file" else _remote(found, stores)
+    except TierUrlError:
+        raise
+    except Exception as error:  # of its own kinds, and of Python's
+        raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
+    is_http = scheme in ("http", "https")
+    return Place(store, is_http, create, scheme in ("s3", "gs", "az"), connections, multipart_bytes)
+
+
+def _local(found: TierUrl, stores: Any) -> Any:
+    path = Path(unquote(found.parts.path))
+    if found.parts.netloc or not path.is_dir():
+        raise TierUrlError(f"file: found {found.parts.netloc}{path}, wanted file:///PATH of a folder that is there")
+    return stores.LocalStore(prefix=path)
+
+
+def _remote(found: TierUrl, stores: Any) -> Any:
+    parts, options = found
+    if not parts.hostname:
+        raise TierUrlError(f"{parts.scheme}: found no name of a bucket, container or host, wanted one")
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_S), "read_timeout": timedelta(seconds=SILENCE_S),
+        "timeout": timedelta(seconds=REQUEST_S),
+    }  # fmt: skip
+    if (authority := options.pop("ca_file", None)) is not None:
+        client["root_certificate"] = authority.read_bytes()
+    if parts.scheme == "http" or str(options.get("endpoint", "")).startswith("http://"):
+        client["allow_http"] = True
+    retry = {
+        "max_retries": options.pop("retries", 2), "retry_timeout": timedelta(seconds=SILENCE_S),
+        "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
+    }  # fmt: skip
+    given: dict[str, Any] = {"client_options": client, "retry_config": retry}
+    if parts.scheme in ("http", "https"):
+        return stores.HTTPStore(f"{parts.scheme}://{parts.netloc}{parts.path}", **given)
+    given |= {_NAMES[name]: value for name, value in options.items()}
+    if parts.scheme == "gs" and "endpoint" in given:
+        given["base_url"] = given.pop("endpoint")
+    kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
+    return kind(parts.netloc, prefix=unquote(parts.path).strip("/") or None, **given)

@@ -138,19 +138,22 @@ class ObjectTier:
 
     def _talk(self, asked: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
         """What each was answered; LATE, FULL, FAILED. Raises TierError where the store answered none of them."""
-        if deadline.is_over or not asked:
+        if deadline.left_s <= 0 or not asked:
             return [Outcome.LATE] * len(asked)
         tasks: list[asyncio.Task[T]] = []
+        given_up = False
 
         async def run() -> list[T | BaseException]:
             tasks.extend(asyncio.ensure_future(_awaited(one)) for one in asked)
+            if given_up:  # before there was a task to cancel
+                give_up()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         def give_up() -> None:
             for task in tasks:
                 task.cancel()
 
-        running, given_up = asyncio.run_coroutine_threadsafe(run(), self._loop), False
+        running = asyncio.run_coroutine_threadsafe(run(), self._loop)
         while not running.done():
             wait([running], min(SLICE_S, deadline.left_s) if not given_up else SLICE_S)
             if deadline.is_over and not given_up:
@@ -345,5 +348,5 @@ def _judge(error: BaseException) -> Outcome:
 
 
 def _brief(error: BaseException) -> str:
-    """Its first line: obstore adds pages."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:500]}"
+    """Without what obstore adds for its own developers."""
+    return f"{type(error).__name__}: {' '.join(str(error).partition('Debug source')[0].split())[:800]}"

@@ -1,0 +1,334 @@
+"""What only the tier over object stores does: its URL, ranges, uploads in pieces, two writers, HTTP, pages it gives
+back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http.server
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import obstore
+import obstore.store
+import pytest
+from objects_subject import BUCKET, KEYS, S3Server, environment
+from redis_server import free_port
+from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
+
+from kvdock.tiers import objects
+from kvdock.tiers.objects import ObjectTier, open_tier
+from kvdock.tiers.objects_url import Place, read_place
+from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
+from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError
+from kvdock.tiers.urls import TierUrlError
+
+pytestmark = pytest.mark.tiers
+
+
+@pytest.fixture(autouse=True)
+def _arena() -> None:
+    ARENA.reset()
+
+
+@pytest.fixture
+def parts(request: pytest.FixtureRequest) -> Parts:
+    return Parts(request.node.name)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    one = S3Server(tmp_path_factory.mktemp("s3"))
+    yield one
+    one.kill()
+
+
+@contextmanager
+def opened(url: str) -> Iterator[ObjectTier]:
+    with environment(KEYS):
+        tier = open_tier(url, patient())
+    try:
+        yield tier
+    finally:
+        tier.close(patient())
+
+
+@pytest.fixture
+def tier(server: S3Server) -> Iterator[ObjectTier]:
+    with opened(server.url) as one:
+        yield one
+
+
+def path_of(part: Part) -> str:
+    return f"/a/prefix/{part.name.text()}"
+
+
+# --------------------------------------------------------------------------- the URL
+
+
+def place_of(url: str) -> Place:
+    with environment(KEYS):
+        return read_place(url, obstore.store)
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("ftp://host/x", "found a URL of scheme 'ftp', wanted one of az, file, gs, http, https, s3"),
+    ("s3://bucket?regoin=x", "found parameter 'regoin', wanted one of ca_file, connections, create, endpoint, "),
+    ("s3://bucket?access_key_id=x", "found parameter 'access_key_id'"),
+    ("s3://bucket?multipart_mib=4", "found multipart_mib='4', wanted a whole number from 5 to 5120"),
+    ("s3://bucket?connections=257", "wanted a whole number from 1 to 256"),
+    ("s3://bucket?create=maybe", "wanted yes or no"),
+    ("s3://bucket?endpoint=", "wanted some text"),
+    ("s3://bucket?ca_file=/no/such", "wanted the path of a file that is there"),
+    ("s3:///prefix", "found no name of a bucket, container or host"),
+    ("s3://me@bucket/x", "found a user in the URL, wanted credentials in the environment"),
+    ("s3://me:secret@bucket/x", "found a password in the URL"),
+    ("gs://bucket?region=x", "found parameter 'region'"),
+    ("az://container", "wanted a URL that obstore can use"),
+    ("http://host?endpoint=x", "found parameter 'endpoint'"),
+    ("file:///no/such/folder", "wanted file:///PATH of a folder that is there"),
+    ("file://host/tmp", "wanted file:///PATH of a folder that is there"),
+    ("file:///tmp?retries=1", "found parameter 'retries', wanted one of connections"),
+])  # fmt: skip
+def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
+    with pytest.raises(TierUrlError) as caught:
+        place_of(url)
+    assert says in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_what_a_url_says() -> None:
+    place = place_of("s3://bucket/a/b?region=eu-west-1&endpoint=https://s3.example&virtual_hosted=yes&create=no"
+                     "&connections=3&multipart_mib=5")  # fmt: skip
+    assert place.store.config == {
+        "bucket": "bucket", "region": "eu-west-1", "endpoint": "https://s3.example",
+        "virtual_hosted_style_request": "true",
+    } | {key: place.store.config[key] for key in place.store.config if "key" in key}  # fmt: skip
+    assert place.store.prefix == "a/b" and "allow_http" not in place.store.client_options
+    assert (place.can_create, place.connections, place.multipart_bytes) == (False, 3, 5 * MIB)
+    assert place_of("s3://bucket?endpoint=http://x").store.client_options["allow_http"] in (True, "true")
+
+
+@pytest.mark.parametrize(("url", "kind"), [
+    ("gs://bucket/x?endpoint=http://127.0.0.1:1&skip_signature=yes", "GCSStore"),
+    ("az://container/x?account=me&endpoint=https://me.example", "AzureStore"),
+    ("https://host/x", "HTTPStore"),
+])  # fmt: skip
+def test_each_scheme_has_its_store(url: str, kind: str) -> None:
+    place = place_of(url)
+    assert type(place.store).__name__ == kind
+    assert place.read_only is place.ranges is (kind == "HTTPStore") or place.ranges is (kind != "HTTPStore")
+
+
+@pytest.mark.parametrize("url", [
+    f"s3://no-such-bucket/x?endpoint=http://127.0.0.1:{free_port()}&retries=0",
+    f"http://127.0.0.1:{free_port()}/x?retries=0",
+])  # fmt: skip
+def test_a_store_that_is_not_there_is_a_tier_error(url: str) -> None:
+    with environment(KEYS), pytest.raises(TierError, match="error sending request"):
+        open_tier(url, Deadline(20))
+
+
+def test_a_bucket_that_is_not_there_is_a_tier_error(server: S3Server) -> None:
+    url = server.url.replace(BUCKET, "another-bucket")
+    with environment(KEYS), pytest.raises(TierError, match="NoSuchBucket"):
+        open_tier(url, patient())
+
+
+def test_keys_that_are_not_the_environments_do_not_open_a_store(server: S3Server) -> None:
+    with environment({"AWS_EC2_METADATA_DISABLED": "true"}), pytest.raises(TierError):
+        open_tier(server.url + "&region=us-east-1&retries=0", Deadline(2))
+
+
+# --------------------------------------------------------------------------- records
+
+
+def test_an_object_is_the_header_and_then_the_bytes(tier: ObjectTier, server: S3Server, parts: Parts) -> None:
+    one = parts.make(50_001)
+    store_all(tier, [one])
+    assert server.call("GET", path_of(one)) == one.record.header() + one.data
+
+
+@pytest.mark.parametrize("create", ["yes", "no"])
+def test_of_two_writers_the_first_stays_where_the_store_can(server: S3Server, parts: Parts, create: str) -> None:
+    first = parts.make(50_000)
+    second = parts.make(50_000, first.name)
+    with opened(f"{server.url}&create={create}") as tier:
+        store_all(tier, [first])
+        store_all(tier, [second])
+        assert_loads(tier, [first if create == "yes" else second])
+        data = server.call("GET", path_of(first))
+        for damaged in (data[:-1], b"\0" + data[1:], b""):
+            server.call("PUT", path_of(first), damaged)
+            store_all(tier, [second])
+            assert_loads(tier, [second])
+
+
+def test_large_parts_go_and_come_in_pieces(server: S3Server, parts: Parts) -> None:
+    sizes = [objects.RANGE_BYTES - HEADER_BYTES, objects.RANGE_BYTES - HEADER_BYTES + 1, 17 * MIB + 3]
+    batch = [parts.make(size) for size in sizes]
+    with opened(f"{server.url}&multipart_mib=5&connections=2") as tier:
+        store_all(tier, batch)
+        assert_loads(tier, batch)
+        assert server.call("GET", path_of(batch[2])) == batch[2].record.header() + batch[2].data
+        again = parts.make(17 * MIB + 3, batch[2].name)
+        store_all(tier, [again])
+        assert_loads(tier, [again])
+
+
+@pytest.mark.parametrize("left", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, 9 * MIB, 20 * MIB])
+def test_a_cut_or_longer_object_is_damaged(tier: ObjectTier, server: S3Server, parts: Parts, left: int) -> None:
+    large, small = parts.make(10 * MIB), parts.make(100)
+    for one in (large, small):
+        whole = one.record.header() + one.data
+        server.call("PUT", path_of(one), whole[:left].ljust(left, b"\0"))
+    assert outcomes_of(tier, [large, small]) == [Outcome.DAMAGED] * 2
+
+
+def test_what_was_not_told_by_the_deadline_is_late(tier: ObjectTier, server: S3Server, parts: Parts) -> None:
+    """Reads go on when others were given up, and pages that were to be sent are free at once."""
+    batch = parts.many(3, 9 * MIB)
+    store_all(tier, batch)
+    server.send(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        assert outcomes_of_late(tier, batch) == {Outcome.LATE}
+        assert store(tier, parts.many(2, 20 * MIB), Deadline(0.3)) == [Outcome.LATE] * 2
+        assert time.monotonic() - began < 15
+    finally:
+        server.send(signal.SIGCONT)
+    assert_loads(tier, batch)
+
+
+def outcomes_of_late(tier: ObjectTier, batch: list[Part]) -> set[Outcome]:
+    return {answer.outcome for answer in tier.load([part.to_load() for part in batch], Deadline(0.3))}
+
+
+def test_pages_that_are_still_read_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that somebody else holds is what a request leaves that cannot be given up."""
+    monkeypatch.setattr(objects, "RELEASE_S", 0.05)
+    view = ARENA.pages(100)[:100]
+    held = pickle.PickleBuffer(view)
+    with pytest.raises(StillRunning):
+        objects._release([view])
+    held.release()
+    objects._release([view])
+    with pytest.raises(ValueError):
+        len(view)
+
+
+@pytest.mark.parametrize("multipart", [False, True])
+def test_obstore_lets_go_of_the_pages_of_a_request_that_is_given_up(server: S3Server, multipart: bool) -> None:
+    """What _release() builds on: a view that is being sent cannot be released."""
+    view = ARENA.pages(24 * MIB)[:]
+    place = place_of(server.url)
+
+    async def send() -> None:
+        data: list[Any] = [b"header", view]
+        request = asyncio.ensure_future(obstore.put_async(place.store, "x", data, use_multipart=multipart))
+        await asyncio.sleep(0.2)
+        if not multipart:  # obstore reads pieces of its own size, and waits for the server before the first
+            with pytest.raises(BufferError):
+                view.release()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+    server.send(signal.SIGSTOP)
+    try:
+        asyncio.run(send())
+        objects._release([view])
+    finally:
+        server.send(signal.SIGCONT)
+
+
+def test_a_full_store_is_full(tier: ObjectTier, server: S3Server, parts: Parts) -> None:
+    server.flag.touch()
+    try:
+        assert store(tier, [parts.make(1000)]) == [Outcome.FULL]
+    finally:
+        server.flag.unlink()
+
+
+def test_deleting_a_part_that_goes_meanwhile_is_done(tmp_path: Path, parts: Parts) -> None:
+    batch = parts.many(20, 10)
+    with opened(tmp_path.as_uri()) as tier:
+        store_all(tier, batch)
+        done: list[list[Outcome]] = []
+        names = [part.name for part in batch]
+        rivals = [threading.Thread(target=lambda: done.append(tier.delete(names, patient()))) for _ in range(4)]
+        for rival in rivals:
+            rival.start()
+        for rival in rivals:
+            rival.join()
+        assert len(done) == 4 and {outcome for some in done for outcome in some} <= {Outcome.DONE, Outcome.MISSING}
+        assert tier.exists(names, patient()) == [False] * 20
+
+
+# --------------------------------------------------------------------------- HTTP
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Into no log."""
+
+
+def test_a_web_server_is_read_and_not_written(tmp_path: Path, parts: Parts) -> None:
+    small, large, absent = parts.make(1000), parts.make(9 * MIB), parts.make(10)
+    with opened(tmp_path.as_uri()) as tier:
+        store_all(tier, [small, large])
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path))
+    thread = threading.Thread(target=web.serve_forever)
+    thread.start()
+    try:
+        with opened(f"http://127.0.0.1:{web.server_port}/") as tier:
+            assert_loads(tier, [small, large])
+            assert load(tier, [absent])[0].answer.outcome is Outcome.MISSING
+            assert tier.exists([small.name, absent.name], patient()) == [True, False]
+            cut = tmp_path / small.name.text()
+            cut.write_bytes(cut.read_bytes()[:-1])
+            assert outcomes_of(tier, [small]) == [Outcome.DAMAGED]
+            with pytest.raises(TierError, match="over HTTP"):
+                store(tier, [absent])
+            with pytest.raises(TierError, match="over HTTP"):
+                tier.delete([small.name], patient())
+    finally:
+        web.shutdown()
+        thread.join()
+        web.server_close()
+
+
+def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
+    """A piece that is shorter, longer or another one than was asked for."""
+    one = parts.make(1000)
+    data = one.record.header() + one.data
+
+    class Found:
+        def __init__(self, at: tuple[int, int], *pieces: bytes) -> None:
+            self.range, self._pieces = at, pieces
+
+        async def stream(self, min_chunk_size: int) -> Any:
+            for piece in self._pieces:
+                yield piece
+
+    def take(found: Found, begin: int = 0, end: int = len(data)) -> bytes:
+        pages = ARENA.pages(1000)
+        sink = objects._Sink(pages[:1000])
+        asyncio.run(sink.take(found, begin, end))
+        sink.close()
+        Record.read_of(bytes(sink.header), one.name, 1000)
+        return bytes(pages[:1000])
+
+    whole = (0, len(data))
+    for pieces in ((data,), (data[:1], data[1:]), (data[:128], data[128:]), (data[:100], data[100:200], data[200:])):
+        assert take(Found(whole, *pieces)) == one.data
+    for found in (Found(whole, data[:-1]), Found(whole, data, b"x"), Found((1, len(data)), data), Found(whole)):
+        with pytest.raises(RecordError):
+            take(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import access, api, cli, connectors, copy, engine, table, tiers, vllm, web
+from . import access, api, cli, connectors, copy, engine, stores, table, tiers, vllm, web
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
@@ -14,6 +14,7 @@ ROOMS: dict[str, tuple[Mutant, ...]] = {
     "connectors": connectors.MUTANTS,
     "vllm": vllm.MUTANTS,
     "engine": engine.MUTANTS,
+    "stores": stores.MUTANTS,
     "cli": cli.MUTANTS,
     "web": web.MUTANTS,
 }

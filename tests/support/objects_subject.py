@@ -56,6 +56,7 @@ class S3Server:
         """One request for the bucket's own URL, or one below. The server looks at no signature, but wants one."""
         request = Request(f"http://127.0.0.1:{self.port}/{BUCKET}{path}", data or None, method=method)
         request.add_header("Authorization", f"AWS4-HMAC-SHA256 Credential={SIGNED}, SignedHeaders=host, Signature=0")
+        request.add_header("Content-Type", "application/octet-stream")
         with urlopen(request, timeout=30) as answer:
             body: bytes = answer.read()
             return body

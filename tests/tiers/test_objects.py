@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import http.server
+import mmap
 import pickle
 import signal
 import threading
@@ -20,13 +21,25 @@ import obstore.store
 import pytest
 from objects_subject import BUCKET, KEYS, S3Server, environment
 from redis_server import free_port
-from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
+from tier_helpers import (
+    ARENA,
+    MIB,
+    LooksBeforeItEnds,
+    Part,
+    Parts,
+    assert_loads,
+    load,
+    outcomes_of,
+    patient,
+    store,
+    store_all,
+)
 
 from kvdock.tiers import objects
 from kvdock.tiers.objects import ObjectTier, open_tier
 from kvdock.tiers.objects_url import Place, read_place
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
-from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError
+from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, ToStore
 from kvdock.tiers.urls import TierUrlError
 
 pytestmark = pytest.mark.tiers
@@ -203,6 +216,69 @@ def test_what_was_not_told_by_the_deadline_is_late(tier: ObjectTier, server: S3S
     finally:
         server.send(signal.SIGCONT)
     assert_loads(tier, batch)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3, 4])
+def test_a_deadline_that_is_over_at_once_ends_what_has_hardly_begun(
+    tier: ObjectTier, server: S3Server, parts: Parts, looks: int
+) -> None:
+    one = parts.make(1000).to_store()
+    server.send(signal.SIGSTOP)
+    resumed = threading.Timer(8, server.send, [signal.SIGCONT])
+    resumed.start()
+    try:
+        began = time.monotonic()
+        assert tier.store([one], Deadline(5, LooksBeforeItEnds(looks))) == [Outcome.LATE]
+        assert time.monotonic() - began < 7
+    finally:
+        resumed.cancel()
+        server.send(signal.SIGCONT)
+
+
+def test_pages_of_a_store_that_was_given_up_are_held_by_nobody(
+    tier: ObjectTier, server: S3Server, parts: Parts
+) -> None:
+    """Memory that somebody has a view of cannot be closed."""
+    record = parts.make(1).record
+    memory = mmap.mmap(-1, 24 * MIB)
+    pages = memoryview(memory)
+    server.send(signal.SIGSTOP)
+    try:
+        asked = [ToStore(Record(record.name, 24 * MIB, 0), pages)]
+        assert tier.store(asked, Deadline(0.3)) == [Outcome.LATE]
+        del asked
+        pages.release()
+        memory.close()
+    finally:
+        server.send(signal.SIGCONT)
+
+
+def test_an_object_that_is_replaced_between_two_ranges_is_not_loaded(
+    tier: ObjectTier, server: S3Server, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = parts.make(12 * MIB)
+    second = parts.make(12 * MIB, first.name)
+    store_all(tier, [first])
+    take, taken = objects._Sink.take, list[int]()
+
+    async def take_and_replace(sink: Any, found: Any, begin: int, end: int) -> None:
+        if not taken:
+            taken.append(begin)
+            server.call("PUT", path_of(first), second.record.header() + second.data)
+        await take(sink, found, begin, end)
+
+    monkeypatch.setattr(objects._Sink, "take", take_and_replace)
+    assert outcomes_of(tier, [first]) == [Outcome.DAMAGED]
+    assert taken
+    assert_loads(tier, [second])
+
+
+def test_a_store_that_cannot_refuse_to_overwrite_is_written_all_the_same(server: S3Server, parts: Parts) -> None:
+    batch = parts.many(3, 1000)
+    with environment({"AWS_CONDITIONAL_PUT": "disabled"}), opened(server.url) as tier:
+        store_all(tier, batch)
+        store_all(tier, batch)
+        assert_loads(tier, batch)
 
 
 def outcomes_of_late(tier: ObjectTier, batch: list[Part]) -> set[Outcome]:

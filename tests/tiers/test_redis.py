@@ -18,8 +18,9 @@ from redis_subject import opened
 from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.redis import RedisTier, open_tier
+from kvdock.tiers.redis import RedisTier, _Value, open_tier
 from kvdock.tiers.redis_nodes import Address, read_settings
+from kvdock.tiers.resp import Wire
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError
 from kvdock.tiers.urls import TierUrlError
 
@@ -282,6 +283,26 @@ def test_a_replica_that_only_reads_refuses_stores(tmp_path: Path, parts: Parts) 
                 load(tier, [one])
             with pytest.raises(TierError, match="MASTERDOWN"):
                 open_tier(url, patient(), {})
+
+
+def test_no_verb_returns_while_its_threads_receive(
+    server: RedisServer, client: Any, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its runs takes long; the verb waits for that, although its own thread has nothing more to do."""
+    read, slow = _Value.read, parts.make(9 * MIB)
+
+    def read_slowly(value: _Value, wire: Wire, deadline: Deadline) -> Any:
+        if value.part.name == slow.name:
+            time.sleep(0.5)
+        return read(value, wire, deadline)
+
+    batch = [parts.make(9 * MIB), slow, parts.make(9 * MIB)]
+    with opened(f"unix://{server.address}?connections=2") as tier:
+        store_all(tier, batch)
+        monkeypatch.setattr(_Value, "read", read_slowly)
+        for order in (batch, batch[::-1], [batch[1], batch[0], batch[2]]):
+            ARENA.reset()
+            assert_loads(tier, order)
 
 
 def test_a_connection_that_was_left_in_mid_reply_is_not_used_again(

@@ -2,7 +2,8 @@
 (docs/tiers.md#object-stores).
 
 All requests run on one event loop in a thread of the tier's own, because only there can obstore give one up when its
-deadline is over. A load is copied into the pages piece by piece while the next ones arrive; a store is sent from them.
+deadline is over. A large load is asked for in ranges: while one is copied into the pages, the next ones arrive. A store
+is sent from the pages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ RELEASE_S: Final = 10.0
 """How long a request that was given up may hold the pages that it reads."""
 RANGE_BYTES: Final = 8 << 20
 """A larger object is asked for in several requests at once."""
-PIECE_BYTES: Final = 1 << 20
 CHUNK_BYTES: Final = 16 << 20
 """Of an upload in several requests."""
 UPLOADS: Final = 4
@@ -302,20 +302,13 @@ class _Sink:
         """Bytes `begin` to `end` of the object. Raises RecordError if the store sends fewer or others."""
         if tuple(found.range) != (begin, end):
             raise RecordError(f"bytes {begin} to {end} were wanted, found {found.range}")
-        at = begin
-        async for piece in found.stream(min_chunk_size=PIECE_BYTES):
-            view = memoryview(piece)
-            if at + len(view) > end:
-                raise RecordError(f"{end - begin} bytes were wanted, found more")
-            if at < HEADER_BYTES:
-                of_header = view[: HEADER_BYTES - at]
-                self.header[at : at + len(of_header)] = of_header
-                at, view = at + len(of_header), view[len(of_header) :]
-            if view:
-                self._body[at - HEADER_BYTES : at - HEADER_BYTES + len(view)] = view
-                at += len(view)
-        if at != end:
-            raise RecordError(f"{end - begin} bytes were wanted, found {at - begin}")
+        data = memoryview(await found.bytes_async())
+        if len(data) != end - begin:
+            raise RecordError(f"{end - begin} bytes were wanted, found {len(data)}")
+        of_header = max(0, HEADER_BYTES - begin)
+        if of_header:
+            self.header[begin:] = data[:of_header]
+        self._body[begin + of_header - HEADER_BYTES : end - HEADER_BYTES] = data[of_header:]
 
     def close(self) -> None:
         self._body.release()

@@ -65,7 +65,7 @@ def read_place(url: str, stores: Any) -> Place:
     except Exception as error:  # of its own kinds, and of Python's
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
     is_http = scheme in ("http", "https")
-    return Place(store, is_http, create, scheme in ("s3", "gs", "az"), connections, multipart_bytes)
+    return Place(store, is_http, create, not is_http, connections, multipart_bytes)
 
 
 def _local(found: TierUrl, stores: Any) -> Any:

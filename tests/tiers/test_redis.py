@@ -18,7 +18,7 @@ from redis_subject import opened
 from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.redis import RedisTier, _Value, open_tier
+from kvdock.tiers.redis import PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
 from kvdock.tiers.redis_nodes import Address, read_settings
 from kvdock.tiers.resp import Wire
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError
@@ -234,6 +234,42 @@ def test_another_length_than_wanted_spoils_nothing_behind_it(tier: RedisTier, cl
     ]  # fmt: skip
 
 
+def test_values_that_come_in_pieces(tier: RedisTier, client: Any, parts: Parts) -> None:
+    edges = [RUN_BYTES - HEADER_BYTES, RUN_BYTES - HEADER_BYTES + 1, 3 * PIECE_BYTES - HEADER_BYTES, 17 * MIB + 5]
+    batch = [parts.make(size) for size in edges]
+    store_all(tier, batch)
+    assert_loads(tier, batch)
+    last = batch[3].name.text()
+    for value in (batch[3].data, b"\0" + client.get(last)[1:], b"x" * 100):
+        client.set(last, value)
+        assert outcomes_of(tier, batch) == [Outcome.DONE] * 3 + [Outcome.DAMAGED]
+        ARENA.reset()
+    client.delete(last)
+    assert outcomes_of(tier, batch) == [Outcome.DONE] * 3 + [Outcome.MISSING]
+    client.rpush(last, "a list")
+    assert outcomes_of(tier, batch) == [Outcome.DONE] * 3 + [Outcome.DAMAGED]
+    assert_loads(tier, batch[:3])
+
+
+def test_a_value_that_changes_between_two_pieces_is_no_hit(
+    tier: RedisTier, client: Any, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = parts.make(17 * MIB)
+    store_all(tier, [one])
+    send, sent = Wire.send, list[int]()
+
+    def send_and_cut(wire: Wire, pieces: Any, deadline: Deadline) -> None:
+        sent.append(1)
+        if len(sent) == 3:
+            client.set(one.name.text(), b"short")
+        send(wire, pieces, deadline)
+
+    monkeypatch.setattr(Wire, "send", send_and_cut)
+    with pytest.raises(TierError, match="was replaced while it was read"):
+        load(tier, [one])
+    assert outcomes_of(tier, [one]) == [Outcome.DAMAGED]
+
+
 def test_a_part_that_no_value_can_hold_is_refused(tier: RedisTier, parts: Parts) -> None:
     one = parts.make(100)
     large = one.to_store()
@@ -289,14 +325,14 @@ def test_no_verb_returns_while_its_threads_receive(
     server: RedisServer, client: Any, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of its runs takes long; the verb waits for that, although its own thread has nothing more to do."""
-    read, slow = _Value.read, parts.make(9 * MIB)
+    read, slow = _Value.read, parts.make(7 * MIB)
 
     def read_slowly(value: _Value, wire: Wire, deadline: Deadline) -> Any:
         if value.part.name == slow.name:
             time.sleep(0.5)
         return read(value, wire, deadline)
 
-    batch = [parts.make(9 * MIB), slow, parts.make(9 * MIB)]
+    batch = [parts.make(7 * MIB), slow, parts.make(7 * MIB)]
     with opened(f"unix://{server.address}?connections=2") as tier:
         store_all(tier, batch)
         monkeypatch.setattr(_Value, "read", read_slowly)

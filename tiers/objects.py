@@ -38,7 +38,7 @@ RELEASE_S: Final = 10.0
 RANGE_BYTES: Final = 8 << 20
 """A larger object is asked for in several requests at once."""
 CHUNK_BYTES: Final = 16 << 20
-"""Of an upload in several requests."""
+"""How much one request of an upload in pieces carries."""
 UPLOADS: Final = 4
 DELETE_AT_ONCE: Final = 1000
 _FULL: Final = (
@@ -177,7 +177,7 @@ class ObjectTier:
         return True
 
     async def _size(self, path: str) -> int | None:
-        """Of the object, in bytes."""
+        """The length of the object, in bytes; None where there is none."""
         async with self._asking:
             try:
                 return int((await self._obstore.head_async(self._store, path))["size"])
@@ -219,7 +219,7 @@ class ObjectTier:
             record.close()
 
     async def _range(self, path: str, mark: str | None, begin: int, end: int, record: _Sink) -> None:
-        """Of the object that is marked so, not of one that has replaced it meanwhile."""
+        """Part of the object that is marked so, not of one that has replaced it meanwhile."""
         options = {"range": (begin, end)} | ({"if_match": mark} if mark else {})
         async with self._loading:
             found = await self._obstore.get_async(self._store, path, options=options)

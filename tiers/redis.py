@@ -281,19 +281,14 @@ class _Value:
         return command(b"GET", _key(self.part.name))
 
     def read(self, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
-        name, length, pages = self.part
+        _, length, pages = self.part
         header = bytearray(HEADER_BYTES)
         found = wire.value_into(memoryview(header), pages[:length], deadline)
         if isinstance(found, ErrorReply):
             return found
         if found is None:
             return Loaded(Outcome.MISSING)
-        try:
-            if found != HEADER_BYTES + length:
-                raise RecordError(f"{name.text()}: {HEADER_BYTES + length} bytes were wanted, found {found}")
-            return Loaded(Outcome.DONE, Record.read_of(bytes(header), name, length).checksum)
-        except RecordError:
-            return Loaded(Outcome.DAMAGED)
+        return _judged(header, self.part) if found == HEADER_BYTES + length else Loaded(Outcome.DAMAGED)
 
 
 @dataclass(frozen=True)
@@ -325,10 +320,14 @@ class _Pieces:
             body = pages[max(0, begin - HEADER_BYTES) : end - HEADER_BYTES]
             if wire.value_into(header[begin:HEADER_BYTES], body, deadline) != end - begin:
                 raise WireError(f"{name.text()} was replaced while it was read")
-        try:
-            return Loaded(Outcome.DONE, Record.read_of(bytes(header), name, length).checksum)
-        except RecordError:
-            return Loaded(Outcome.DAMAGED)
+        return _judged(header, self.part)
+
+
+def _judged(header: bytearray | memoryview, part: ToLoad) -> Loaded:
+    try:
+        return Loaded(Outcome.DONE, Record.read_of(bytes(header), part.name, part.length).checksum)
+    except RecordError:
+        return Loaded(Outcome.DAMAGED)
 
 
 def _check(at: int, record: Record) -> _Job[bool]:

@@ -169,7 +169,7 @@ class Nodes:
         def dial(timeout_s: float) -> None:
             try:
                 dialled.set_result(self._connected(address, timeout_s))
-            except Exception as error:
+            except Exception as error:  # of redis-py, of sockets, of TLS: the waiting thread says it
                 dialled.set_exception(error)
 
         timeout_s = max(SLICE_S, min(deadline.left_s, LONGEST_CONNECT_S))
@@ -180,7 +180,7 @@ class Nodes:
         if dialled.done():
             try:
                 return dialled.result()
-            except Exception as error:
+            except Exception as error:  # whatever it was, there is no connection
                 raise TierError(NAME, f"cannot connect to {_text(address)}: {error}") from error
         dialled.add_done_callback(_close_late)
         if deadline.is_over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_ALL, _LOST = "tests/tiers/test_conformance.py", "tests/tiers/test_lost_servers.py"
+_ALL = "tests/tiers/test_conformance.py"
 _REDIS, _CLUSTER = "tests/tiers/test_redis.py", "tests/tiers/test_redis_cluster.py"
 _OBJECTS = "tests/tiers/test_objects.py"
 
@@ -22,7 +22,7 @@ MUTANTS = (
     ),
     Mutant(
         "ST3", "a value's header may be of another part", "tiers/redis.py",
-        "Record.read_of(bytes(header), name, length).checksum", "Record.read(bytes(header)).checksum",
+        "Record.read_of(bytes(header), part.name, part.length).checksum", "Record.read(bytes(header)).checksum",
         (_ALL, "-k", "another_part and redis"), "test_a_record_of_another_part_is_not_taken_for_the_right_one",
     ),
     Mutant(
@@ -56,8 +56,7 @@ MUTANTS = (
     Mutant(
         "ST9", "connections that lie idle are used without a look", "tiers/redis_nodes.py",
         "            if wire.is_quiet():\n", "            if wire:\n",
-        (_LOST, "-k", "found_again and redis"), "test_a_server_that_is_killed_is_found_again_when_it_is_back",
-        equivalent="the first verb after the loss says FAILED and drops them",
+        (_REDIS, "-k", "between_two_verbs"), "test_a_server_that_was_restarted_between_two_verbs_costs_nothing",
     ),
     Mutant(
         "ST10", "a verb returns while threads of its own still receive", "tiers/redis.py",

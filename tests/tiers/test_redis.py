@@ -173,7 +173,7 @@ def test_tls_carries_values_and_trusts_only_its_own_certificate(
 
 
 def outcomes_of_late(tier: RedisTier, batch: list[Any], parts: Parts) -> set[Outcome]:
-    """Of a load, and of a store of much more than any buffer takes, with a deadline that is soon over."""
+    """A load, and a store of much more than any buffer takes, with a deadline that is soon over."""
     loaded = [answer.outcome for answer in tier.load([part.to_load() for part in batch], Deadline(0.3))]
     return {*loaded, *store(tier, [parts.make(16 * MIB)], Deadline(0.3))}
 
@@ -319,6 +319,17 @@ def test_a_replica_that_only_reads_refuses_stores(tmp_path: Path, parts: Parts) 
                 load(tier, [one])
             with pytest.raises(TierError, match="MASTERDOWN"):
                 open_tier(url, patient(), {})
+
+
+def test_a_server_that_was_restarted_between_two_verbs_costs_nothing(tmp_path: Path, parts: Parts) -> None:
+    batch = parts.many(3, 1000)
+    with served(tmp_path) as server, opened(f"unix://{server.address}") as tier:
+        store_all(tier, batch)
+        server.kill()
+        server.start()
+        assert outcomes_of(tier, batch) == [Outcome.MISSING] * 3
+        store_all(tier, batch)
+        assert_loads(tier, batch)
 
 
 def test_no_verb_returns_while_its_threads_receive(

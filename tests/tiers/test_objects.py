@@ -9,6 +9,7 @@ import http.server
 import mmap
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -113,6 +114,12 @@ def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
     with pytest.raises(TierUrlError) as caught:
         place_of(url)
     assert says in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(TierError, match=r"pip install 'kvdock\[objects\]'"):
+        open_tier("s3://bucket", patient())
 
 
 def test_what_a_url_says() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -93,6 +94,12 @@ def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(TierUrlError, match="found a password in the URL") as caught:
         read_settings(f"redis://me:{PASSWORD}@host", {})
     assert "sesame" not in str(caught.value)
+
+
+def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(TierError, match=r"pip install 'kvdock\[redis\]'"):
+        open_tier("redis://localhost", patient(), {})
 
 
 def test_what_a_url_says(tmp_path: Path) -> None:

@@ -114,6 +114,18 @@ class Lists(Protocol):
         """All that could be loaded now."""
 
 
+@runtime_checkable
+class Registers(Protocol):
+    """A tier whose library wants to know memory beforehand. Whoever maps segments of the pool tells such a tier."""
+
+    def register(self, address: int, length: int) -> None:
+        """Before slots there are given to verbs. Slots in memory that is not registered cost a copy. Raises
+        TierError."""
+
+    def unregister(self, address: int) -> None:
+        """Before the memory is unmapped. No verb may be at work there."""
+
+
 class Tier(Protocol):
     """Batched verbs: each answers for every one of its arguments, in their order. They return when they are done or
     soon after the deadline is over, whichever comes first; what was not begun by then is LATE.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import access, api, cli, connectors, copy, engine, stores, table, tiers, vllm, web
+from . import access, api, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
@@ -15,6 +15,7 @@ ROOMS: dict[str, tuple[Mutant, ...]] = {
     "vllm": vllm.MUTANTS,
     "engine": engine.MUTANTS,
     "stores": stores.MUTANTS,
+    "mooncake": mooncake.MUTANTS,
     "cli": cli.MUTANTS,
     "web": web.MUTANTS,
 }

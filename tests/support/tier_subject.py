@@ -27,6 +27,8 @@ class TierSubject:
     """Whether stop, resume, kill and restart work."""
     is_shared: ClassVar[bool] = False
     """Whether two Tiers may be open at the same time over the same storage."""
+    forgets_at_once: ClassVar[bool] = True
+    """Whether exists() finds nothing while the server is lost: not where another one keeps the names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

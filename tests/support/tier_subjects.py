@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mooncake_subject import MooncakePeerSubject, MooncakeSubject
 from objects_subject import FolderSubject, S3Subject
 from redis_subject import RedisSubject
 from tier_helpers import KIB, MIB
@@ -88,5 +89,7 @@ class DiskSubject(TierSubject):
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-SUBJECTS: tuple[type[TierSubject], ...] = (DiskSubject, RedisSubject, S3Subject, FolderSubject)
-SERVED = tuple(kind for kind in SUBJECTS if kind.has_server)
+SUBJECTS: tuple[type[TierSubject], ...] = (
+    DiskSubject, RedisSubject, S3Subject, FolderSubject, MooncakeSubject,
+)
+SERVED = (*(kind for kind in SUBJECTS if kind.has_server), MooncakePeerSubject)

@@ -1,0 +1,171 @@
+"""Mooncake's client library, with types and without surprises: what it returns is checked, and a lost master raises.
+
+A read and a write are each in three steps, so that calls that ask the master, which may hang, never hold a page: begin
+(master), copy ranges (peers), end (master). Seen with 0.3.13.post1; what each call does there is in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, Self
+
+from kvdock.tiers.mooncake.settings import MooncakeSettings
+from kvdock.tiers.tier import Deadline, TierError
+
+TIER: Final = "mooncake"
+INSTALL: Final = "pip install 'kvdock[mooncake]', and libibverbs1 of the distribution"
+
+DONE: Final = 0
+NO_ROOM: Final = -200
+INVALID: Final = -600
+"""Also: this process has begun a write of that name and neither ended nor revoked it."""
+BEING_WRITTEN: Final = -703
+ABSENT: Final = -704
+THERE: Final = -705
+"""Somebody has begun to write that name before, and perhaps ended."""
+LEASED: Final = -706
+LEASE_OVER: Final = -707
+_LOST: Final = range(-999, -899)  # calls to the master that did not come through
+
+_ENDS_WITHIN_S: Final = 50.0
+"""The library waits 60 s for copies and then returns an error while they may go on. An error before that comes when
+all copies of the call have ended."""
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+
+Call = Callable[..., Any]
+
+
+class Unended(Exception):
+    """A copy has failed, and may still be under way."""
+
+
+class Library:
+    """One client of one master. Safe for threads; of one name, one read or write at a time."""
+
+    def __init__(self, settings: MooncakeSettings, store: Any, config: Any) -> None:
+        self._settings, self._store, self._config = settings, store, config
+        self._is_lost = False
+
+    @classmethod
+    def open(cls, settings: MooncakeSettings, deadline: Deadline) -> Self:
+        """Raises TierError, at most some `master_s` after the deadline: the library's start cannot be broken off, and
+        no other thread of Python runs meanwhile."""
+        _prepare(settings)
+        try:
+            from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+        except ImportError as error:
+            raise TierError(TIER, f"its client is not installed ({error}), wanted: {INSTALL}") from error
+        store, config = MooncakeDistributedStore(), ReplicateConfig()
+        config.replica_num = settings.replicas
+        try:
+            address = settings.address()
+            _knock(settings, min(deadline.left_s, settings.master_s))
+        except OSError as error:
+            raise TierError(TIER, f"the master at {settings.master} is not reached: {error}") from error
+        # No local buffer: it would be registered memory, which others can reach, and nothing here uses it.
+        code = store.setup(
+            address, "P2PHANDSHAKE", settings.contribute_bytes, 0, settings.protocol, settings.device, settings.master
+        )
+        if code != DONE:
+            raise TierError(TIER, f"no client could be made of the master at {settings.master} (code {code})")
+        return cls(settings, store, config)
+
+    def exist(self, names: list[str]) -> list[int]:
+        """1: it is there, whole."""
+        return self._asked(self._store.batch_is_exist, names)
+
+    def remove(self, names: list[str], force: bool = False) -> list[int]:
+        """DONE, ABSENT, BEING_WRITTEN, or LEASED unless `force`."""
+        return self._asked(self._store.batch_remove, names, force)
+
+    def begin_reads(self, names: list[str]) -> list[int]:
+        return self._asked(self._store.batch_get_session_start, names)
+
+    def end_reads(self, names: list[str]) -> None:
+        """Asks nobody: it forgets where they are."""
+        self._store.batch_get_session_end(names)
+
+    def begin_writes(self, names: list[str], sizes: list[int]) -> list[int]:
+        return self._asked(self._store.batch_put_session_start, names, sizes, self._config)
+
+    def end_writes(self, names: list[str]) -> list[int]:
+        """DONE: others find it from now on. Never for a name whose bytes are not all written: the store would not
+        notice."""
+        return self._asked(self._store.batch_put_session_end, names)
+
+    def revoke_writes(self, names: list[str]) -> None:
+        """As far as it can. What stays behind is revoked when the name is written again, and the master drops it."""
+        if names:
+            self._store.batch_put_session_revoke(names)
+
+    def read(self, name: str, address: int, length: int, offset: int) -> int:
+        """Bytes read, or a code. Raises Unended."""
+        return self._copied(self._store.batch_get_into_multi_buffer_ranges, name, address, length, offset)
+
+    def write(self, name: str, address: int, length: int, offset: int) -> int:
+        """Bytes written, or a code. Raises Unended."""
+        return self._copied(self._store.batch_put_from_multi_buffer_ranges, name, address, length, offset)
+
+    def register(self, address: int, length: int) -> None:
+        """Raises TierError."""
+        if (code := self._store.register_buffer(address, length)) != DONE:
+            raise TierError(TIER, f"{length} bytes of memory could not be registered (code {code})")
+
+    def unregister(self, address: int) -> None:
+        self._store.unregister_buffer(address)
+
+    def close(self) -> None:
+        """Takes up to a second, and no other thread of Python runs meanwhile."""
+        self._store.close()
+
+    def _asked(self, call: Call, names: list[str], *more: Any) -> list[int]:
+        if self._is_lost:  # the library would try for seconds to reach a master that is gone
+            try:
+                _knock(self._settings, self._settings.master_s)
+            except OSError as error:
+                raise TierError(TIER, f"the master at {self._settings.master} is not reached: {error}") from error
+        codes = list(call(names, *more))
+        lost = [code for code in codes if code in _LOST]
+        self._is_lost = bool(lost)
+        if lost:
+            raise TierError(TIER, f"the master at {self._settings.master} does not answer (code {lost[0]})")
+        if len(codes) != len(names):
+            raise TierError(TIER, f"the client gave {len(codes)} answers to {len(names)} questions")
+        return codes
+
+    @staticmethod
+    def _copied(call: Call, name: str, address: int, length: int, offset: int) -> int:
+        began = monotonic()
+        codes: Sequence[int] = call([name], [[address]], [[length]], [[offset]])
+        if list(codes) != [length] and monotonic() - began > _ENDS_WITHIN_S:
+            raise Unended(f"a copy of {name} may be under way still")
+        return codes[0] if len(codes) == 1 else INVALID
+
+
+def _knock(settings: MooncakeSettings, timeout_s: float) -> None:
+    """Raises OSError where no master listens."""
+    socket.create_connection((settings.host, settings.port), max(timeout_s, 0.01)).close()
+
+
+def _prepare(settings: MooncakeSettings) -> None:
+    """The library takes these from the environment only. Raises TierError where there is no RDMA: the library would
+    say yes, and go over TCP, where memory that is registered can be read and written by all."""
+    if settings.protocol == "rdma":
+        devices = sorted(path.name for path in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+        missing = [name for name in settings.device.split(",") if name and name not in devices]
+        if not devices or missing or "MC_FORCE_TCP" in os.environ:
+            raise TierError(
+                TIER, f"found the RDMA devices {devices or 'none'}, wanted {settings.device or 'at least one'}, "
+                "and MC_FORCE_TCP not in the environment"
+            )
+    stall, patience = str(settings.stall_s), str(1000 * settings.master_s)
+    os.environ.update(
+        MC_TCP_PROGRESS_TIMEOUT_SEC=stall, MC_TCP_STATUS_TIMEOUT_SEC=stall,
+        MC_TCP_ADMISSION_TIMEOUT_MS=str(1000 * settings.stall_s),
+        MC_RPC_TIMEOUT_MS=patience, MC_RPC_CONNECT_TIMEOUT_MS=patience, MC_STORE_CLIENT_SETUP_RETRIES="1",
+    )
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it tells each step of its work otherwise

@@ -74,6 +74,7 @@ class CacheService:
             body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
         )
         self._tally.counters.attached_members += 1
+        self._desk.attached(session)
         manifest = session.namespace.manifest
         return s.SessionAttached(
             session=session.capability,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdock._core import Lookup as Found, Table, TableError
-from kvdock.api.pool.registry import Registry, SessionRecord
+from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.reports import TierView
@@ -85,6 +85,8 @@ class TierDesk:
         self._asked_bytes = 0
         self._ended: list[int] = []
         self._served: list[bytes] | None = None
+        self._fresh: dict[bytes, NamespaceRecord] = {}
+        """Namespaces in which an engine has attached since the last news."""
         self._said_draining = False
         self._known: dict[bytes, set[bytes]] = {}
         self._lists_all = False
@@ -94,6 +96,12 @@ class TierDesk:
         return self._has_mover and session.instance.startswith(self.instance_prefix)
 
     # ---------------------------------------------------------------- for engines' calls
+
+    def attached(self, session: SessionRecord) -> None:
+        """The mover learns of the namespace at once, also if the engine leaves at once."""
+        if self._has_mover and not self.is_movers(session) and not session.tenant:
+            self._fresh[session.namespace.digest] = session.namespace
+            self._news.set()
 
     def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
         """An engine's lookup was answered. Says what may come for it; None: nothing."""
@@ -242,6 +250,8 @@ class TierDesk:
             session.namespace.digest: session.namespace for session in self._registry.sessions()
             if not self.is_movers(session) and not session.tenant
         }
+        records |= self._fresh
+        self._fresh = {}
         served = sorted(records)
         if served == self._served:
             return None

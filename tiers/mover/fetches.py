@@ -35,6 +35,8 @@ EXISTS_S = 0.05
 """How long a tier may take to say what it has."""
 BATCH_BYTES = 32 << 20
 THREADS = 8
+LOOK_S = 0.05
+"""How often who waits for others looks at the deadline, which the server may end."""
 NOT_ASKED_S = 30.0
 """How long what nobody waits for may take."""
 
@@ -70,6 +72,9 @@ class Fetches:
         self._lock = threading.Lock()
         self._open: dict[int, Fetch] = {}
         self._running: list[Fetch] = []
+        self._filling: set[tuple[bytes, bytes]] = set()
+        """Chunks that a fetch is loading now, by namespace and key."""
+        self._filled = threading.Condition(self._lock)
 
     def begin(self, fetch: Fetch) -> None:
         with self._lock:
@@ -198,18 +203,32 @@ class Fetches:
             place_lost(fetch.place, attachment, error)
             return False
         lane.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
-        if granted.reservation is None:
-            return granted.limited_by is None
-        if not attachment.grants.begin(granted.reservation):
-            return False
-        try:
-            good = self._filled(fetch, lane, attachment, keys, granted.chunks)
-            is_whole = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
-        finally:
-            attachment.grants.end(granted.reservation)
+        is_whole = True
+        if granted.reservation is not None:
+            if not attachment.grants.begin(granted.reservation):
+                return False
+            names = {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks}
+            with self._lock:
+                self._filling |= names
+            try:
+                good = self._fill(fetch, lane, attachment, keys, granted.chunks)
+                is_whole = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
+            finally:
+                attachment.grants.end(granted.reservation)
+                with self._filled:
+                    self._filling -= names
+                    self._filled.notify_all()
+        self._await_others(fetch, [keys[index] for index in granted.busy])
         return is_whole and granted.limited_by is None
 
-    def _filled(
+    def _await_others(self, fetch: Fetch, keys: Sequence[bytes]) -> None:
+        """Another fetch is loading these chunks, or an engine stores them: who waits for them waits for the former."""
+        names = {(fetch.place.digest, key) for key in keys}
+        with self._filled:
+            while not names.isdisjoint(self._filling) and not fetch.deadline.is_over:
+                self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
+
+    def _fill(
         self, fetch: Fetch, lane: Lane, attachment: Attachment, keys: Sequence[bytes], chunks: list[GrantedChunk]
     ) -> dict[tuple[int, int, int], int]:
         """Checksums of the parts (index, group, writer) that were loaded and are what they say."""

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
@@ -62,6 +63,8 @@ class Places:
         self._client, self._instance, self._changed, self._clock = client, instance, changed, clock
         self._lock = threading.Lock()
         self._by_digest: dict[bytes, Place] = {}
+        self._rewinding: set[bytes] = set()
+        """Namespaces whose changes are heard from the first on, after the next heartbeat."""
         self._unserved_s: dict[bytes, float] = {}
         """Since when, by namespace."""
 
@@ -85,6 +88,17 @@ class Places:
                 digest: self._unserved_s.get(digest, self._clock()) for digest in self._by_digest.keys() - wanted.keys()
             }
 
+    def hear_all(self) -> None:
+        """Everything that the pool has is told once more."""
+        self._rewinding.update(place.digest for place in self.all())
+
+    def _heard(self, place: Place, attachment: Attachment, changes: Changes) -> None:
+        """In the thread of the session's heartbeats."""
+        self._changed(place, changes)
+        if place.digest in self._rewinding:
+            self._rewinding.discard(place.digest)
+            attachment.changes_since -= attachment.changes_since % CHANGES_OF_SERVER
+
     def leave(self, is_busy: Callable[[Place], bool]) -> None:
         """Leaves those that are served no more and for which nothing is under way."""
         with self._lock:
@@ -107,7 +121,8 @@ class Places:
         session = EngineSession(self._client, manifest, identity)
         place = Place(digest, manifest, session)
         try:
-            session.start(SessionObserver(changed=lambda _, changes: self._changed(place, changes)))
+            self._rewinding.add(digest)  # what is there already is heard as well
+            session.start(SessionObserver(changed=partial(self._heard, place)))
         except RefusedError as error:
             log.warning("lower tiers are not used for namespace %s: %s", digest.hex()[:12], error)
             session.close()
@@ -117,7 +132,5 @@ class Places:
             log.error("namespace %s: the server calls it %s", digest.hex()[:12], attachment.namespace.hex()[:12])
             session.close()
             return
-        if attachment is not None:
-            attachment.changes_since -= attachment.changes_since % CHANGES_OF_SERVER  # what is there is heard as well
         with self._lock:
             self._by_digest[digest] = place

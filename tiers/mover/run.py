@@ -50,7 +50,7 @@ class Mover:
         self._client = Client(config.address)
         self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed, clock)
         self._asks = AskCounts(config.asks)
-        self._opening = OpeningTiers(config, clock)
+        self._opening = OpeningTiers(config)
         self._lanes: list[Lane] = []
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
@@ -88,7 +88,9 @@ class Mover:
                 self._stored(namespace, keys)
         self._writers[lane.name] = writer
         self._lanes.append(lane)
+        self._lanes.sort(key=lambda one: self._opening.order.index(one.name))
         writer.start()
+        self._places.hear_all()
         log.info("the tier %s is used", lane.name)
 
     # ------------------------------------------------------------------ words
@@ -103,7 +105,7 @@ class Mover:
             self._line.say(words)
 
     def _reports(self) -> list[TierView]:
-        reports = [TierView(name=name, state="off") for name in self._opening.failures]
+        reports = [TierView(name=name, state="off") for name in self._opening.order if name in self._opening.closed]
         for lane in self._lanes:
             usage, breaker = lane.tier.usage(), lane.breaker
             reports.append(TierView(
@@ -170,6 +172,7 @@ class Mover:
     # ------------------------------------------------------------------ the end
 
     def _close(self) -> None:
+        self._opening.close()
         self._fetches.close()
         for writer in self._writers.values():
             writer.close()

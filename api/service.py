@@ -153,10 +153,12 @@ class CacheService:
         )
         session.grants += found.lease != 0
         self._tally.lookup(session, body, request, keys, found, started_ns)
-        call = LookupCall(
-            session, member.table_id, request, body.epoch, keys, body.readers, body.skip_prefix_tokens
-        )
-        pending = self._desk.looked_up(call, found, body.wait_s, body.tokens_per_s)
+        pending = None
+        if self._desk.has_mover:
+            call = LookupCall(
+                session, member.table_id, request, body.epoch, keys, body.readers, body.skip_prefix_tokens
+            )
+            pending = self._desk.looked_up(call, found, body.wait_s, body.tokens_per_s)
         return LookupReply(
             refused_releases=refused,
             hit_tokens=found.hit_tokens,

@@ -75,7 +75,7 @@ class TierDesk:
         self.reports: list[TierView] = []
         """The mover's last."""
         self.lost_lookups = 0
-        self._table, self._registry, self._has_mover = table, registry, has_mover
+        self._table, self._registry, self.has_mover = table, registry, has_mover
         self._now_ms, self._now_s, self._is_draining = now_ms, now_s, is_draining
         self._numbers = itertools.count(1)
         self._tickets: dict[int, _Ticket] = {}
@@ -93,19 +93,19 @@ class TierDesk:
         self._news = asyncio.Event()
 
     def is_movers(self, session: SessionRecord) -> bool:
-        return self._has_mover and session.instance.startswith(self.instance_prefix)
+        return self.has_mover and session.instance.startswith(self.instance_prefix)
 
     # ---------------------------------------------------------------- for engines' calls
 
     def attached(self, session: SessionRecord) -> None:
         """The mover learns of the namespace at once, also if the engine leaves at once."""
-        if self._has_mover and not self.is_movers(session) and not session.tenant:
+        if self.has_mover and not self.is_movers(session) and not session.tenant:
             self._fresh[session.namespace.digest] = session.namespace
             self._news.set()
 
     def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
-        """An engine's lookup was answered. Says what may come for it; None: nothing."""
-        if not self._has_mover or self.is_movers(call.session):
+        """A lookup was answered. Says what may come for it; None: nothing. Only where there is a mover."""
+        if self.is_movers(call.session):
             return None
         chunk_tokens = call.session.namespace.manifest.chunk_tokens
         asked = len(call.keys) // KEY_BYTES

@@ -32,6 +32,8 @@ FRAME_BYTES = 4 << 20
 """So much of keys goes in one frame."""
 NEWS_S = 0.1
 """How late news may be for which nobody waits."""
+MOST_TICKETS = 4096
+"""So many requests may wait at once; others compute."""
 MOST_KNOWN = 1 << 21
 """So many chunks are known to be in tiers, over all namespaces; beyond it tiers are asked."""
 
@@ -105,7 +107,7 @@ class TierDesk:
 
     def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
         """A lookup was answered. Says what may come for it; None: nothing. Only where there is a mover."""
-        if self.is_movers(call.session):
+        if self.is_movers(call.session) or not call.keys:
             return None
         chunk_tokens = call.session.namespace.manifest.chunk_tokens
         asked = len(call.keys) // KEY_BYTES
@@ -116,6 +118,7 @@ class TierDesk:
             self._end(at)
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
         waits = wait_s > 0 and stored < asked and not found.limited and self._may_have(call, stored)
+        waits = waits and len(self._tickets) < MOST_TICKETS
         ticket = 0
         if waits:
             ticket = next(self._numbers)

@@ -69,10 +69,15 @@ class MoverProcess:
     async def _hear(self, process: Process) -> None:
         assert process.stdout is not None
         decoder = msgspec.msgpack.Decoder(MoverWords)
-        with suppress(asyncio.IncompleteReadError, ConnectionError):  # it has ended
+        try:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
                 self._desk.heard(decoder.decode(await process.stdout.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return  # it has ended
+        except (msgspec.MsgspecError, ValueError):
+            log.exception("the mover of lower tiers said what cannot be read: it is started again")
+            process.kill()
 
     async def end(self) -> None:
         """Tells it to end, and waits as long as it may write."""

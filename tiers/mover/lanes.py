@@ -182,15 +182,17 @@ class Lane:
             self._require_closed()
             began_s = self._clock()
             found = self._guarded(deadline, lambda: self.tier.load(parts, deadline))
-            done_bytes = 0
+            done_bytes, took_s = 0, self._clock() - began_s
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
                 done_bytes += part.length if loaded.outcome is Outcome.DONE else 0
-            if done_bytes == bytes_wanted:
-                self.speed.learn(done_bytes, self._clock() - began_s)
             self.counters["loaded_bytes"] += done_bytes
-            if any(loaded.outcome in (Outcome.LATE, Outcome.FAILED) for loaded in found) and not deadline.is_cancelled:
-                self._fail("parts came late, or not at all")
+            outcomes = {loaded.outcome for loaded in found}
+            if done_bytes and (done_bytes == bytes_wanted or Outcome.LATE in outcomes):
+                self.speed.learn(done_bytes, took_s)
+            is_late = Outcome.LATE in outcomes and not done_bytes and not deadline.is_cancelled
+            if Outcome.FAILED in outcomes or is_late:
+                self._fail("parts came too late, or not at all")
             return found
         finally:
             with self._lock:

@@ -79,7 +79,8 @@ class VllmScheduler:
         share = settings.compute_once
         self._chunk_tokens = session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
-        tiers = AwaitTiers(settings.tier_wait_s, self._speed, clock, partial(self.figures.waited, "tier_"))
+        speed = self._speed if settings.load_if_cheaper else None
+        tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
         self._connector = SchedulerConnector(
             session, readers=ranks, verifier=ChecksumVerifier(session),
             chain_of=partial(self._chain_of, hash_tokens),

@@ -47,7 +47,7 @@ class Settings(LoadLimits):
     would take; 0: not at all (connectors/compute_once.py)."""
     tier_wait_s: float = 2.0
     """The longest that a request may wait for what the server's lower tiers have; never longer than computing it would
-    take. 0: not at all (connectors/await_tiers.py)."""
+    take, if load_if_cheaper. 0: not at all (connectors/await_tiers.py)."""
     load_if_cheaper: bool = True
     """A hit is computed instead of loaded where that is expected to take less time (connectors/load_cost.py)."""
     chunk_tokens: int = 128

@@ -132,9 +132,9 @@ def replaced(address: str, keys: str, folder: str, how: str) -> dict[str, Any]:
     """One instance stores and loads with an adapter, which is then another one in some way, and what it computes from
     then on nobody gets: neither itself nor an instance that starts with what is there now."""
     name, path = os.urandom(8).hex(), f"{folder}/adapter"
+    adapter(f"{folder}/second", "b")  # before the engine starts, or it would be too new
     if how == "link":
         adapter(f"{folder}/first", "a")
-        adapter(f"{folder}/second", "b")
         Path(path).symlink_to(f"{folder}/first")
         time.sleep(TICK_S)
     first = adapter(path, "a")

@@ -212,6 +212,7 @@ class AsyncHttpClient:
     cancel = _awaited(Client.cancel)
     mismatch = _awaited(Client.mismatch)
     hint = _awaited(Client.hint)
+    hold = _awaited(Client.hold)
     lease = _awaited(Client.lease)
     leases = _awaited(Client.leases)
     reserve = _awaited(Client.reserve)

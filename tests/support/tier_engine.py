@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from kvdock.client.client import Client
-from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.schemas import (
     Commit,
@@ -53,15 +53,22 @@ class TierEngine:
         """What is stored under a key."""
         return random.Random(key + bytes([writer])).randbytes(self.part_bytes)
 
+    @property
+    def attachment(self) -> Attachment:
+        """It may be lost for a moment, on a busy machine."""
+        until_s = time.monotonic() + 20.0
+        while (attachment := self.session.attachment) is None:
+            assert time.monotonic() < until_s, "the server is lost"
+            time.sleep(0.01)  # between two looks
+        return attachment
+
     def _memory(self, segment: int, offset: int, length: int) -> int:
-        attachment = self.session.attachment
-        assert attachment is not None
+        attachment = self.attachment
         self.session.ensure_segment(attachment, segment)
         return attachment.segments.address(segment, offset, length)
 
     def store(self, keys: Sequence[bytes], parent: bytes | None = None) -> ReserveAnswer:
-        attachment = self.session.attachment
-        assert attachment is not None
+        attachment = self.attachment
         granted = self.client.reserve(Reserve(
             session=attachment.session, member=attachment.member, store=self.rng.randbytes(8).hex(),
             keys=b"".join(keys), parent=parent.hex() if parent else None,
@@ -80,8 +87,7 @@ class TierEngine:
         return granted
 
     def lookup(self, keys: Sequence[bytes], request: str = "r", wait_s: float = 0.0, **more: float) -> LookupAnswer:
-        attachment = self.session.attachment
-        assert attachment is not None
+        attachment = self.attachment
         return self.client.lookup(Lookup(
             session=attachment.session, member=attachment.member, request=request, keys=b"".join(keys), wait_s=wait_s,
             readers=self.manifest.tensor_parallel, **more,  # type: ignore[arg-type]  # of floats alone
@@ -104,8 +110,8 @@ class TierEngine:
                 assert here == self.bytes_of(keys[found.first_chunk + index], part.writer), index
 
     def release(self, found: LookupAnswer, ranks: Sequence[int] | None = None) -> list[int]:
-        attachment = self.session.attachment
-        assert attachment is not None and found.lease is not None
+        attachment = self.attachment
+        assert found.lease is not None
         wanted = list(range(self.manifest.tensor_parallel)) if ranks is None else list(ranks)
         return self.client.release(found.lease, ReleaseLease(session=attachment.session, ranks=wanted)).remaining
 

@@ -22,7 +22,8 @@ PART = MIB // 2
 POOL_CHUNKS = 32
 POOL = POOL_CHUNKS * PART
 SETTINGS = {
-    "pool_bytes": POOL, "segment_bytes": POOL, "disk_bytes": 256 * MIB, "tier_asks": 1, "heartbeat_s": 0.1,
+    "pool_bytes": POOL, "segment_bytes": POOL, "disk_bytes": 256 * MIB, "tier_asks": 1, "heartbeat_s": 0.2,
+    "missed_heartbeats": 25,
     "settle_s": 0.2, "watch_s": 0.05,
 }
 

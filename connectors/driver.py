@@ -314,7 +314,7 @@ class Driver:
         self._declined.discard(request_id)
         self._forget_question(request_id)
         for one, _ in self._waits:
-            if one.is_waiting(request_id):
+            if isinstance(one, AwaitTiers) and one.is_waiting(request_id):
                 self._stop_waiting(request_id)
             one.forget(request_id)
         owed = self.scheduler.stores.owes(request_id)

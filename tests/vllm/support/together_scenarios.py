@@ -29,7 +29,7 @@ def same_prompt(address: str, share: float, load_async: bool = True, after_steps
         while engine.scheduler.has_requests():
             step(engine)
     waits: list[str] = []
-    once = pair[1].scheduler.connector._scheduler._driver._once
+    once = pair[1].scheduler.connector._scheduler._driver._waits[0][0]
     if once is not None:
         once._count = lambda how, _seconds: waits.append(how)
     computed, steps, other = [0, 0], [0, 0], -1

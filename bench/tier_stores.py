@@ -80,7 +80,7 @@ def until_it_listens(family: socket.AddressFamily, address: tuple[str, int] | st
         with socket.socket(family) as one:
             if one.connect_ex(address) == 0:
                 return
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two tries to connect
     sys.exit(f"nothing listens on {address}")
 
 

@@ -50,7 +50,7 @@ class AwaitTiers:
         self._waits: dict[str, _Wait] = {}
 
     def terms(self, missing_tokens: int) -> WaitTerms:
-        """What the lookup of a request says that lacks so many tokens at most."""
+        """What a lookup says whose request lacks `missing_tokens` at most."""
         tokens_per_s = self._speed.tokens_per_s if self._speed is not None else 0.0
         wait_s = min(self._most_s, missing_tokens / tokens_per_s) if tokens_per_s > 0 else self._most_s
         return WaitTerms(wait_s, tokens_per_s) if wait_s >= LEAST_S else NO_WAIT

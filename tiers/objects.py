@@ -329,7 +329,7 @@ def _release(views: Sequence[memoryview]) -> None:
             except BufferError:
                 if time.monotonic() > until_s:
                     raise StillRunning(NAME, "obstore still reads pages of a store that was given up") from None
-                time.sleep(0.001)
+                time.sleep(0.001)  # obstore says to nobody when it lets go of a buffer
 
 
 def _judge(error: BaseException) -> Outcome:

@@ -228,7 +228,7 @@ class TierDesk:
             return
         self._asked.append(asked)
         self._asked_bytes += len(asked.keys)
-        if asked.ticket:  # uses are told with the next news
+        if asked.ticket:  # nobody waits for the others: they go with the next news
             self._news.set()
 
     def _take_news(self) -> t.MoverNews:

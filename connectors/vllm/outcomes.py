@@ -40,7 +40,7 @@ class Outcomes:
         return self._of(request).asked
 
     def looked_up(self, request: Any, local_tokens: int) -> None:
-        """vLLM's own cache has so many tokens."""
+        """vLLM's own cache has the first `local_tokens` of the request."""
         self._of(request).cached_tokens = local_tokens
 
     def found(self, request: Any, tokens: int) -> None:

@@ -41,8 +41,9 @@ def handed(output: Any, request_id: str) -> Set[Handed]:
 def settled(
     groups: Sequence[KVGroup], columns: Table, boundaries: Collection[int] = (), states: Set[Handed] = frozenset()
 ) -> Table:
-    """`columns` without recurrent states that may still change (states.py). Left are those after so many tokens as
-    `boundaries` say, where a step begins or ends, and those of `states` that are where they are said to be."""
+    """`columns` without recurrent states that may still change (states.py). What is left: the states at
+    `boundaries`, which are numbers of tokens at which a step begins or ends, and those of `states` that are still in
+    their places."""
     left = []
     for index, (column, group) in enumerate(zip(columns, groups, strict=True)):
         if group.state:

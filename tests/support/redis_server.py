@@ -28,6 +28,7 @@ class RedisServer:
 
     def __init__(self, folder: Path, address: tuple[str, int] | str, *settings: str) -> None:
         if shutil.which("redis-server") is None:
+            # .ci/run installs it, and fails where a test skips itself.
             pytest.skip("redis-server is not installed")
         self.address, self._folder = address, folder
         folder.mkdir(exist_ok=True)
@@ -51,7 +52,7 @@ class RedisServer:
         while not self._accepts():
             assert self._process.poll() is None, (self._folder / "log").read_text()
             assert time.monotonic() < until, "redis-server does not accept connections"
-            time.sleep(0.01)
+            time.sleep(0.01)  # between two tries to connect
 
     def send(self, what: signal.Signals) -> None:
         assert self._process is not None

@@ -147,7 +147,7 @@ def assert_never_wrong(parts: Sequence[Part], found: Sequence[Got]) -> None:
 
 
 class LooksBeforeItEnds:
-    """A clock for a Deadline of some seconds: it stands still for so many looks, then it is over."""
+    """A clock for a Deadline of some seconds: it stands still for `looks` looks, then the deadline is over."""
 
     def __init__(self, looks: int) -> None:
         self._looks = looks + 1  # the first one is the Deadline's own
@@ -170,4 +170,4 @@ def eventually(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until, "it did not come true"
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks

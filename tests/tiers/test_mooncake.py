@@ -298,7 +298,7 @@ def hung(tier: MooncakeTier, servers: MooncakeServers, part: Part, verb: str) ->
             while target.pages[MIB] == POISON and target.pages[MIB + 1] == POISON:
                 time.sleep(0)
         else:
-            time.sleep(0.004)
+            time.sleep(0.004)  # nothing can be seen from outside of a store that has begun
         servers.peer.stop()
         deadline.cancel()
 

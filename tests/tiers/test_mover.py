@@ -215,7 +215,7 @@ def test_damaged_parts_are_a_miss_and_deleted(server: ServerProcess, engine: Tie
                 file.write(bytes(64))
                 os.fsync(file.fileno())
     found = engine.awaited(keys)
-    assert found.hit_tokens == 2 * CHUNK_TOKENS, "what stands before it is good"
+    assert found.hit_tokens == 2 * CHUNK_TOKENS, "the chunks before the damaged one are whole"
     engine.read(keys, found)
     engine.release(found)
     eventually(lambda: sum(r.counters.get("damaged", 0) for r in engine.client.status().tiers) == 1, 10.0)

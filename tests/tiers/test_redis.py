@@ -390,7 +390,7 @@ class Impostor:
                     one.sendall(b"+OK\r\n")
                 one.recv(4096)
                 one.sendall(answer)
-                time.sleep(0.05)
+                time.sleep(0.05)  # the answer is read before the connection ends
 
     def close(self) -> None:
         self._socket.close()

@@ -53,7 +53,7 @@ def test_a_caller_waits_for_what_touches_its_pages_and_says_when_that_does_not_e
             touched.append(True)
 
     def cancelled_inside(gate_s: float | None) -> Deadline:
-        """It is cancelled once the job touches pages, and so many seconds later the job goes on."""
+        """The deadline is cancelled once the job touches pages, and the job goes on `gate_s` seconds later."""
         deadline = Deadline()
 
         def cancel() -> None:

@@ -76,14 +76,14 @@ class Standstill(Exception):
 
 
 class SchedEngine:
-    """Per KV cache group `windows`, None for full attention, STATE for a recurrent state and below zero for chunked
-    local attention of so many tokens, and `sizes`, the tokens of a block, BLOCK if not given. `states`: their
-    mamba_cache_mode; `exports`: as export_state has it. `hash_tokens`: of each of vLLM's hashes, a block if 0.
-    `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2. `extra`: settings
-    of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads that do not wait
-    for it come before it; for engines in lockstep that overlap. `events`: KV cache events are published, at an endpoint
-    of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes that computes something.
-    An `address` of "" is no connector."""
+    """Per KV cache group `windows`, None for full attention, STATE for a recurrent state and a number below zero for
+    chunked local attention, whose pieces have that many tokens, and `sizes`, the tokens of a block, BLOCK if not given.
+    `states`: their mamba_cache_mode; `exports`: as export_state has it. `hash_tokens`: of each of vLLM's hashes, a
+    block if 0. `overlap`: a step is scheduled before the last one's outcome is known. `runner`: vLLM's, 1 or 2.
+    `extra`: settings of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads
+    that do not wait for it come before it; for engines in lockstep that overlap. `events`: KV cache events are
+    published, at an endpoint of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes
+    that computes something. An `address` of "" is no connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,

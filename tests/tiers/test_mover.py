@@ -9,23 +9,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it has no stubs here
 import pytest
-from api_helpers import MIB, ServerProcess, eventually
+from api_helpers import ServerProcess, eventually
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-
-from kvdock.client.client import Client
+from tier_server import (
+    PART,
+    POOL_CHUNKS,
+    SETTINGS,
+    flood,
+    is_served,
+    is_written,
+    loads,
+    mover,
+    movers,
+    stored_and_gone,
+    written,
+)
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
-
-PART = MIB // 2
-POOL_CHUNKS = 32
-POOL = POOL_CHUNKS * PART
-SETTINGS = {
-    "pool_bytes": POOL, "segment_bytes": POOL, "disk_bytes": 256 * MIB, "tier_asks": 1, "heartbeat_s": 0.2,
-    "missed_heartbeats": 25,
-    "settle_s": 0.2, "watch_s": 0.05,
-}
 
 
 @pytest.fixture
@@ -40,50 +41,6 @@ def engine(server: ServerProcess) -> Iterator[TierEngine]:
     is_served(server, 1)
     yield made
     made.close()
-
-
-def mover(server: ServerProcess) -> psutil.Process:
-    """The server's own."""
-    (found,) = movers(server)
-    return found
-
-
-def movers(server: ServerProcess) -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process(server.process.pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE and "kvdock.tiers.mover" in child.cmdline()
-    ]
-
-
-def is_served(server: ServerProcess, namespaces: int) -> None:
-    """The mover has a session in so many."""
-    with Client(server.unix) as client:
-        eventually(lambda: sum(one.label == "lower tiers" for one in client.sessions().sessions) == namespaces, 30.0)
-
-
-def is_written(engine: TierEngine, keys: list[bytes]) -> None:
-    """Lower tiers have the chunks."""
-    eventually(lambda: written(engine) >= len(keys), 30.0)
-
-
-def written(engine: TierEngine) -> int:
-    return sum(report.objects for report in engine.client.status().tiers)
-
-
-def flood(engine: TierEngine) -> None:
-    """Evicts all that nobody holds."""
-    for _ in range(3):
-        engine.store(engine.chain(POOL_CHUNKS // 2))
-
-
-def stored_and_gone(engine: TierEngine, count: int) -> list[bytes]:
-    """Chunks that lower tiers have and the pool has not."""
-    keys = engine.chain(count)
-    engine.store(keys)
-    is_written(engine, keys)
-    flood(engine)
-    assert engine.lookup(keys, "gone?").hit_tokens == 0
-    return keys
 
 
 def test_what_the_pool_let_go_comes_back_under_one_lookup(engine: TierEngine) -> None:
@@ -185,10 +142,6 @@ def test_two_engines_that_want_one_prompt_cause_one_load(server: ServerProcess, 
     eventually(lambda: loads(engine) >= 8, 10.0)
     assert loads(engine) == 8
     other.close()
-
-
-def loads(engine: TierEngine) -> int:
-    return sum(report.counters.get("load_done", 0) for report in engine.client.status().tiers)
 
 
 def test_a_request_that_ends_leaves_nothing_behind(engine: TierEngine) -> None:

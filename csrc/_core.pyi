@@ -221,8 +221,8 @@ class Table:
         """The reservation closes, its unpublished chunks go, and these ranks are discharged."""
     def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:  # chunks: counted from token 0
         """Takes chunks of a lease, whose checksums did not match, out of use."""
-    def delete(self, namespace: int, keys: bytes) -> int:
-        """Takes READY chunks of these keys out of use; returns how many."""
+    def delete(self, namespace: int, keys: bytes) -> int: ...  # takes READY chunks out of use; returns how many
+    def drop_unread(self, namespace: int, keys: bytes) -> int: ...  # those that are temporary and no lookup leased
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""

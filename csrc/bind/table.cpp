@@ -214,6 +214,7 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("eviction", call(&Chunks::eviction))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
+      .def("drop_unread", call(&Table::drop_unread), "namespace"_a, "keys"_a)
       .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a)
       .def("pin", call(&Table::keep_chunks), "namespace"_a, "keys"_a, "until_ms"_a)
       .def("retain", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms) {

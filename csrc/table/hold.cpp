@@ -1,4 +1,4 @@
-// Leases of chunks wherever they stand in their chains, for copies that are no engine's.
+// What lower tiers need: leases of chunks wherever they stand in their chains, and an end to what came for nobody.
 #include <algorithm>
 
 #include "table/table.h"
@@ -67,6 +67,18 @@ Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const s
     grants_.add_line(*g, {r.generation(), e->ready, static_cast<uint16_t>(r.groups), static_cast<uint16_t>(i)});
   }
   return g;
+}
+
+uint32_t Table::drop_unread(uint32_t space, const std::vector<Key>& keys) {
+  chunks_.namespaces().require(space);
+  std::vector<uint32_t> ids;
+  for (const Key& key : keys) {
+    const KeyEntry* e = chunks_.find(space, key);
+    if (!e || e->ready == kNone) continue;
+    const Record& r = chunks_.record(e->ready);
+    if (r.temporary && r.temp_seen == 0) ids.push_back(e->ready);
+  }
+  return take_out(std::move(ids));
 }
 
 }  // namespace kvdock

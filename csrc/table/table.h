@@ -81,6 +81,9 @@ class Table {
                       uint64_t now);
   std::vector<uint32_t> abort(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
 
+  // Takes temporary chunks out of use that nobody has read; returns how many (hold.cpp).
+  uint32_t drop_unread(uint32_t space, const std::vector<Key>& keys);
+
   // -- hints of engines (hints.cpp): preferences of the eviction policy, forgotten when the server ends
   // `keys`: in the order of their chain. Retains chunks as far as the chain is there and retained from its start on,
   // within kRetainedShare of the pool. 1 <= priority <= kMostPriority. TableError bad_argument.

@@ -79,3 +79,19 @@ def test_the_caps_hold(engine: Client) -> None:
     engine.table.set_limits(limit_bytes=8 * PAGE, session_cap=0.25, total_cap=1.0)
     held = hold(engine, CHAIN)
     assert (held.limited, [len(parts) for parts in held.chunks]) == ("held_bytes", [1, 1, 0, 0, 0, 0])
+
+
+def test_temporary_chunks_that_no_lookup_leased_can_be_dropped(engine: Client) -> None:
+    table, keys = engine.table, [key("temporary", at) for at in range(2)]
+    for number, one in enumerate(keys):
+        granted = table.reserve(
+            engine.session, engine.member, key("store", number)[:16], b"", one, groups=0, temporary=True,
+            deadline_ms=60_000, now_ms=0,
+        )
+        assert table.drop_unread(engine.space, one) == 0, "it is not there yet"
+        table.commit(engine.session, granted.grant, 0, [(0, 0, 1)], 0)
+    engine.lookup(keys[:1])
+    hold(engine, keys[1:])
+    assert table.drop_unread(engine.space, b"".join([*keys, *CHAIN])) == 1
+    assert [engine.has(one) for one in [*keys, *CHAIN]] == [True, False, *[True] * 6]
+    table.check_integrity()

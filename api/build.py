@@ -46,11 +46,11 @@ def build(
     names = Names(keep=4 * settings.table_grants)
     drain = Drain(settings, pool, now_s)
     quotas = Quotas(pool.table, default_quota(settings))
-    desk = TierDesk(
-        pool.table, registry, has_mover=settings.has_tiers, is_draining=lambda: drain.begun, now_ms=clock.now_ms,
-        now_s=now_s,
-    )
     counters, pulse = Counters(), Pulse(perf_ns)
+    desk = TierDesk(
+        pool.table, registry, counters, has_mover=settings.has_tiers, room=lambda: (pool.free_bytes, pool.limit_bytes),
+        is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,
+    )
     meter = Meter(counters, Timings(), perf_ns, {})
     tally = Tally(
         pool.table, counters, RecentRequests(settings.recent_requests), keep=4 * settings.table_grants,

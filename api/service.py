@@ -199,6 +199,11 @@ class CacheService:
             chunks=msgspec.Raw(held.chunks_msgpack if form.packed else held.chunks_json),
         )
 
+    def prefetch(self, peer: Peer, body: t.Prefetch) -> t.PrefetchAnswer:
+        session = self._registry.session(body.session, peer.tenant)
+        session.member(body.member)
+        return self._desk.ahead.begin(session.namespace, key_bytes(body.keys), body.after_s, body.deadline_s)
+
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
         asker = self._registry.session(session, peer.tenant)
         self._table.cancel(asker.table_id, asker.member(member).table_id, grant_id(lease))
@@ -253,6 +258,8 @@ class CacheService:
         if parent and body.tokens is not None:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
         keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
+        is_movers = self._desk.is_movers(session)
+        temporary = body.temporary and not (is_movers and self._pool.limits.tier_keep == "always")
         await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
@@ -260,7 +267,7 @@ class CacheService:
             self._check_grants(session, store)  # also after a wait, in which others may have been granted something
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
-                groups=sum(1 << group for group in groups), temporary=body.temporary,
+                groups=sum(1 << group for group in groups), temporary=temporary,
                 duplicate=body.duplicate, deadline_ms=round(body.deadline_s * 1000), now_ms=self._clock.now_ms(),
             )
 
@@ -269,6 +276,8 @@ class CacheService:
         while not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
             granted = ask()
         session.grants += granted.grant != 0
+        if is_movers and temporary and granted.grant:
+            self._desk.reserved(session, granted.grant, keys)
         self._tally.reservation(session, body, keys, granted, started_ns)
         return ReserveReply(
             refused_releases=refused,
@@ -288,6 +297,8 @@ class CacheService:
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         if self._desk.is_movers(session):
             self._desk.committed(session)
+            if not remaining:
+                self._desk.settled(grant)
         return s.CommitAnswer(refused_releases=refused, ready=ready, remaining=remaining)
 
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
@@ -296,7 +307,10 @@ class CacheService:
             member = session.member(body.member)
             self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
             return s.ReleaseAnswer(remaining=[])
-        return s.ReleaseAnswer(remaining=self._table.abort(session.table_id, grant_id(reservation), body.ranks))
+        remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
+        if self._desk.is_movers(session):
+            self._desk.settled(grant_id(reservation))
+        return s.ReleaseAnswer(remaining=remaining)
 
     # ---------------------------------------------------------------- helpers
 

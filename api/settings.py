@@ -22,7 +22,7 @@ from kvdock._core import MAX_SEGMENTS
 from kvdock.api.errors import SettingsError
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
 from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
-from kvdock.protocol.admin_schemas import Eviction
+from kvdock.protocol.admin_schemas import Eviction, TierKeep
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -110,6 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mooncake_url: str = ""
     tier_asks: Annotated[int, msgspec.Meta(ge=1, le=15)] = 2
     tier_queue_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = GIB
+    tier_keep: TierKeep = "shared"
     tier_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
 
     # life and death
@@ -266,7 +267,8 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth)
+    "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
+    "tier_keep": get_args(TierKeep),
 }
 
 

@@ -51,6 +51,8 @@ MEANINGS: dict[str, str] = {
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
     "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 1: always.",
     "tier_queue_bytes": "How much may wait to be written to one tier; beyond it, what has waited longest is left out.",
+    "tier_keep": "Which chunks that lower tiers loaded for a request stay in the pool after it: `shared`, those that a "
+    "second request has hit; `always`, all, until they are evicted.",
     "tier_drain_s": "How long chunks are still written to lower tiers when the server ends.",
     "heartbeat_s": "Interval of engines' heartbeats.",
     "missed_heartbeats": "After this many missed heartbeats a process gets no new leases until it reports again.",

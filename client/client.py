@@ -165,6 +165,9 @@ class Client:
     def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
         return self._carrying(c.HOLD, body, timeout_s, body.session)
 
+    def prefetch(self, body: t.Prefetch, *, timeout_s: float | None = None) -> t.PrefetchAnswer:
+        return self._do(c.PREFETCH, body, timeout_s)
+
     def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
         """What a lease or reservation still holds."""
         return self._do(c.LEASE, None, timeout_s, lease)

@@ -213,6 +213,7 @@ class AsyncHttpClient:
     mismatch = _awaited(Client.mismatch)
     hint = _awaited(Client.hint)
     hold = _awaited(Client.hold)
+    prefetch = _awaited(Client.prefetch)
     lease = _awaited(Client.lease)
     leases = _awaited(Client.leases)
     reserve = _awaited(Client.reserve)

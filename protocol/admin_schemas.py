@@ -17,6 +17,7 @@ _Mark = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 _Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 Eviction = Literal["adaptive", "arc", "lru"]
+TierKeep = Literal["shared", "always"]
 MAX_QUOTAS = 128
 """Tenants that may have a quota by calls, beside those of the access file."""
 
@@ -36,6 +37,8 @@ class Limits(Answer, kw_only=True):
     """Leases and reservations that one session may have open."""
     eviction: Eviction
     """The policy that chooses what goes when room is needed."""
+    tier_keep: TierKeep = "shared"
+    """Which chunks that lower tiers loaded for a request stay in the pool after it."""
 
 
 class ClearCache(Body, kw_only=True):
@@ -117,6 +120,8 @@ class PatchConfig(Body, kw_only=True):
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     eviction: Eviction | None = None
     """Another policy begins with what is there, and with nothing learnt."""
+    tier_keep: TierKeep | None = None
+    """For chunks that come from now on."""
     tenants: Annotated[dict[Tenant, Quota | None], msgspec.Meta(max_length=MAX_QUOTAS)] | None = None
     """Quotas by tenant, each in place of the tenant's quota before; null: what the access file says, or the default. ""
     is the server's own user. Other tenants keep theirs."""

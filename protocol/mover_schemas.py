@@ -35,12 +35,22 @@ class KnownKeys(Body, array_like=True):
     keys: bytes
 
 
+class Prefetched(Body, array_like=True):
+    """`[number, chunks, was_dropped]`: no more comes for a prefetch. `chunks`: so many were loaded. `was_dropped`: its
+    time was over before it was done, or no tier worked."""
+
+    number: int
+    chunks: int
+    was_dropped: bool
+
+
 class MoverWords(Body, kw_only=True):
     """From the mover, whenever it has something to say."""
 
     promised: list[Promised] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nothing more comes."""
+    prefetched: list[Prefetched] = msgspec.field(default_factory=list)
     tiers: list[TierView] | None = None
     """None: as before."""
     known: list[KnownKeys] = msgspec.field(default_factory=list)
@@ -62,6 +72,17 @@ class Asked(Answer, kw_only=True):
     """How fast the engine computes; 0: it has not said."""
 
 
+class Wanted(Answer, kw_only=True):
+    """A prefetch: what is loaded ahead of requests."""
+
+    number: int
+    namespace: Key
+    keys: bytes
+    """As in Asked."""
+    hit_chunks: int
+    wait_s: float
+
+
 class ServedNamespace(Answer, kw_only=True):
     namespace: Key
     manifest: Manifest
@@ -73,6 +94,7 @@ class MoverNews(Answer, kw_only=True):
     namespaces: list[ServedNamespace] | None = None
     """Those in which engines have a session now; None: as before."""
     asked: list[Asked] = msgspec.field(default_factory=list)
+    wanted: list[Wanted] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nobody waits any more."""
     is_draining: bool = False

@@ -104,6 +104,7 @@ MISMATCH = Endpoint(
 )
 HINT = Endpoint(calls.HINT, s.Hint, lambda service, peer, body, _, form: service.hint(peer, body))
 HOLD = Endpoint(calls.HOLD, t.Hold, lambda service, peer, body, _, form: service.hold(peer, body, form))
+PREFETCH = Endpoint(calls.PREFETCH, t.Prefetch, lambda service, peer, body, _, form: service.prefetch(peer, body))
 RESERVE = Endpoint(calls.RESERVE, s.Reserve, lambda service, peer, body, _, form: service.reserve(peer, body, form))
 COMMIT = Endpoint(calls.COMMIT, s.Commit, lambda service, peer, body, id_, form: service.commit(peer, id_, body))
 ABORT = Endpoint(

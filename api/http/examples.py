@@ -61,6 +61,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
     s.Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
     t.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
+    t.Prefetch: {**_ASKER, "keys": KEYS, "after_s": 20},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
     s.Commit: {"session": SESSION, "rank": 0, "parts": [[0, 0, CHECKSUM]]},
     s.Abort: {"session": SESSION, "ranks": [0]},

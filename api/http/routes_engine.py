@@ -146,6 +146,14 @@ _add(
     errors=(*_ASKER, "id_reused", "grant_closed", "bad_argument", "table_full", "too_many_grants", "quota_exceeded",
             "not_ready"),
 )
+_add(
+    "prefetch", endpoints.PREFETCH, "reading", "Load from lower tiers what will be asked for soon",
+    "Answers at once, from what the server knows; tiers are asked afterwards, behind what requests wait for. What "
+    "comes is an ordinary chunk that nobody holds. All prefetches together push out a quarter of the pool at most; "
+    "what came and was not asked for counts for a minute.",
+    retry="idempotent: what is stored, or on its way, is not loaded again.",
+    errors=("unknown_session", "unknown_member"),
+)
 
 # ------------------------------------------------------------------ writing
 

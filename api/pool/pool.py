@@ -136,6 +136,11 @@ class Pool:
         return self._segments.allocated_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Nothing is there, or it is not allocated yet."""
+        return max(0, self.limit_bytes - self.allocated_bytes) + self.table.free_bytes()
+
+    @property
     def prefaulted_bytes(self) -> int:
         return self._segments.prefaulted_bytes()
 

@@ -13,15 +13,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
+from kvdock.api.tiers.ahead import Ahead
+from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens
 from kvdock.protocol.reports import TierView
+from kvdock.protocol.tier_schemas import Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
 ASKING_S = 0.05
@@ -61,6 +66,8 @@ class _Ticket:
     lease: int
     promised: t.Promised | None = None
     promised_at_s: float = 0.0
+    unread: list[bytes] = field(default_factory=list)
+    """Keys of its temporary chunks that were published: what it has not read of them when it ends came for nobody."""
     is_done: bool = False
     """Nothing more comes."""
 
@@ -69,8 +76,9 @@ class TierDesk:
     """`movers`: whether a mover was started for this server. `now_s`: a clock that never goes back."""
 
     def __init__(
-        self, table: Table, registry: Registry, *, has_mover: bool, is_draining: Callable[[], bool],
-        now_ms: Callable[[], int], now_s: Callable[[], float],
+        self, table: Table, registry: Registry, counters: Counters, *, has_mover: bool,
+        room: Callable[[], tuple[int, int]], is_draining: Callable[[], bool], now_ms: Callable[[], int],
+        now_s: Callable[[], float],
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """With it begin the instances as which movers of this server attach."""
@@ -80,12 +88,15 @@ class TierDesk:
         self._table, self._registry, self.has_mover = table, registry, has_mover
         self._now_ms, self._now_s, self._is_draining = now_ms, now_s, is_draining
         self._numbers = itertools.count(1)
+        self.ahead = Ahead(table, counters, room, self._why_not, now_s)
         self._tickets: dict[int, _Ticket] = {}
         self._of_request: dict[tuple[int, bytes], int] = {}
         """Tickets by the session's id at the table and the request."""
         self._asked: deque[t.Asked] = deque()
         self._asked_bytes = 0
         self._ended: list[int] = []
+        self._temporary: dict[int, tuple[NamespaceRecord, bytes]] = {}
+        """The keys of open reservations of the mover's for temporary chunks, by grant."""
         self._served: list[bytes] | None = None
         self._fresh: dict[bytes, NamespaceRecord] = {}
         """Namespaces in which an engine has attached since the last news."""
@@ -109,6 +120,7 @@ class TierDesk:
         """A lookup was answered. Says what may come for it; None: nothing. Only where there is a mover."""
         if self.is_movers(call.session) or not call.keys:
             return None
+        self.ahead.asked(call.keys)
         chunk_tokens = call.session.namespace.manifest.chunk_tokens
         asked = len(call.keys) // KEY_BYTES
         at = self._of_request.get((call.session.table_id, call.request))
@@ -118,7 +130,8 @@ class TierDesk:
             self._tickets[at].lease_told = self._tickets[at].lease
             self._end(at)
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
-        waits = wait_s > 0 and stored < asked and not found.limited and self._may_have(call, stored)
+        waits = wait_s > 0 and stored < asked and not found.limited
+        waits = waits and not self._why_not(call.session.namespace, call.keys, stored)
         waits = waits and len(self._tickets) < MOST_TICKETS
         ticket = 0
         if waits:
@@ -131,14 +144,20 @@ class TierDesk:
         ))
         return PendingTokens(asked * chunk_tokens, "", min(ASKING_S, wait_s)) if waits else None
 
-    def _may_have(self, call: LookupCall, stored: int) -> bool:
-        """Whether a tier that is used may have the chunk behind the first `stored`."""
-        if not any(report.state == "open" for report in self.reports) or call.session.tenant:
-            return False
+    def _why_not(self, space: NamespaceRecord, keys: bytes, stored: int) -> Why:
+        """Why no tier has the chunk behind the first `stored`; "": one may."""
+        if not self.has_mover:
+            return "no_tiers"
+        if space.tenant:
+            return "not_served"
+        if self._is_draining():
+            return "draining"
+        if not any(report.state == "open" for report in self.reports):
+            return "tiers_off"
         if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:
-            return True
+            return ""
         at = stored * KEY_BYTES
-        return call.keys[at : at + t.KNOWN_BYTES] in self._known.get(call.session.namespace.digest, ())
+        return "" if keys[at : at + t.KNOWN_BYTES] in self._known.get(space.digest, ()) else "absent"
 
     def _again(self, number: int, found: Found, asked_tokens: int) -> PendingTokens | None:
         """The request has asked once more: what is there by now, it has."""
@@ -169,6 +188,30 @@ class TierDesk:
             if ticket.call.session.namespace is session.namespace:
                 self._extend(number, ticket)
 
+    def reserved(self, session: SessionRecord, grant: int, keys: bytes) -> None:
+        """The mover fills temporary chunks for a request."""
+        self._temporary[grant] = (session.namespace, keys)
+        if len(self._temporary) > MOST_TICKETS:
+            del self._temporary[next(iter(self._temporary))]
+
+    def settled(self, grant: int) -> None:
+        """A reservation of the mover's has ended, and whoever waits has been leased what came."""
+        if grant in self._temporary:
+            self._drop_unread(*self._temporary.pop(grant))
+
+    def _drop_unread(self, space: NamespaceRecord, keys: bytes) -> None:
+        """What came for nobody goes, but for what a request that waits is to have once the chunks before it are there.
+        """
+        count, reader = 0, None
+        for ticket in self._tickets.values():
+            if ticket.call.session.namespace is space and (its := _shared(ticket.call.keys, keys)) > count:
+                count, reader = its, ticket
+        if reader is not None:
+            reader.unread.append(keys[: count * KEY_BYTES])
+        if len(keys) > count * KEY_BYTES:
+            with suppress(TableError):  # the namespace is gone
+                self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])
+
     def _extend(self, number: int, ticket: _Ticket) -> None:
         call = ticket.call
         try:
@@ -195,6 +238,8 @@ class TierDesk:
         for promised in words.promised:
             if (ticket := self._tickets.get(promised.ticket)) is not None:
                 ticket.promised, ticket.promised_at_s = promised, self._now_s()
+        for prefetched in words.prefetched:
+            self.ahead.ended(prefetched)
         for number in words.ended:
             if (ticket := self._tickets.get(number)) is not None:
                 ticket.is_done = True  # what came is leased to the request, which has not asked again yet
@@ -208,7 +253,8 @@ class TierDesk:
                 self._end_late()
             self._news.clear()
             news = self._take_news()
-            if news.asked or news.ended or news.namespaces is not None or news.is_draining != self._said_draining:
+            says = news.asked or news.wanted or news.ended or news.namespaces is not None
+            if says or news.is_draining != self._said_draining:
                 self._said_draining = news.is_draining
                 return news
 
@@ -217,8 +263,11 @@ class TierDesk:
         self._served, self._said_draining, self._lists_all = None, False, False
         self.reports = []
         self._known.clear()
+        self.ahead.lost()
         for number in list(self._tickets):
             self._end(number, is_told=True)
+        for grant in list(self._temporary):
+            self.settled(grant)
         self._ended.clear()
 
     def _tell(self, asked: t.Asked) -> None:
@@ -245,7 +294,8 @@ class TierDesk:
         if self._asked:
             self._news.set()
         return t.MoverNews(
-            namespaces=self._namespaces(), asked=asked, ended=ended, is_draining=self._is_draining()
+            namespaces=self._namespaces(), asked=asked, wanted=self.ahead.news(left), ended=ended,
+            is_draining=self._is_draining(),
         )
 
     def _namespaces(self) -> list[t.ServedNamespace] | None:
@@ -278,9 +328,16 @@ class TierDesk:
             self._ended.append(number)
             self._news.set()
         if ticket.lease and ticket.lease != ticket.lease_told:
-            try:  # the engine never heard of it
+            with suppress(TableError):  # it has ended otherwise; else the engine never heard of it
                 self._table.cancel(call.session.table_id, call.member, ticket.lease)
-            except TableError:
-                return  # it has ended otherwise
+        for keys in ticket.unread:
+            self._drop_unread(call.session.namespace, keys)
 
 
+def _shared(chain: bytes, keys: bytes) -> int:
+    """How many of `keys`, which are some of another chain's in their order, are the chain's as well: a key stands for
+    all before it."""
+    return bisect_left(
+        range(len(keys) // KEY_BYTES), True,
+        key=lambda at: keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] not in chain,
+    )

@@ -51,6 +51,14 @@ class Counters(msgspec.Struct):
     refused_retains: Annotated[int, Meta(
         description="Chunks that hints did not retain because as much of the pool was as may be"
     )] = 0
+    prefetches: Annotated[int, Meta(description="Calls that ask lower tiers to load ahead of requests")] = 0
+    prefetches_refused: Annotated[int, Meta(
+        description="Prefetches that were refused or shortened because as much was loaded ahead as may be"
+    )] = 0
+    prefetches_dropped: Annotated[int, Meta(
+        description="Prefetches that were not done in time, or that were lost with the mover"
+    )] = 0
+    prefetched_chunks: Annotated[int, Meta(description="Chunks that lower tiers loaded ahead of requests")] = 0
     outcomes: Annotated[int, Meta(description="Ended requests that engines told of")] = 0
     dropped_outcomes: Annotated[int, Meta(
         description="Ended requests that engines did not tell of, because no heartbeat had room"

@@ -190,6 +190,7 @@ CASES = [
     Case(("POST", "/v1/mismatches"), lambda e: Request(
         "POST", "/v1/mismatches", {"session": e.session, "lease": lease(e), "chunks": [1]})),
     Case(("POST", "/v1/holds"), lambda e: Request("POST", "/v1/holds", asker(e, request="h", keys=chain(e)))),
+    Case(("POST", "/v1/prefetches"), lambda e: Request("POST", "/v1/prefetches", asker(e, keys=chain(e)))),
     Case(("POST", "/v1/hints"), lambda e: Request(
         "POST", "/v1/hints", asker(e, keys=chain(e), priority=10, duration_s=600))),
     Case(("POST", "/v1/reservations"), lambda e: Request(

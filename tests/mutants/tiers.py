@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 DISK = "tests/tiers/test_disk.py"
 LOG = "tests/tiers/test_disk_log.py"
+AHEAD = "tests/tiers/test_ahead.py"
 
 MUTANTS = (
     Mutant(
@@ -43,5 +44,30 @@ MUTANTS = (
         "            rest, done = _behind(rest, moved), done + moved\n        with",
         "            rest, done = [], done + moved\n        with",
         (DISK, "-k", "piece"), "test_a_record_that_storage_takes_only_a_piece_of_is_full",
+    ),
+    Mutant(
+        "L20", "what came for a request that is gone stays", "api/tiers/desk.py",
+        "self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])", "pass",
+        (AHEAD, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",
+    ),
+    Mutant(
+        "L21", "what a request waits for is dropped before the chunks in front of it came", "api/tiers/desk.py",
+        "its := _shared(ticket.call.keys, keys)) > count", "its := _shared(ticket.call.keys, keys)) < count",
+        (AHEAD, "-k", "in_front"), "test_what_comes_before_the_chunks_in_front_of_it_waits_for_its_request",
+    ),
+    Mutant(
+        "L22", "prefetches push out as much as they like", "api/tiers/ahead.py",
+        "int(SHARE * pool_bytes) - pushed", "pool_bytes",
+        (AHEAD, "-k", "push_out"), "test_prefetches_push_out_no_more_than_a_share_of_the_pool",
+    ),
+    Mutant(
+        "L23", "a prefetch goes on while a request waits", "tiers/mover/fetches.py",
+        "any(one.ticket for one in self._running)", "False",
+        ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
+    ),
+    Mutant(
+        "L24", "prefetches take the threads of requests", "tiers/mover/fetches.py",
+        "(self._threads if fetch.ticket else self._ahead)", "self._threads",
+        ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
 )

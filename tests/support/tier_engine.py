@@ -67,11 +67,13 @@ class TierEngine:
         self.session.ensure_segment(attachment, segment)
         return attachment.segments.address(segment, offset, length)
 
-    def store(self, keys: Sequence[bytes], parent: bytes | None = None) -> ReserveAnswer:
+    def store(
+        self, keys: Sequence[bytes], parent: bytes | None = None, *, temporary: bool = False
+    ) -> ReserveAnswer:
         attachment = self.attachment
         granted = self.client.reserve(Reserve(
             session=attachment.session, member=attachment.member, store=self.rng.randbytes(8).hex(),
-            keys=b"".join(keys), parent=parent.hex() if parent else None,
+            keys=b"".join(keys), parent=parent.hex() if parent else None, temporary=temporary,
         ))
         if granted.reservation is None:
             return granted

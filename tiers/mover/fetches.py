@@ -4,6 +4,9 @@ A fetch finds the longest prefix that one tier has, leaves out what would come l
 to the server what it promises, and then goes batch by batch: slots are reserved, filled, hashed and committed, so the
 hit grows while later chunks still come. It ends at the first chunk that is missing, bad or late, or when nobody waits
 any more.
+
+Ahead of requests one fetch runs at a time, in small batches, and begins none while a request waits: of a tier's threads
+it has one at most.
 """
 
 from __future__ import annotations
@@ -35,27 +38,30 @@ EXISTS_S = 0.05
 """How long a tier may take to say what it has."""
 BATCH_BYTES = 32 << 20
 THREADS = 8
+AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 1.0, 8 << 20
+"""The same for what comes ahead of requests."""
 LOOK_S = 0.05
 """How often who waits for others looks at the deadline, which the server may end."""
-NOT_ASKED_S = 30.0
-"""How long what nobody waits for may take."""
 
 
 @dataclass
 class Fetch:
     """`keys`: of the chunks from the request's first on; the pool has the first `hit`. `ticket` 0: ahead of
-    requests."""
+    requests, as the `prefetch` of that number. `wait_s`: no longer than that, from now on."""
 
     place: Place
     keys: Sequence[bytes]
     hit: int
     ticket: int
     wait_s: float
-    tokens_per_s: float
+    tokens_per_s: float = 0.0
+    prefetch: int = 0
     deadline: Deadline = field(init=False)
+    loaded: int = 0
+    """Chunks that it has published."""
 
     def __post_init__(self) -> None:
-        self.deadline = Deadline(self.wait_s if self.ticket else NOT_ASKED_S)
+        self.deadline = Deadline(self.wait_s)
 
 
 class Fetches:
@@ -63,11 +69,12 @@ class Fetches:
 
     def __init__(
         self, lanes: Sequence[Lane], client: Client, *, promise: Callable[[Promised], None],
-        ended: Callable[[int], None], bad: Callable[[Lane, bytes], None], clock: Callable[[], float] = time.monotonic,
+        ended: Callable[[Fetch], None], bad: Callable[[Lane, bytes], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lanes, self._client = lanes, client
         self._promise, self._ended, self._bad, self._clock = promise, ended, bad, clock
         self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
+        self._ahead = ThreadPoolExecutor(1, "kvdock-ahead")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Fetch] = {}
@@ -81,7 +88,7 @@ class Fetches:
             self._running.append(fetch)
             if fetch.ticket:
                 self._open[fetch.ticket] = fetch
-        self._threads.submit(self._run, fetch)
+        (self._threads if fetch.ticket else self._ahead).submit(self._run, fetch)
 
     def cancel(self, ticket: int) -> None:
         """Nobody waits for it any more."""
@@ -99,13 +106,15 @@ class Fetches:
             fetches = list(self._running)
         for fetch in fetches:
             fetch.deadline.cancel()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._ahead):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------------ a fetch's thread
 
     def _run(self, fetch: Fetch) -> None:
         try:
             for lane in self._lanes:
+                self._give_way(fetch)
                 found = self._found(fetch, lane)
                 count = self._worth(fetch, lane, len(found))
                 if count:
@@ -114,11 +123,17 @@ class Fetches:
         except Exception:  # whatever it was, others go on
             log.exception("a fetch has failed")
         finally:
-            with self._lock:
+            with self._filled:
                 self._running.remove(fetch)
                 self._open.pop(fetch.ticket, None)
-            if fetch.ticket:
-                self._ended(fetch.ticket)
+                self._filled.notify_all()
+            self._ended(fetch)
+
+    def _give_way(self, fetch: Fetch) -> None:
+        """What comes ahead of requests waits for those that wait, while it holds nothing that they could wait for."""
+        with self._filled:
+            while not (fetch.ticket or fetch.deadline.is_over) and any(one.ticket for one in self._running):
+                self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
     def _found(self, fetch: Fetch, lane: Lane) -> list[list[int]]:
         """For each chunk behind the hit, as far as the tier has them in a row: the groups that it has of it."""
@@ -127,8 +142,9 @@ class Fetches:
         place, missing = fetch.place, fetch.keys[fetch.hit :]
         per_chunk = [place.names(key) for key in missing]
         names = [name for names in per_chunk for name in names]
+        most_s = EXISTS_S if fetch.ticket else AHEAD_EXISTS_S
         try:
-            has = iter(lane.exists(names, Deadline(min(EXISTS_S, fetch.deadline.left_s))))
+            has = iter(lane.exists(names, Deadline(min(most_s, fetch.deadline.left_s))))
         except TierError:
             return []
         found = []
@@ -166,7 +182,8 @@ class Fetches:
         if attachment is None or not attachment.acquire():
             return
         try:
-            for first, count in self._batches(place, found):
+            for first, count in self._batches(place, found, BATCH_BYTES if fetch.ticket else AHEAD_BATCH_BYTES):
+                self._give_way(fetch)
                 if fetch.deadline.is_over:
                     return
                 if not self._load(fetch, lane, attachment, fetch.hit + first, count, found[first]):
@@ -174,10 +191,10 @@ class Fetches:
         finally:
             attachment.release()
 
-    def _batches(self, place: Place, found: list[list[int]]) -> list[tuple[int, int]]:
+    def _batches(self, place: Place, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(first, how many): chunks of the same groups."""
         parts = len(place.manifest.groups) * place.manifest.writers
-        most = max(1, min(BATCH_BYTES // place.chunk_bytes, MAX_ENTRIES // parts))
+        most = max(1, min(most_bytes // place.chunk_bytes, MAX_ENTRIES // parts))
         batches, at = [], 0
         while at < len(found):
             end = at + 1
@@ -212,7 +229,9 @@ class Fetches:
                 self._filling |= names
             try:
                 good = self._fill(fetch, lane, attachment, keys, granted.chunks)
-                is_whole = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
+                published = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
+                fetch.loaded += published
+                is_whole = published == len(granted.chunks)
             finally:
                 attachment.grants.end(granted.reservation)
                 with self._filled:
@@ -263,8 +282,8 @@ class Fetches:
     def _commit(
         self, place: Place, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],
         good: dict[tuple[int, int, int], int],
-    ) -> bool:
-        """Publishes the chunks before the first that lacks a part, and gives the others back."""
+    ) -> int:
+        """Publishes the chunks before the first that lacks a part, and gives the others back. Returns how many."""
         end = 0
         while end < len(chunks) and all(
             (chunks[end].index, part.group, part.writer) in good for part in chunks[end].parts
@@ -282,8 +301,8 @@ class Fetches:
                 self._client.abort(reservation, Abort(session=attachment.session, ranks=list(place.ranks)))
         except (ServerUnavailable, ApiError) as error:
             place_lost(place, attachment, error)
-            return False
-        return end == len(chunks)
+            return 0
+        return end
 
 
 def place_lost(place: Place, attachment: Attachment, error: Exception) -> None:

@@ -21,7 +21,9 @@ from kvdock.protocol.mover_schemas import (
     MoverConfig,
     MoverNews,
     MoverWords,
+    Prefetched,
     Promised,
+    Wanted,
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
@@ -101,7 +103,7 @@ class Mover:
         if (now_s := self._clock()) - self._reported_s >= REPORT_S:
             self._reported_s, words.tiers = now_s, self._reports()
         words.lists_all = all(isinstance(lane.tier, Lists) for lane in self._lanes)
-        if words.tiers is not None or words.promised or words.ended or words.known:
+        if words.tiers is not None or words.promised or words.ended or words.prefetched or words.known:
             self._line.say(words)
 
     def _reports(self) -> list[TierView]:
@@ -122,6 +124,8 @@ class Mover:
             self._fetches.cancel(ticket)
         for asked in news.asked:
             self._asked(asked)
+        for wanted in news.wanted:
+            self._wanted(wanted)
         if news.is_draining:
             for writer in self._writers.values():
                 writer.drain(self._config.drain_s)
@@ -132,13 +136,24 @@ class Mover:
         self._asks.asked(keys)
         if place is None:
             if asked.ticket:
-                self._fetch_ended(asked.ticket)
+                with self._lock:
+                    self._words.ended.append(asked.ticket)
             return
         if asked.ticket:
             self._fetches.begin(Fetch(
                 place, keys, asked.hit_chunks, asked.ticket, asked.wait_s, asked.tokens_per_s
             ))
         self._offer(place, keys[: asked.hit_chunks])
+
+    def _wanted(self, wanted: Wanted) -> None:
+        place = self._places.of(bytes.fromhex(wanted.namespace))
+        if place is None:
+            with self._lock:
+                self._words.prefetched.append(Prefetched(wanted.number, 0, True))
+            return
+        self._fetches.begin(Fetch(
+            place, list(cut(wanted.keys)), wanted.hit_chunks, 0, wanted.wait_s, prefetch=wanted.number
+        ))
 
     # ------------------------------------------------------------------ other threads
 
@@ -156,9 +171,13 @@ class Mover:
             self._words.promised.append(promised)
         self._line.wake()
 
-    def _fetch_ended(self, ticket: int) -> None:
+    def _fetch_ended(self, fetch: Fetch) -> None:
         with self._lock:
-            self._words.ended.append(ticket)
+            if fetch.ticket:
+                self._words.ended.append(fetch.ticket)
+            else:
+                was_dropped = fetch.deadline.is_over or all(lane.breaker.is_open for lane in self._lanes)
+                self._words.prefetched.append(Prefetched(fetch.prefetch, fetch.loaded, was_dropped))
         self._line.wake()
 
     def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:

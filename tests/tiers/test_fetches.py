@@ -1,0 +1,95 @@
+"""In which order the mover's fetches run: over a tier in memory that loads when the test lets it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import pytest
+from api_helpers import ServerProcess, eventually
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_server import PART, POOL, POOL_CHUNKS
+
+from kvdock.datapath.checksum import checksum
+from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches
+from kvdock.tiers.mover.lanes import Lane
+from kvdock.tiers.mover.places import Place
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
+
+BATCH = AHEAD_BATCH_BYTES // PART
+"""Chunks that come together ahead of requests."""
+
+
+class HeldTier:
+    """It has every chunk. A load waits until the test sets the event of its first key."""
+
+    name = "memory"
+
+    def __init__(self, engine: TierEngine) -> None:
+        self._engine, self.held = engine, defaultdict[bytes, threading.Event](threading.Event)
+        self.began: list[bytes] = []
+        """The first key of each load."""
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        return [True] * len(names)
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        self.began.append(parts[0].name.key)
+        assert self.held[parts[0].name.key].wait(30.0)
+        for part in parts:
+            part.pages[: part.length] = self._engine.bytes_of(part.name.key)
+        return [Loaded(Outcome.DONE, checksum(part.pages[: part.length])) for part in parts]
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.FULL] * len(parts)
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.DONE] * len(names)
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, 0)
+
+    def close(self, deadline: Deadline) -> None:
+        for event in self.held.values():
+            event.set()
+
+
+@pytest.fixture
+def engine() -> Iterator[TierEngine]:
+    with ServerProcess(pool_bytes=POOL, segment_bytes=POOL) as server:
+        made = TierEngine(server.unix, manifest(PART))
+        yield made
+        made.close()
+
+
+def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(engine: TierEngine) -> None:
+    tier = HeldTier(engine)
+    lane = Lane(tier, clock=lambda: 0.0, lost=lambda error: None)
+    ended: list[Fetch] = []
+    fetches = Fetches([lane], engine.client, promise=lambda said: None, ended=ended.append, bad=lambda lane, key: None)
+    place = Place(engine.attachment.namespace, engine.manifest, engine.session)
+    ahead, also, waits = engine.chain(BATCH + 2), engine.chain(2), engine.chain(4)
+    assert len(ahead) + len(also) + len(waits) <= POOL_CHUNKS
+    try:
+        fetches.begin(Fetch(place, ahead, 0, 0, 60.0, prefetch=1))
+        fetches.begin(Fetch(place, also, 0, 0, 60.0, prefetch=2))
+        eventually(lambda: tier.began == [ahead[0]])
+        fetches.begin(Fetch(place, waits, 0, 7, 60.0))
+        eventually(lambda: tier.began == [ahead[0], waits[0]])
+        tier.held[ahead[0]].set()
+        eventually(lambda: engine.lookup(ahead, "is there").hit_tokens == BATCH * CHUNK_TOKENS)
+        time.sleep(0.3)  # nothing says that a load will not begin
+        assert tier.began == [ahead[0], waits[0]], "the rest waits, and so does the other prefetch"
+        for key in (waits[0], ahead[BATCH], also[0]):
+            tier.held[key].set()
+        eventually(lambda: [(fetch.ticket, fetch.prefetch) for fetch in ended] == [(7, 0), (0, 1), (0, 2)], 30.0)
+        assert tier.began == [ahead[0], waits[0], ahead[BATCH], also[0]]
+        assert [fetch.loaded for fetch in ended] == [4, BATCH + 2, 2]
+    finally:
+        fetches.close()
+        lane.close(Deadline(1.0))

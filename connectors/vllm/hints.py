@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from kvdock.connectors.wishes import Wish
+from kvdock.protocol.tier_schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 
 log = logging.getLogger("kvdock.vllm")
@@ -37,13 +38,14 @@ OWN = "kvdock"
 @dataclass(frozen=True)
 class Asked:
     """What a request asks of kvdock in its `kv_transfer_params`. `load`: it may be looked up; `store`: it may be
-    stored; `report`: its answer says what became of it; `session_end`: as docs/vllm.md has it; `weights`: names the
-    weights that it runs with, where they change in place."""
+    stored; `report`: its answer says what became of it; `session_end`, `prefetch_after_s`: as docs/vllm.md has them;
+    `weights`: names the weights that it runs with, where they change in place."""
 
     load: bool = True
     store: bool = True
     report: bool = False
     session_end: bool = False
+    prefetch_after_s: float | None = None
     weights: str = ""
 
 
@@ -112,7 +114,11 @@ def _hints_of(request: Any) -> Iterator[tuple[str, Callable[[], list[Wish]]]]:
 
 
 def _of_params(own: object) -> list[Wish]:
-    return [Wish(conversation_ended=True)] if _asked(own).session_end else []
+    asked = _asked(own)
+    wishes = [Wish(conversation_ended=True)] if asked.session_end else []
+    if asked.prefetch_after_s is not None:
+        wishes.append(Wish(prefetch_after_s=min(asked.prefetch_after_s, MAX_AFTER_S)))
+    return wishes
 
 
 def _asked(own: object) -> Asked:
@@ -123,6 +129,8 @@ def _asked(own: object) -> Asked:
         if name == "weights":
             if not isinstance(value, str) or not 1 <= len(value) <= MOST_NAME:
                 _refuse(name, value, f"a name of 1 to {MOST_NAME} characters")
+        elif name == "prefetch_after_s":
+            _require_seconds(name, value)
         elif not isinstance(value, bool):
             _refuse(name, value, "true or false")
     return Asked(**own)
@@ -209,6 +217,10 @@ def _seconds(payload: Mapping[str, Any], name: str) -> float:
     found = payload.get(name)
     if found is None:
         return MAX_HINT_S
+    return _require_seconds(name, found)
+
+
+def _require_seconds(name: str, found: object) -> float:
     if not isinstance(found, int | float) or isinstance(found, bool) or not (math.isfinite(found) and found >= 0):
         _refuse(name, found, "seconds, 0 or more")
     return float(found)

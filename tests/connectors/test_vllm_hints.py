@@ -126,8 +126,12 @@ def test_a_version_without_hints_has_none() -> None:
     ({"session_end": True}, [ENDED], 0), ({"session_end": False}, [], 0), ({"session_end": 1}, [], 1),
     ({"session_end": True, "retain": 1}, [], 1), ({}, [], 1), (True, [], 1), (None, [], 1),
     ({"load": False, "session_end": True}, [ENDED], 0), ({"store": "false"}, [], 1),
+    ({"prefetch_after_s": 0}, [Wish(prefetch_after_s=0)], 0), ({"prefetch_after_s": None}, [], 1),
+    ({"prefetch_after_s": 1e9}, [Wish(prefetch_after_s=3600.0)], 0), ({"prefetch_after_s": -1}, [], 1),
 ])
-def test_a_conversations_end_can_be_said_in_kv_transfer_params(own: Any, wishes: list[Wish], ignored: int) -> None:
+def test_what_comes_of_a_conversation_can_be_said_in_kv_transfer_params(
+    own: Any, wishes: list[Wish], ignored: int
+) -> None:
     assert read(request(kv_transfer_params={"kvdock": own})) == (wishes, ignored)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,15 @@ def test_chunks_that_are_still_being_stored_are_retained(small: ServerProcess, s
 
 def test_an_aborted_request_wishes_nothing(small: ServerProcess, schedulers: Schedulers) -> None:
     assert run(schedulers, NEWER, "aborted", small.unix) == {"aborted": 8, "retained": 0, "ignored": 0}
+
+
+@every_version
+def test_what_will_be_asked_for_is_loaded_from_lower_tiers(
+    version: str, schedulers: Schedulers, tmp_path: Path
+) -> None:
+    with ServerProcess(disk_path=str(tmp_path / "disk"), disk_bytes=64 << 20, tier_asks=1, heartbeat_s=0.2) as server:
+        found = run(schedulers, version, "comes_back", server.unix)
+    assert found == {"gone": 0, "back": 8, "loaded": 8, "ignored": 0}
 
 
 @every_version

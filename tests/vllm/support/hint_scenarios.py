@@ -10,6 +10,7 @@ from sched_engine import SchedEngine
 from sched_scenarios import prompt
 from vllm.v1.request import Request, RequestStatus
 
+from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.keys import HashedChain, KeyChain
 from kvdock.protocol.schemas import Lookup
 
@@ -151,4 +152,23 @@ def without_a_server(address: str) -> dict[str, Any]:
     return {"is_finished": request.is_finished(), "wrong": len(made.bad_reads) + made.wrong_tokens}
 
 
-SCENARIOS = {made.__name__: made for made in (pressed, stored_late, aborted, without_a_server)}
+def comes_back(address: str) -> dict[str, Any]:
+    """The hint of a request whose chunks lower tiers alone have: it neither waits for them nor stores them itself."""
+    made = Hinted(address, tier_wait_s=0)
+    client = made.scheduler._session.client
+    wanted = made.compute("wanted", prompt(9, 8 * CHUNK + 5))
+    assert made.reaches(lambda: sum(tier.objects for tier in client.status().tiers) >= 8)
+    client.clear(ClearCache())
+    made.engine.forget_prefixes()
+    gone = made.found(wanted)
+    own = {"store": False, "prefetch_after_s": 0}
+    made.engine.add("again", prompt(9, 8 * CHUNK + 5), 2, kv_transfer_params={"kvdock": own})
+    made.engine.run()
+    made.reaches(lambda: made.found(wanted) == 8)
+    found = made.figures(back=wanted)
+    loaded = client.status().counters["prefetched_chunks"]
+    made.engine.close()
+    return {**found, "gone": gone, "loaded": loaded}
+
+
+SCENARIOS = {made.__name__: made for made in (pressed, stored_late, aborted, without_a_server, comes_back)}

@@ -64,10 +64,12 @@ class MooncakeServers:
         self.start_peer()
 
     def start_master(self) -> None:
+        """It evicts nothing: by itself it does so once after it was full, although there is room again by then, and
+        what a later test has stored is what goes."""
         self.master = Served([
             str(self._program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--metrics_host=127.0.0.1",
             f"--metrics_port={self._metrics_port}", "--client_ttl=2", "--put_start_discard_timeout_sec=2",
-            "--logtostderr",
+            "--eviction_ratio=0", "--eviction_high_watermark_ratio=1", "--logtostderr",
         ], self._folder / "master.log")
         eventually(lambda: _listens(self.port))
 

@@ -28,6 +28,8 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 PROBE_S = 2.0
 SMOOTHING = 0.2
 """The share of the newest call in what is learnt of the tier's speed."""
+FAIR_S = 0.04
+"""What was given up sooner than this is no failure."""
 FIRST_RATE = 500e6
 """Bytes a second, until something has been loaded."""
 
@@ -101,7 +103,13 @@ class Lane:
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """LaneOff, TierError."""
-        return self._call("ask", deadline, lambda: self.tier.exists(names, deadline))
+        began_s = self._clock()
+
+        def judge(found: list[bool]) -> str:
+            is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
+            return "it does not say in time what it has" if is_late else ""
+
+        return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
         """The future ends when nothing touches the pages any more, however late. It raises TierError."""
@@ -113,7 +121,7 @@ class Lane:
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
         self._require_closed()
-        found = self._guarded(deadline, lambda: self.tier.store(parts, deadline))
+        found = self._guarded(lambda: self.tier.store(parts, deadline), _failure)
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
@@ -124,7 +132,7 @@ class Lane:
         """What is not deleted now is found to be bad again."""
         deadline = Deadline(PROBE_S)
         try:
-            self._call("ask", deadline, lambda: self.tier.delete(names, deadline))
+            self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
         except TierError as error:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
@@ -151,10 +159,10 @@ class Lane:
         if self.breaker.is_open:
             raise LaneOff(self.name, self.breaker.why)
 
-    def _call(self, kind: str, deadline: Deadline, run: Callable[[], R]) -> R:
+    def _call(self, kind: str, deadline: Deadline, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """Waits no longer than the deadline, and a little."""
         self._require_closed()
-        future = self._pools[kind].submit(self._guarded, deadline, run)
+        future = self._pools[kind].submit(self._guarded, run, judge)
         try:
             return future.result(deadline.left_s + LATE_S)
         except TimeoutError:
@@ -162,7 +170,8 @@ class Lane:
                 self._fail("a call does not return")
             raise TierError(self.name, "it does not answer in time") from None
 
-    def _guarded(self, deadline: Deadline, run: Callable[[], R]) -> R:
+    def _guarded(self, run: Callable[[], R], judge: Callable[[R], str]) -> R:
+        """`judge`: why an answer is a failure all the same, or nothing."""
         try:
             found = run()
         except StillRunning as error:
@@ -174,25 +183,30 @@ class Lane:
         except Exception as error:  # of the engine's library
             self._fail(f"{type(error).__name__}: {error}")
             raise TierError(self.name, str(error)) from error
-        self.breaker.succeeded()
+        if why := judge(found):
+            self._fail(why)
+        else:
+            self.breaker.succeeded()
         return found
 
     def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
         try:
             self._require_closed()
             began_s = self._clock()
-            found = self._guarded(deadline, lambda: self.tier.load(parts, deadline))
+
+            def judge(found: list[Loaded]) -> str:
+                is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
+                return _failure([loaded.outcome for loaded in found], is_fair=is_fair)
+
+            found = self._guarded(lambda: self.tier.load(parts, deadline), judge)
             done_bytes, took_s = 0, self._clock() - began_s
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
                 done_bytes += part.length if loaded.outcome is Outcome.DONE else 0
             self.counters["loaded_bytes"] += done_bytes
-            outcomes = {loaded.outcome for loaded in found}
-            if done_bytes and (done_bytes == bytes_wanted or Outcome.LATE in outcomes):
+            is_late = any(loaded.outcome is Outcome.LATE for loaded in found)
+            if done_bytes and (done_bytes == bytes_wanted or is_late):
                 self.speed.learn(done_bytes, took_s)
-            is_late = Outcome.LATE in outcomes and not done_bytes and not deadline.is_cancelled
-            if Outcome.FAILED in outcomes or is_late:
-                self._fail("parts came too late, or not at all")
             return found
         finally:
             with self._lock:
@@ -215,3 +229,10 @@ class Lane:
             return
         self.breaker.succeeded()
         log.warning("the tier %s is used again", self.name)
+
+
+def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:
+    """Why these answers are a failure of the tier: nothing was done, and something failed or was late. `is_fair`: there
+    was time for it."""
+    undone = {Outcome.FAILED, Outcome.LATE} if is_fair else {Outcome.FAILED}
+    return "" if Outcome.DONE in outcomes or undone.isdisjoint(outcomes) else "parts came too late, or not at all"

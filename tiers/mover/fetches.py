@@ -65,14 +65,15 @@ class Fetch:
 
 
 class Fetches:
-    """`promise`, `ended`: tell the server. `bad`: a tier had a damaged chunk."""
+    """`promise`, `ended`: tell the server. `lacked`: a tier has no such chunks, or damaged ones."""
 
     def __init__(
         self, lanes: Sequence[Lane], client: Client, *, promise: Callable[[Promised], None],
-        ended: Callable[[Fetch], None], bad: Callable[[Lane, bytes], None], clock: Callable[[], float] = time.monotonic,
+        ended: Callable[[Fetch], None], lacked: Callable[[Lane, Sequence[bytes]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lanes, self._client = lanes, client
-        self._promise, self._ended, self._bad, self._clock = promise, ended, bad, clock
+        self._promise, self._ended, self._lacked, self._clock = promise, ended, lacked, clock
         self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
         self._ahead = ThreadPoolExecutor(1, "kvdock-ahead")
         self._numbers = itertools.count()
@@ -144,10 +145,11 @@ class Fetches:
         names = [name for names in per_chunk for name in names]
         most_s = EXISTS_S if fetch.ticket else AHEAD_EXISTS_S
         try:
-            has = iter(lane.exists(names, Deadline(min(most_s, fetch.deadline.left_s))))
+            answers = lane.exists(names, Deadline(min(most_s, fetch.deadline.left_s)))
         except TierError:
             return []
-        found = []
+        self._lacked(lane, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there])
+        has, found = iter(answers), []
         for names in per_chunk:
             there = {(name.group, name.writer) for name in names if next(has)}
             groups = [
@@ -264,20 +266,33 @@ class Fetches:
         except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
             log.warning("slots of the pool cannot be mapped: %s", error)
             return {}
-        try:
-            found = lane.load(loads, fetch.deadline).result()
-        except TierError:
-            return {}
-        good: dict[tuple[int, int, int], int] = {}
-        for at, load, loaded in zip(wanted, loads, found, strict=True):
-            if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
-                good[at] = loaded.checksum
-            elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
+        sums, bad = self._read(fetch, lane, loads)
+        if bad:  # another server may have replaced it while it was read: then it is whole now, and not to be deleted
+            sums_again, still_bad = self._read(fetch, lane, bad)
+            sums |= sums_again
+            for load in still_bad:
                 lane.counters["damaged"] += 1
                 log.error("%s: %s is damaged: it is a miss, and deleted", lane.name, load.name.text())
                 lane.delete([load.name])
-                self._bad(lane, load.name.key)
-        return good
+                self._lacked(lane, [load.name.key])
+        return {at: sums[load.name] for at, load in zip(wanted, loads, strict=True) if load.name in sums}
+
+    def _read(self, fetch: Fetch, lane: Lane, loads: Sequence[ToLoad]) -> tuple[dict[PartName, int], list[ToLoad]]:
+        """(checksums of those that came whole, those that are damaged)."""
+        try:
+            found = lane.load(loads, fetch.deadline).result()
+        except TierError:
+            return {}, []
+        sums: dict[PartName, int] = {}
+        bad = []
+        for load, loaded in zip(loads, found, strict=True):
+            if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
+                sums[load.name] = loaded.checksum
+            elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
+                bad.append(load)
+            elif loaded.outcome is Outcome.MISSING:
+                self._lacked(lane, [load.name.key])
+        return sums, bad
 
     def _commit(
         self, place: Place, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],

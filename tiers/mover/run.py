@@ -56,7 +56,7 @@ class Mover:
         self._lanes: list[Lane] = []
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
-            self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, bad=self._bad
+            self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, lacked=self._lacked
         )
         self._lock = threading.Lock()
         self._words = MoverWords()
@@ -185,8 +185,8 @@ class Mover:
         with self._lock:
             self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
 
-    def _bad(self, lane: Lane, key: bytes) -> None:
-        self._writers[lane.name].forget(key)
+    def _lacked(self, lane: Lane, keys: Sequence[bytes]) -> None:
+        self._writers[lane.name].forget(keys)
 
     # ------------------------------------------------------------------ the end
 

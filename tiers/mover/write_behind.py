@@ -73,10 +73,11 @@ class WriteBehind:
         with self._wake:
             return self._writing is place or any(digest == place.digest for digest, _ in self._waiting)
 
-    def forget(self, key: bytes) -> None:
-        """The tier has lost it, or what it had was bad."""
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """The tier has lost them, or what it had was bad: they are written when they are offered again."""
         with self._wake:
-            self._settled.discard(key)
+            for key in keys:
+                self._settled.discard(key)
 
     def drain(self, seconds: float) -> None:
         """The server is about to end: what waits is written, for so long at most, and nothing more is taken."""

@@ -63,6 +63,9 @@ def small_pool(**overrides: object) -> dict[str, object]:
 class ServerProcess:
     """`with ServerProcess(**settings) as server`: stopped by SIGTERM at the end, if it still runs."""
 
+    before: Callable[[], None] | None = None
+    """Called in the server's process before it starts; a partial."""
+
     def __init__(self, **overrides: object) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="kvdock-test-")
         self.settings = small_pool(**{"socket_path": f"{self.folder.name}/kvdock.sock", **overrides})
@@ -70,7 +73,7 @@ class ServerProcess:
             self.settings["access_file"] = str(access_file(Path(self.folder.name)))
         self.log_path = Path(self.folder.name) / "server.log"
         self.log_path.touch()
-        self.process = ServerFork(self.settings, self.log_path)
+        self.process = ServerFork(self.settings, self.log_path, self.before)
         self.http = self.unix = ""
         self.pool_id = 0
 

@@ -83,7 +83,9 @@ def run_kvdock(*args: str, environ: dict[str, str], stdin: str, timeout_s: float
     return subprocess.CompletedProcess(argv, status, out, err)
 
 
-def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
+def _serve(
+    settings: Mapping[str, object], log: str, ready: Connection, before: Callable[[], None] | None = None
+) -> None:
     from kvdock.api.log import ServerLog
     from kvdock.api.server import Server
     from kvdock.api.settings import Settings
@@ -93,6 +95,8 @@ def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
         os.dup2(log_fd, fd)
     os.close(log_fd)
     logging.basicConfig(level=logging.INFO, handlers=[ServerLog(logging.BASIC_FORMAT)])
+    if before is not None:
+        before()
     try:
         Server(Settings.load(settings), on_ready=lambda at: ready.send(at._asdict())).run()
     finally:
@@ -100,11 +104,13 @@ def _serve(settings: Mapping[str, object], log: str, ready: Connection) -> None:
 
 
 class ServerFork:
-    """A server at work, with what subprocess.Popen offers."""
+    """A server at work, with what subprocess.Popen offers. `before`: called in its process before it starts."""
 
-    def __init__(self, settings: Mapping[str, object], log: Path) -> None:
+    def __init__(
+        self, settings: Mapping[str, object], log: Path, before: Callable[[], None] | None = None
+    ) -> None:
         self._ready, theirs = _forkserver.Pipe(duplex=False)
-        self._process = _forkserver.Process(target=_serve, args=(settings, str(log), theirs))
+        self._process = _forkserver.Process(target=_serve, args=(settings, str(log), theirs, before))
         self._process.start()
         theirs.close()
         pid = self._process.pid

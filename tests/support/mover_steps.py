@@ -1,0 +1,102 @@
+"""The mover, which stands still at a step: python mover_steps.py ARMED, started by the server in the mover's place.
+
+The file ARMED names a step. Whoever comes to that step first takes the file away and stops itself (SIGSTOP); it is
+killed there, or goes on. The steps are put around the functions that make them: nothing in the product knows of them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # it has no stubs here
+from api_helpers import ServerProcess
+from kill_launch import around
+
+UP = ("up.asked", "up.reserved", "up.loading", "up.hashed", "up.half", "up.committed")
+"""Before and after slots are reserved, while they are filled, before the first and the second rank's commit, and after
+it."""
+DOWN = ("down.asked", "down.held", "down.writing", "down.written")
+"""Before and after chunks are leased, while they are written, and before the lease is released."""
+
+
+def stand(armed: Path, step: str) -> None:
+    try:
+        if armed.read_text() != step:
+            return
+        armed.unlink()
+    except FileNotFoundError:
+        return
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+def put_steps(armed: Path) -> None:
+    from kvdock.client.client import Client
+    from kvdock.tiers.disk.stores import Stores
+    from kvdock.tiers.disk.tier import DiskTier
+    from kvdock.tiers.mover.fetches import Fetches
+    from kvdock.tiers.mover.write_behind import WriteBehind
+
+    at = partial(stand, armed)
+
+    def second(client: Client, reservation: str, body: Any) -> None:
+        if body.rank == 1:
+            at("up.half")
+
+    around(Client, "reserve", before=lambda *_: at("up.asked"), after=at, point="up.reserved")
+    around(DiskTier, "_end_load", after=at, point="up.loading")
+    around(Fetches, "_commit", before=lambda *_: at("up.hashed"), after=at, point="up.committed")
+    around(Client, "commit", before=second)
+    around(Client, "hold", before=lambda *_: at("down.asked"), after=at, point="down.held")
+    around(Stores, "_end_first", after=at, point="down.writing")
+    around(WriteBehind, "_store", after=at, point="down.written")
+
+
+def movers_of(server_pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(server_pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def use(program: tuple[str, ...]) -> None:
+    """In a server's process: this is its mover from now on, started again at once whenever it has ended."""
+    from kvdock.api.tiers import process
+
+    process.MoverProcess.__init__.__defaults__ = (program,)
+    vars(process)["HEALTHY_S"] = 0.0
+
+
+class SteppedServer(ServerProcess):
+    """A server whose mover can be made to stand at a step."""
+
+    def __init__(self, armed: Path, **settings: object) -> None:
+        self.armed = armed
+        self.before = partial(use, (sys.executable, __file__, str(armed)))
+        super().__init__(**settings)
+
+    def mover(self) -> psutil.Process:
+        """The one that lives."""
+        until_s = time.monotonic() + 30.0
+        while not (found := movers_of(self.process.pid)):
+            assert time.monotonic() < until_s, self.log_text()[-3000:]
+            time.sleep(0.01)  # the server starts another one
+        return found[0]
+
+    def stands(self, step: str, timeout_s: float = 30.0) -> psutil.Process:
+        """The mover, once it has come to the step that was armed."""
+        mover = self.mover()
+        until_s = time.monotonic() + timeout_s
+        while self.armed.exists() or mover.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until_s, f"the mover does not come to {step}: {self.log_text()[-3000:]}"
+            time.sleep(0.005)  # another process gets there meanwhile
+        return mover
+
+
+if __name__ == "__main__":
+    put_steps(Path(sys.argv[1]))
+    from kvdock.tiers.mover.__main__ import main
+
+    sys.exit(main())

@@ -7,10 +7,12 @@ from each other, so that no load waits behind stores.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdock.tiers.record import PartName
@@ -56,24 +58,31 @@ class Speed:
 
 
 class Breaker:
-    """Closed, or open until a probe succeeds. Thread-safe."""
+    """Closed, or open until a probe succeeds. Failures in a row are counted for each kind of call: a store may say at
+    once what it has, and give none of it. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._failures, self._rest_s, self._until_s = 0, FIRST_REST_S, 0.0
+        self._failures: Counter[str] = Counter()
+        self._rest_s, self._until_s = FIRST_REST_S, 0.0
         self.is_open, self.why = False, ""
 
-    def succeeded(self) -> None:
+    def succeeded(self, kind: str) -> None:
         with self._lock:
-            self._failures, self._rest_s = 0, FIRST_REST_S
+            self._failures[kind] = 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._failures.clear()
+            self._rest_s = FIRST_REST_S
             self.is_open, self.why = False, ""
 
-    def failed(self, why: str) -> bool:
+    def failed(self, kind: str, why: str) -> bool:
         """True if it opens with this."""
         with self._lock:
-            self._failures += 1
+            self._failures[kind] += 1
             self.why = why
-            if self._failures < MOST_FAILURES and not self.is_open:
+            if self._failures[kind] < MOST_FAILURES and not self.is_open:
                 return False
             opens, self.is_open = not self.is_open, True
             self._until_s = self._clock() + self._rest_s
@@ -83,6 +92,16 @@ class Breaker:
     def wants_probe(self) -> bool:
         with self._lock:
             return self.is_open and self._clock() >= self._until_s
+
+
+@dataclass(eq=False)
+class _Load:
+    """One under way."""
+
+    parts: Sequence[ToLoad]
+    deadline: Deadline
+    over_s: float | None = None
+    """Since when it is seen to be late, or when it was last counted."""
 
 
 class Lane:
@@ -100,6 +119,9 @@ class Lane:
             for kind, threads in (("ask", 2), ("load", 4), ("store", 2), ("probe", 1))
         }
         self._probe: Future[None] | None = None
+        self._loads: set[_Load] = set()
+        self._unloaded: ToLoad | None = None
+        """What a probe tries to load: a part of the last load that failed."""
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """LaneOff, TierError."""
@@ -121,7 +143,7 @@ class Lane:
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
         self._require_closed()
-        found = self._guarded(lambda: self.tier.store(parts, deadline), _failure)
+        found = self._guarded("store", lambda: self.tier.store(parts, deadline), _failure)
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
@@ -141,7 +163,16 @@ class Lane:
         return self.speed.seconds(self.loading_bytes + more_bytes)
 
     def probe(self) -> None:
-        """Tries a tier that rests, if it is time, in the background."""
+        """Counts loads that do not return, and tries a tier that rests, if it is time, in the background."""
+        now_s = self._clock()
+        with self._lock:
+            over = [load for load in self._loads if load.deadline.is_over and not self.breaker.is_open]
+        for load in over:
+            load.over_s = load.over_s or now_s
+            if now_s - load.over_s > LATE_S:
+                load.over_s = now_s  # and once more if it goes on
+                self._unloaded = load.parts[0]
+                self._fail("load", "a load does not return")
         if self.breaker.wants_probe() and (self._probe is None or self._probe.done()):
             self._probe = self._pools["probe"].submit(self._try)
 
@@ -162,15 +193,15 @@ class Lane:
     def _call(self, kind: str, deadline: Deadline, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """Waits no longer than the deadline, and a little."""
         self._require_closed()
-        future = self._pools[kind].submit(self._guarded, run, judge)
+        future = self._pools[kind].submit(self._guarded, kind, run, judge)
         try:
             return future.result(deadline.left_s + LATE_S)
         except TimeoutError:
             if not future.cancel():
-                self._fail("a call does not return")
+                self._fail(kind, "a call does not return")
             raise TierError(self.name, "it does not answer in time") from None
 
-    def _guarded(self, run: Callable[[], R], judge: Callable[[R], str]) -> R:
+    def _guarded(self, kind: str, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """`judge`: why an answer is a failure all the same, or nothing."""
         try:
             found = run()
@@ -178,27 +209,32 @@ class Lane:
             self._lost(error)
             raise
         except TierError as error:
-            self._fail(error.why)
+            self._fail(kind, error.why)
             raise
         except Exception as error:  # of the engine's library
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(kind, f"{type(error).__name__}: {error}")
             raise TierError(self.name, str(error)) from error
         if why := judge(found):
-            self._fail(why)
+            self._fail(kind, why)
         else:
-            self.breaker.succeeded()
+            self.breaker.succeeded(kind)
         return found
 
     def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
+        load = _Load(parts, deadline)
         try:
             self._require_closed()
             began_s = self._clock()
 
             def judge(found: list[Loaded]) -> str:
                 is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
-                return _failure([loaded.outcome for loaded in found], is_fair=is_fair)
+                why = _failure([loaded.outcome for loaded in found], is_fair=is_fair)
+                self._unloaded = parts[0] if why else self._unloaded
+                return why
 
-            found = self._guarded(lambda: self.tier.load(parts, deadline), judge)
+            with self._lock:
+                self._loads.add(load)
+            found = self._guarded("load", lambda: self.tier.load(parts, deadline), judge)
             done_bytes, took_s = 0, self._clock() - began_s
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
@@ -211,23 +247,32 @@ class Lane:
         finally:
             with self._lock:
                 self.loading_bytes -= bytes_wanted
+                self._loads.discard(load)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, kind: str, why: str) -> None:
         self.counters["failures"] += 1
-        if self.breaker.failed(why):
+        if self.breaker.failed(kind, why):
             log.warning("the tier %s is left alone for a while: %s", self.name, why)
 
     def _try(self) -> None:
-        deadline = Deadline(PROBE_S)
+        """Asks, and loads what could not be loaded, into memory of its own."""
+        deadline, wanted = Deadline(PROBE_S), self._unloaded
+        why = ""
         try:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
+            if wanted is not None:
+                pages = memoryview(mmap.mmap(-1, len(wanted.pages)))
+                (found,) = self.tier.load([ToLoad(wanted.name, wanted.length, pages)], deadline)
+                why = _failure([found.outcome])
         except Exception as error:  # it still fails
-            self.breaker.failed(str(error))
-            return
+            why = str(error)
         if deadline.is_over:
-            self.breaker.failed("it answers too late")
+            why = "it answers too late"
+        if why:
+            self.breaker.failed("probe", why)
             return
-        self.breaker.succeeded()
+        self._unloaded = None
+        self.breaker.close()
         log.warning("the tier %s is used again", self.name)
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from forks import ServerFork
@@ -77,7 +77,7 @@ class ServerProcess:
         self.http = self.unix = ""
         self.pool_id = 0
 
-    def wait_ready(self) -> ServerProcess:
+    def wait_ready(self) -> Self:
         at = self.process.addresses()
         assert at, f"the server did not start:\n{self.log_text()}"
         self.http, self.unix, self.pool_id = at["http"], at["unix"], at["pool_id"]
@@ -99,7 +99,7 @@ class ServerProcess:
     def shared_memory(self) -> list[str]:
         return pool_objects().get(self.pool_id, [])
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         try:
             return self.wait_ready()
         except BaseException:

@@ -52,11 +52,13 @@ class Served:
 
 
 class MooncakeServers:
-    def __init__(self, folder: Path) -> None:
+    """`client_ttl_s`: a client that is silent for so long is taken for gone."""
+
+    def __init__(self, folder: Path, client_ttl_s: int = 2) -> None:
         if importlib.util.find_spec("mooncake") is None:
             # .ci/run installs it, and fails where a test skips itself.
             pytest.skip("the package mooncake-transfer-engine-non-cuda is not installed")
-        self._folder = folder
+        self._folder, self._client_ttl_s = folder, client_ttl_s
         self._client: Any = None
         self._program = _master_program()
         self.port, self._metrics_port = _free_ports(2)
@@ -68,8 +70,9 @@ class MooncakeServers:
         what a later test has stored is what goes."""
         self.master = Served([
             str(self._program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--metrics_host=127.0.0.1",
-            f"--metrics_port={self._metrics_port}", "--client_ttl=2", "--put_start_discard_timeout_sec=2",
-            "--eviction_ratio=0", "--eviction_high_watermark_ratio=1", "--logtostderr",
+            f"--metrics_port={self._metrics_port}", f"--client_ttl={self._client_ttl_s}",
+            "--put_start_discard_timeout_sec=2", "--eviction_ratio=0", "--eviction_high_watermark_ratio=1",
+            "--logtostderr",
         ], self._folder / "master.log")
         eventually(lambda: _listens(self.port))
 

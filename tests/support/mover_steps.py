@@ -6,6 +6,7 @@ killed there, or goes on. The steps are put around the functions that make them:
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -25,6 +26,9 @@ DOWN = ("down.asked", "down.held", "down.writing", "down.written")
 """Before and after chunks are leased, while they are written, and before the lease is released."""
 
 
+HUNG = "KVDOCK_TEST_HUNG"
+
+
 def stand(armed: Path, step: str) -> None:
     try:
         if armed.read_text() != step:
@@ -39,8 +43,11 @@ def put_steps(armed: Path) -> None:
     from kvdock.client.client import Client
     from kvdock.tiers.disk.stores import Stores
     from kvdock.tiers.disk.tier import DiskTier
+    from kvdock.tiers.mooncake.library import Library
     from kvdock.tiers.mover.fetches import Fetches
     from kvdock.tiers.mover.write_behind import WriteBehind
+    from kvdock.tiers.objects import _Sink
+    from kvdock.tiers.resp import Wire
 
     at = partial(stand, armed)
 
@@ -49,32 +56,46 @@ def put_steps(armed: Path) -> None:
             at("up.half")
 
     around(Client, "reserve", before=lambda *_: at("up.asked"), after=at, point="up.reserved")
-    around(DiskTier, "_end_load", after=at, point="up.loading")
+    for of_a_load in ((DiskTier, "_end_load"), (Wire, "value_into"), (_Sink, "take"), (Library, "read")):
+        around(*of_a_load, after=at, point="up.loading")
     around(Fetches, "_commit", before=lambda *_: at("up.hashed"), after=at, point="up.committed")
+    around(Fetches, "_read", after=at, point="up.read")
     around(Client, "commit", before=second)
     around(Client, "hold", before=lambda *_: at("down.asked"), after=at, point="down.held")
     around(Stores, "_end_first", after=at, point="down.writing")
     around(WriteBehind, "_store", after=at, point="down.written")
 
 
+def put_hangs(hung: Path) -> None:
+    """Reads of the disk tier do not return while the file `hung` is there."""
+    from kvdock.tiers.disk.io import Io
+
+    def wait(*_: object) -> None:
+        while hung.exists():
+            time.sleep(0.01)  # the test takes it away
+
+    around(Io, "read", before=wait)
+
+
 def movers_of(server_pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(server_pid).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def use(program: tuple[str, ...]) -> None:
+def use(program: tuple[str, ...], environment: dict[str, str]) -> None:
     """In a server's process: this is its mover from now on, started again at once whenever it has ended."""
     from kvdock.api.tiers import process
 
+    os.environ.update(environment)
     process.MoverProcess.__init__.__defaults__ = (program,)
     vars(process)["HEALTHY_S"] = 0.0
 
 
 class SteppedServer(ServerProcess):
-    """A server whose mover can be made to stand at a step."""
+    """A server whose mover can be made to stand at a step. `environment`: of both."""
 
-    def __init__(self, armed: Path, **settings: object) -> None:
+    def __init__(self, armed: Path, environment: dict[str, str] | None = None, **settings: object) -> None:
         self.armed = armed
-        self.before = partial(use, (sys.executable, __file__, str(armed)))
+        self.before = partial(use, (sys.executable, __file__, str(armed)), environment or {})
         super().__init__(**settings)
 
     def mover(self) -> psutil.Process:
@@ -97,6 +118,8 @@ class SteppedServer(ServerProcess):
 
 if __name__ == "__main__":
     put_steps(Path(sys.argv[1]))
+    if HUNG in os.environ:
+        put_hangs(Path(os.environ[HUNG]))
     from kvdock.tiers.mover.__main__ import main
 
     sys.exit(main())

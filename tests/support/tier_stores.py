@@ -1,0 +1,153 @@
+"""The stores that tests with whole servers put below their pools: each can be frozen, and is shared by servers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from api_helpers import eventually
+from mooncake_servers import MooncakeServers
+from mover_steps import HUNG
+from objects_subject import KEYS, S3Server
+from redis_server import RedisServer
+
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import ClearCache
+
+
+class Store(Protocol):
+    """`settings`, `environment`: of a server that uses it."""
+
+    name: str
+    settings: dict[str, object]
+    environment: dict[str, str]
+
+    def stop(self) -> None: ...
+    def resume(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class RedisStore:
+    name = "redis"
+
+    def __init__(self, folder: Path) -> None:
+        self._server = RedisServer(folder, str(folder / "sock"))
+        self.settings: dict[str, object] = {"redis_url": f"unix://{self._server.address}"}
+        self.environment: dict[str, str] = {}
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """redis-py's own."""
+        import redis
+
+        with redis.Redis(unix_socket_path=str(self._server.address)) as client:
+            yield client
+
+    def stop(self) -> None:
+        self._server.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._server.send(signal.SIGCONT)
+
+    def end(self) -> None:
+        self._server.kill()
+
+
+class S3Store:
+    name = "objects"
+
+    def __init__(self, folder: Path) -> None:
+        self._server = S3Server(folder)
+        self.settings: dict[str, object] = {"objects_url": self._server.url}
+        self.environment = KEYS
+
+    def stop(self) -> None:
+        self._server.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._server.send(signal.SIGCONT)
+
+    def end(self) -> None:
+        self._server.kill()
+
+
+class MooncakeStore:
+    """Whose client that has the bytes is frozen; the master goes on, and does not take it for gone."""
+
+    name = "mooncake"
+
+    def __init__(self, folder: Path) -> None:
+        self._servers = MooncakeServers(folder, client_ttl_s=600)
+        self.settings: dict[str, object] = {"mooncake_url": self._servers.url("stall_s=1&master_s=1")}
+        self.environment: dict[str, str] = {}
+
+    def stop(self) -> None:
+        self._servers.peer.stop()
+
+    def resume(self) -> None:
+        self._servers.peer.resume()
+
+    def end(self) -> None:
+        self._servers.end()
+
+
+class DiskStore:
+    """Whose reads hang, as those of a mounted file system whose server is gone: the calls do not return."""
+
+    name = "disk"
+
+    def __init__(self, folder: Path) -> None:
+        self._hung = folder / "hung"
+        self.settings: dict[str, object] = {"disk_path": str(folder / "disk"), "disk_bytes": 256 << 20}
+        self.environment = {HUNG: str(self._hung)}
+
+    def stop(self) -> None:
+        self._hung.touch()
+
+    def resume(self) -> None:
+        self._hung.unlink()
+
+    def end(self) -> None:
+        self._hung.unlink(missing_ok=True)
+
+
+SHARED = (RedisStore, S3Store, MooncakeStore)
+STORES = (DiskStore, *SHARED)
+
+
+@contextmanager
+def opened(kind: Callable[[Path], Store], folder: Path) -> Iterator[Store]:
+    store = kind(folder)
+    try:
+        yield store
+    finally:
+        store.end()
+
+
+def all_written(client: Client) -> bool:
+    """Whether what was stored in the pool is in the tier; what was loaded counts as stored in the pool again."""
+    status = client.status()
+    moved = [tier.counters.get(name, 0) for tier in status.tiers for name in ("stored_bytes", "loaded_bytes")]
+    return sum(moved) >= status.counters["stored_bytes"]
+
+
+def clear_once_written(address: str) -> None:
+    """Leaves what was stored in the tier alone."""
+    with Client(address) as client:
+        eventually(lambda: all_written(client), 60.0)
+        client.clear(ClearCache())
+        assert client.status().chunks.ready == 0
+
+
+def clear_pool(address: str) -> None:
+    with Client(address) as client:
+        client.clear(ClearCache())
+
+
+def has_state(address: str, state: str) -> None:
+    """The server's only tier gets there."""
+    with Client(address) as client:
+        eventually(lambda: [tier.state for tier in client.status().tiers] == [state], 60.0)

@@ -7,6 +7,8 @@ from .mutant import Mutant
 DISK = "tests/tiers/test_disk.py"
 LOG = "tests/tiers/test_disk_log.py"
 AHEAD = "tests/tiers/test_ahead.py"
+FROZEN = "tests/tiers/test_frozen.py"
+SHARED = "tests/tiers/test_shared_stores.py"
 
 MUTANTS = (
     Mutant(
@@ -44,6 +46,26 @@ MUTANTS = (
         "            rest, done = _behind(rest, moved), done + moved\n        with",
         "            rest, done = [], done + moved\n        with",
         (DISK, "-k", "piece"), "test_a_record_that_storage_takes_only_a_piece_of_is_full",
+    ),
+    Mutant(
+        "L8", "a part that another server has just replaced is deleted", "tiers/mover/fetches.py",
+        "sums_again, still_bad = self._read(fetch, lane, bad)", "sums_again, still_bad = dict[PartName, int](), bad",
+        (SHARED, "-k", "in_the_place"), "test_what_another_server_puts_in_the_place_of_a_damaged_part_is_not_deleted",
+    ),
+    Mutant(
+        "L9", "what a store has lost is taken to be there for ever", "tiers/mover/write_behind.py",
+        "                self._settled.discard(key)\n", "                pass\n",
+        (SHARED, "-k", "has_lost"), "test_what_the_store_has_lost_is_a_miss_and_is_written_again",
+    ),
+    Mutant(
+        "L10", "answers that come too late are no failure", "tiers/mover/lanes.py",
+        "if why := judge(found):", "if (why := judge(found)) and False:",
+        (FROZEN, "-k", "redis"), "test_a_store_that_stands_still_costs_the_wait_at_most_and_nothing_once_it_is_off",
+    ),
+    Mutant(
+        "L11", "loads that do not return are no failure", "tiers/mover/lanes.py",
+        "            if now_s - load.over_s > LATE_S:\n", "            if False:\n",
+        (FROZEN, "-k", "disk"), "test_a_store_that_stands_still_costs_the_wait_at_most_and_nothing_once_it_is_off",
     ),
     Mutant(
         "L20", "what came for a request that is gone stays", "api/tiers/desk.py",

@@ -150,4 +150,4 @@ def clear_pool(address: str) -> None:
 def has_state(address: str, state: str) -> None:
     """The server's only tier gets there."""
     with Client(address) as client:
-        eventually(lambda: [tier.state for tier in client.status().tiers] == [state], 60.0)
+        eventually(lambda: [tier.state for tier in client.status().tiers] == [state], 30.0)

@@ -18,7 +18,7 @@ from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
-from kvdock.api.views.history import Counters, History, RecentRequests
+from kvdock.api.views.history import SERIES, TIER_SERIES, Counters, History, RecentRequests
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.pulse import Pulse
@@ -59,8 +59,10 @@ def build(
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
     reports = Reports(
         pool=pool, registry=registry, names=names, clock=clock, probes=probes, tally=tally,
-        history=History(settings.history_values, settings.history_interval_s), tiers=lambda: desk.reports,
-        wall_s=wall_s,
+        history=History(
+            settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers
+        ),
+        tiers=lambda: desk.reports, mover=desk.view, wall_s=wall_s,
     )
     handlers = Handlers(
         service=CacheService(

@@ -104,6 +104,10 @@ class TierView(Answer, kw_only=True):
     name: str
     state: Literal["open", "off"]
     """'off': it failed or was slow, and is tried again; until then nobody waits for it."""
+    why: str = ""
+    """Why it is off."""
+    error: str = ""
+    """What it, or its storage, said at last. Only for callers with the scope `read`: it may name hosts and paths."""
     objects: int = 0
     """Parts of chunks."""
     bytes_used: int = 0
@@ -113,7 +117,31 @@ class TierView(Answer, kw_only=True):
     """Written to its storage, its own work included; 0 where it is not known."""
     queued_bytes: int = 0
     """Chunks that wait to be written."""
+    load_bytes_per_s: float = 0.0
+    """How fast loads are expected to go, as learnt from those before; 0 until it is opened."""
+    load_latency_s: float = 0.0
+    fetches: int = 0
+    """Loads of a request's chunks from it, each of one batch or several."""
+    fetch_s: float = 0.0
+    """What they took, in sum."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class MoverView(Answer, kw_only=True):
+    """What the server itself knows of its mover. Totals count from the server's start."""
+
+    silent_s: float
+    """Since the mover has last told of its tiers. It does so twice a second."""
+    restarts: int
+    lost_lookups: int
+    """Lookups that it was not told of, because too many waited for it."""
+    waiting: int
+    """Requests that wait for tiers now."""
+    waits: dict[str, int]
+    """Requests that have waited, by how it ended. 'fulfilled': all that was promised came. 'shortened': no more came.
+    'expired': the time was over. 'withdrawn': the request went on, or ended."""
+    wait_s: dict[str, float]
+    """How long they did, in sum."""
 
 
 class Status(Answer, kw_only=True):
@@ -135,6 +163,8 @@ class Status(Answer, kw_only=True):
     """Totals since start; api/views/history.py explains each."""
     tiers: list[TierView] = msgspec.field(default_factory=list)
     """Lower tiers, in the order in which they are asked."""
+    mover: MoverView | None = None
+    """None: the server has no lower tiers."""
 
 
 class Problem(Answer, kw_only=True):

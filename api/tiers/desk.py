@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
@@ -25,7 +26,7 @@ from kvdock.api.tiers.ahead import Ahead
 from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens
-from kvdock.protocol.reports import TierView
+from kvdock.protocol.reports import MoverView, TierView
 from kvdock.protocol.tier_schemas import Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -41,6 +42,9 @@ MOST_TICKETS = 4096
 """So many requests may wait at once; others compute."""
 MOST_KNOWN = 1 << 21
 """So many chunks are known to be in tiers, over all namespaces; beyond it tiers are asked."""
+MOVER_STARTS = "the mover is being started"
+WaitOutcome = Literal["fulfilled", "shortened", "expired", "withdrawn"]
+"""MoverView.waits says what they mean."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class LookupCall:
 @dataclass
 class _Ticket:
     call: LookupCall
+    began_s: float
     until_s: float
     hit_tokens: int
     lease_told: int
@@ -84,9 +89,13 @@ class TierDesk:
         """With it begin the instances as which movers of this server attach."""
         self.reports: list[TierView] = []
         """The mover's last."""
-        self.lost_lookups = 0
+        self.mover_restarts = 0
+        self._lost_lookups = 0
+        self._waits: dict[str, int] = dict.fromkeys(get_args(WaitOutcome), 0)
+        self._wait_s: dict[str, float] = dict.fromkeys(get_args(WaitOutcome), 0.0)
         self._table, self._registry, self.has_mover = table, registry, has_mover
         self._now_ms, self._now_s, self._is_draining = now_ms, now_s, is_draining
+        self._heard_s = now_s()
         self._numbers = itertools.count(1)
         self.ahead = Ahead(table, counters, room, self._why_not, now_s)
         self._tickets: dict[int, _Ticket] = {}
@@ -128,7 +137,7 @@ class TierDesk:
             return self._again(at, found, asked * chunk_tokens)
         if at is not None:  # it asks for more keys: what has come for it stays its own
             self._tickets[at].lease_told = self._tickets[at].lease
-            self._end(at)
+            self._end(at, "withdrawn")
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
         waits = wait_s > 0 and stored < asked and not found.limited
         waits = waits and not self._why_not(call.session.namespace, call.keys, stored)
@@ -136,7 +145,8 @@ class TierDesk:
         ticket = 0
         if waits:
             ticket = next(self._numbers)
-            self._tickets[ticket] = _Ticket(call, self._now_s() + wait_s, found.hit_tokens, found.lease, found.lease)
+            now_s = self._now_s()
+            self._tickets[ticket] = _Ticket(call, now_s, now_s + wait_s, found.hit_tokens, found.lease, found.lease)
             self._of_request[call.session.table_id, call.request] = ticket
         self._tell(t.Asked(
             namespace=call.session.namespace.digest.hex(), keys=call.keys, hit_chunks=stored, ticket=ticket,
@@ -165,22 +175,24 @@ class TierDesk:
         ticket.lease = ticket.lease_told = found.lease
         ticket.hit_tokens = found.hit_tokens
         left_s = ticket.until_s - self._now_s()
-        if found.hit_tokens >= asked_tokens or left_s <= 0 or found.limited or ticket.is_done:
-            self._end(number, is_told=ticket.is_done)
+        tokens = asked_tokens
+        if ticket.promised is not None:
+            tokens = ticket.promised.chunks * ticket.call.session.namespace.manifest.chunk_tokens
+        if found.hit_tokens >= tokens or left_s <= 0 or found.limited or ticket.is_done:
+            is_whole, is_late = found.hit_tokens >= tokens, left_s <= 0 and not ticket.is_done
+            self._end(
+                number, "fulfilled" if is_whole else "expired" if is_late else "shortened", is_told=ticket.is_done
+            )
             return None
         if ticket.promised is None:
-            return PendingTokens(asked_tokens, "", min(ASKING_S, left_s))
-        tokens = ticket.promised.chunks * ticket.call.session.namespace.manifest.chunk_tokens
-        if found.hit_tokens >= tokens:
-            self._end(number)
-            return None
+            return PendingTokens(tokens, "", min(ASKING_S, left_s))
         by_s = max(0.0, ticket.promised.by_s - (self._now_s() - ticket.promised_at_s))
         return PendingTokens(tokens, ticket.promised.tier, min(by_s, left_s))
 
     def withdrawn(self, session: SessionRecord, request: bytes) -> None:
         """Nobody waits any more."""
         if (number := self._of_request.get((session.table_id, request))) is not None:
-            self._end(number)
+            self._end(number, "withdrawn")
 
     def committed(self, session: SessionRecord) -> None:
         """The mover has published chunks of the session's namespace: leases them to those who wait."""
@@ -220,16 +232,25 @@ class TierDesk:
                 skip_tokens=call.skip_tokens, now_ms=self._now_ms(),
             )
         except TableError:  # the engine has begun to load what it had, or is gone: nobody waits
-            self._end(number)
+            self._end(number, "withdrawn")
             return
         call.session.grants += found.lease not in (0, ticket.lease)
         ticket.lease, ticket.hit_tokens = found.lease, found.hit_tokens
+
+    def view(self) -> MoverView | None:
+        """What people are told. Asks nobody."""
+        if not self.has_mover:
+            return None
+        return MoverView(
+            silent_s=self._now_s() - self._heard_s, restarts=self.mover_restarts, lost_lookups=self._lost_lookups,
+            waiting=len(self._tickets), waits=dict(self._waits), wait_s=dict(self._wait_s),
+        )
 
     # ---------------------------------------------------------------- for the mover
 
     def heard(self, words: t.MoverWords) -> None:
         if words.tiers is not None:
-            self.reports = words.tiers
+            self.reports, self._heard_s = words.tiers, self._now_s()
         for known in words.known:
             self._known.setdefault(bytes.fromhex(known.namespace), set()).update(
                 known.keys[at : at + t.KNOWN_BYTES] for at in range(0, len(known.keys), t.KNOWN_BYTES)
@@ -261,20 +282,20 @@ class TierDesk:
     def restarted(self) -> None:
         """The mover is a new process: it knows nothing."""
         self._served, self._said_draining, self._lists_all = None, False, False
-        self.reports = []
+        self.reports = [TierView(name=report.name, state="off", why=MOVER_STARTS) for report in self.reports]
         self._known.clear()
         self.ahead.lost()
         for number in list(self._tickets):
-            self._end(number, is_told=True)
+            self._end(number, "shortened", is_told=True)
         for grant in list(self._temporary):
             self.settled(grant)
         self._ended.clear()
 
     def _tell(self, asked: t.Asked) -> None:
         if self._asked_bytes + len(asked.keys) > NEWS_BYTES:
-            self.lost_lookups += 1
+            self._lost_lookups += 1
             if asked.ticket:
-                self._end(asked.ticket, is_told=True)
+                self._end(asked.ticket, "shortened", is_told=True)
             return
         self._asked.append(asked)
         self._asked_bytes += len(asked.keys)
@@ -315,13 +336,15 @@ class TierDesk:
     def _end_late(self) -> None:
         now_s = self._now_s()
         for number in [number for number, ticket in self._tickets.items() if ticket.until_s < now_s]:
-            self._end(number)
+            self._end(number, "expired")
 
-    def _end(self, number: int, *, is_told: bool = False) -> None:
+    def _end(self, number: int, how: WaitOutcome, *, is_told: bool = False) -> None:
         """`is_told`: the mover knows."""
         ticket = self._tickets.pop(number, None)
         if ticket is None:
             return
+        self._waits[how] += 1
+        self._wait_s[how] += self._now_s() - ticket.began_s
         call = ticket.call
         self._of_request.pop((call.session.table_id, call.request), None)
         if not is_told:

@@ -53,6 +53,7 @@ class MoverProcess:
                 status = await process.wait()
             finally:
                 telling.cancel()
+            self._desk.mover_restarts += 1
             retry_s = FIRST_RETRY_S if loop.time() - began_s > HEALTHY_S else min(2 * retry_s, LONGEST_RETRY_S)
             self._desk.restarted()
             log.warning("the mover of lower tiers has ended with status %d: started again in %.1f s", status, retry_s)

@@ -1,6 +1,6 @@
 """Totals, recent requests and time series for people to read. All of it is bounded.
 
-Counters only rise. A series is a row of SERIES; the status page draws all rows and knows none by name.
+Counters only rise. A series is a row of SERIES or TIER_SERIES; the status page draws all rows and knows none by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvdock.protocol.reports import PoolView, RequestView, Series, Stats
+from kvdock.protocol.reports import PoolView, RequestView, Series, Stats, TierView
 
 
 class Counters(msgspec.Struct):
@@ -77,6 +77,7 @@ class Sample(NamedTuple):
 
     counters: Counters
     pool: PoolView
+    tiers: list[TierView]
     elapsed_s: float
 
 
@@ -105,6 +106,17 @@ def _pool(field: str) -> Compute:
     return lambda before, after: float(getattr(after.pool, field))
 
 
+def _tiers(counter: str) -> Compute:
+    """All tiers together. None where a tier has begun to count anew."""
+
+    def per_second(before: Sample, after: Sample) -> float | None:
+        was = {tier.name: tier.counters.get(counter, 0) for tier in before.tiers}
+        grown = [tier.counters.get(counter, 0) - was.get(tier.name, 0) for tier in after.tiers]
+        return sum(grown) / after.elapsed_s if after.elapsed_s > 0 and min(grown, default=0) >= 0 else None
+
+    return per_second
+
+
 def _hit_ratio(before: Sample, after: Sample) -> float | None:
     asked = after.counters.lookup_tokens - before.counters.lookup_tokens
     return (after.counters.hit_tokens - before.counters.hit_tokens) / asked if asked > 0 else None
@@ -124,29 +136,34 @@ SERIES: tuple[SeriesSpec, ...] = (
     SeriesSpec("reservations", "Reservations", "per_s", "Calls", _rate("reservations")),
     SeriesSpec("evicted_chunks", "Evicted", "per_s", "Evictions", _rate("evicted_chunks")),
 )
+TIER_SERIES: tuple[SeriesSpec, ...] = (
+    SeriesSpec("tier_stored_bytes", "Stored", "bytes_per_s", "Traffic of lower tiers", _tiers("stored_bytes")),
+    SeriesSpec("tier_loaded_bytes", "Loaded", "bytes_per_s", "Traffic of lower tiers", _tiers("loaded_bytes")),
+)
+"""For servers that have tiers."""
 
 
 class History:
     """A ring of values per series. `sample` is called once an interval, by one task."""
 
-    def __init__(self, values: int, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._rings: list[deque[float | None]] = [deque(maxlen=values) for _ in SERIES]
+    def __init__(self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES) -> None:
+        self._interval_s, self._specs = interval_s, specs
+        self._rings: list[deque[float | None]] = [deque(maxlen=values) for _ in specs]
         self._before: Sample | None = None
         self._sampled_at_s = 0.0
 
-    def sample(self, counters: Counters, pool: PoolView, now_s: float) -> None:
+    def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
         elapsed_s = now_s - self._sampled_at_s
-        after = Sample(msgspec.structs.replace(counters), pool, elapsed_s)
+        after = Sample(msgspec.structs.replace(counters), pool, tiers, elapsed_s)
         if self._before is not None:
-            for spec, ring in zip(SERIES, self._rings, strict=True):
+            for spec, ring in zip(self._specs, self._rings, strict=True):
                 ring.append(spec.compute(self._before, after))
         self._before, self._sampled_at_s = after, now_s
 
     def view(self, now_s: float) -> Stats:
         series = [
             Series(name=spec.name, title=spec.title, unit=spec.unit, chart=spec.chart, values=list(ring))
-            for spec, ring in zip(SERIES, self._rings, strict=True)
+            for spec, ring in zip(self._specs, self._rings, strict=True)
         ]
         return Stats(interval_s=self._interval_s, age_s=max(0.0, now_s - self._sampled_at_s), series=series)
 

@@ -19,6 +19,7 @@ from kvdock.api.pool.quotas import Quotas
 from kvdock.api.views.history import Counters
 from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.reports import Reports
+from kvdock.api.views.tier_metrics import of_mover, of_tiers
 from kvdock.api.views.timing import Meter, Timings
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.reports import Status
@@ -85,6 +86,9 @@ class Metrics:
             chunks.add_metric([state], getattr(status.chunks, state))
         yield chunks
         yield _hits(status)
+        if status.mover is not None:
+            yield from of_mover(status.mover)
+            yield from of_tiers(status.tiers)
         yield _times(self._meter.timings)
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),

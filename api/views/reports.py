@@ -22,7 +22,17 @@ from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.reports import ChunkCounts, Leases, LeaseView, PoolView, Requests, Stats, Status, TierView
+from kvdock.protocol.reports import (
+    ChunkCounts,
+    Leases,
+    LeaseView,
+    MoverView,
+    PoolView,
+    Requests,
+    Stats,
+    Status,
+    TierView,
+)
 
 VERSION = version("kvdock")
 SESSIONS_OF_PAGE = 64
@@ -38,14 +48,16 @@ class Reports:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
-        history: History, tiers: Callable[[], list[TierView]], wall_s: Callable[[], float],
+        history: History, tiers: Callable[[], list[TierView]], mover: Callable[[], MoverView | None],
+        wall_s: Callable[[], float],
     ) -> None:
-        """`tiers`: as the mover sees them now. `wall_s` dates the status."""
+        """`tiers`: as the mover has told of them. Neither this nor `mover` waits for it. `wall_s` dates the status."""
         self._pool, self._table = pool, pool.table
         self._registry, self._names = registry, names
         self._clock, self._wall_s = clock, wall_s
         self._started_ms = clock.now_ms()
         self._probes, self._tally, self._history, self._tiers = probes, tally, history, tiers
+        self._mover = mover
 
     # ---------------------------------------------------------------- the server at a glance
 
@@ -84,7 +96,10 @@ class Reports:
             leases=stats["leases"],
             reservations=stats["reservations"],
             counters=msgspec.structs.asdict(self._tally.totals()),
-            tiers=self._tiers(),
+            tiers=[
+                tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._tiers()
+            ],
+            mover=self._mover(),
         )
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
@@ -106,7 +121,7 @@ class Reports:
 
     def sample(self) -> None:
         """Takes one more value of each series. The keeper calls it once per interval."""
-        self._history.sample(self._tally.totals(), self.pool(), self._clock.now_ms() / 1000)
+        self._history.sample(self._tally.totals(), self.pool(), self._tiers(), self._clock.now_ms() / 1000)
 
     # ---------------------------------------------------------------- sessions
 

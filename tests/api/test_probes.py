@@ -185,8 +185,9 @@ def test_a_histogram_counts_a_call_in_its_bucket_and_all_above() -> None:
     assert route.total_s == pytest.approx(9.00315)
 
 
-def test_metric_names_have_base_units_and_counters_end_in_total(server: ServerProcess) -> None:
-    text = raw(server.http, "GET", "/metrics")[2].decode()
+def test_metric_names_have_base_units_and_counters_end_in_total(tmp_path: Path) -> None:
+    with ServerProcess(disk_path=str(tmp_path / "disk"), disk_bytes=64 * MIB) as server:
+        text = raw(server.http, "GET", "/metrics")[2].decode()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
     assert len(kinds) > 25
     for name, kind in kinds.items():

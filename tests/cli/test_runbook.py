@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer
 import yaml  # type: ignore[import-untyped]  # it ships no types
-from api_helpers import ServerProcess, attach, http_connection, keys, raw
+from api_helpers import MIB, ServerProcess, attach, http_connection, keys, raw
 from cli_helpers import kvdock
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
@@ -54,8 +54,9 @@ def sentences(source: str) -> set[str]:
     return {text for text in found if " " in text}  # a format like `.0f` is no sentence
 
 
-def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other() -> None:
-    with ServerProcess() as server, Client(server.unix) as client:
+def test_every_metric_of_a_live_server_is_in_the_runbook_and_no_other(tmp_path: Path) -> None:
+    tier = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 * MIB}
+    with ServerProcess(**tier) as server, Client(server.unix) as client:
         engine = attach(client)
         engine.store(keys(1))
         assert engine.lookup(keys(1)).lease

@@ -183,6 +183,7 @@ class Fetches:
         attachment = place.session.attachment
         if attachment is None or not attachment.acquire():
             return
+        began_s = self._clock()
         try:
             for first, count in self._batches(place, found, BATCH_BYTES if fetch.ticket else AHEAD_BATCH_BYTES):
                 self._give_way(fetch)
@@ -192,6 +193,7 @@ class Fetches:
                     return
         finally:
             attachment.release()
+            lane.fetched(self._clock() - began_s)
 
     def _batches(self, place: Place, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(first, how many): chunks of the same groups."""

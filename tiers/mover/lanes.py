@@ -32,6 +32,12 @@ SMOOTHING = 0.2
 """The share of the newest call in what is learnt of the tier's speed."""
 FAIR_S = 0.04
 """What was given up sooner than this is no failure."""
+COUNTED = (
+    *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
+    "failures", "damaged", "declined_as_dear", "fetched_elsewhere",
+    *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
+)
+"""All of a lane's counters: they are there from the start. docs/runbook.md says what they count."""
 FIRST_RATE = 500e6
 """Bytes a second, until something has been loaded."""
 
@@ -110,7 +116,8 @@ class Lane:
     def __init__(self, tier: Tier, *, clock: Callable[[], float], lost: Callable[[StillRunning], None]) -> None:
         self.tier, self.name = tier, tier.name
         self.speed, self.breaker = Speed(), Breaker(clock)
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.fetches, self.fetch_s = 0, 0.0
         self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
@@ -161,6 +168,12 @@ class Lane:
     def expected_s(self, more_bytes: int) -> float:
         """Until so many bytes more would have been loaded, behind those that are being loaded."""
         return self.speed.seconds(self.loading_bytes + more_bytes)
+
+    def fetched(self, took_s: float) -> None:
+        """A request's chunks were loaded, in one batch or several."""
+        with self._lock:
+            self.fetches += 1
+            self.fetch_s += took_s
 
     def probe(self) -> None:
         """Counts loads that do not return, and tries a tier that rests, if it is time, in the background."""

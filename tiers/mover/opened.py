@@ -19,6 +19,10 @@ OPEN_S = 10.0
 """How long a tier may take to open."""
 RETRY_S = 5.0
 
+OPENING = "it is being opened"
+UNOPENED = "it cannot be opened"
+WRONG_SETTING = "its setting is wrong"
+
 
 class OpeningTiers:
     def __init__(self, config: MoverConfig) -> None:
@@ -26,8 +30,8 @@ class OpeningTiers:
         self._ended = threading.Event()
         self.order = [name for name, wanted, _ in _ways(config) if wanted]
         """The names of the tiers, quickest first: as they are asked."""
-        self.closed = set(self.order)
-        """Those that could not be opened yet."""
+        self.closed: dict[str, tuple[str, str]] = dict.fromkeys(self.order, (OPENING, ""))
+        """Those that are not open yet: why, and the error."""
         for name, wanted, open_ in _ways(config):
             if wanted:
                 threading.Thread(target=self._open, args=(name, open_), name=f"kvdock-open-{name}", daemon=True).start()
@@ -37,7 +41,7 @@ class OpeningTiers:
         found = []
         while not self._opened.empty():
             found.append(self._opened.get())
-            self.closed.discard(found[-1].name)
+            del self.closed[found[-1].name]
         return found
 
     def close(self) -> None:
@@ -50,12 +54,14 @@ class OpeningTiers:
                 self._opened.put(open_())
                 return
             except TierUrlError as error:
+                self.closed[name] = (WRONG_SETTING, str(error))
                 log.error("the tier %s is not used: %s", name, error)
                 return
             except TierError as error:
                 if (why := str(error)) != said:
                     log.warning("the tier %s is not used yet: %s", name, why)
                 said = why
+                self.closed[name] = (UNOPENED, error.why)
             self._ended.wait(RETRY_S)
 
 

@@ -42,6 +42,7 @@ TURN_S = 0.2
 """How late what is no answer to a request may be told."""
 REPORT_S = 0.5
 CLOSE_S = 2.0
+FAILING = "its calls fail or are late"
 LOST_STATUS = 70
 """The status of a process that ends because only its end keeps a call from writing to the pool."""
 
@@ -107,15 +108,21 @@ class Mover:
             self._line.say(words)
 
     def _reports(self) -> list[TierView]:
-        reports = [TierView(name=name, state="off") for name in self._opening.order if name in self._opening.closed]
+        reports = [
+            TierView(name=name, state="off", why=why, error=error)
+            for name, (why, error) in self._opening.closed.items()
+        ]
         for lane in self._lanes:
-            usage, breaker = lane.tier.usage(), lane.breaker
+            usage, is_off = lane.tier.usage(), lane.breaker.is_open
             reports.append(TierView(
-                name=lane.name, state="off" if breaker.is_open else "open", objects=usage.objects,
-                bytes_used=usage.bytes_used, bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
-                queued_bytes=self._writers[lane.name].waiting_bytes, counters=dict(lane.counters),
+                name=lane.name, state="off" if is_off else "open", why=FAILING if is_off else "",
+                error=lane.breaker.why if is_off else "", objects=usage.objects, bytes_used=usage.bytes_used,
+                bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
+                queued_bytes=self._writers[lane.name].waiting_bytes, load_bytes_per_s=lane.speed.rate,
+                load_latency_s=lane.speed.latency_s, fetches=lane.fetches, fetch_s=lane.fetch_s,
+                counters=dict(lane.counters),
             ))
-        return reports
+        return sorted(reports, key=lambda report: self._opening.order.index(report.name))
 
     def _follow(self, news: MoverNews) -> None:
         if news.namespaces is not None:

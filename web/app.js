@@ -10,6 +10,7 @@ import { mountHistory } from "./views/history.js";
 import { mountPool } from "./views/pool.js";
 import { mountRequests } from "./views/requests.js";
 import { mountSessions } from "./views/sessions.js";
+import { mountTiers } from "./views/tiers.js";
 import { mountTiles, mountTotals } from "./views/totals.js";
 
 const TICK_MS = 500;
@@ -26,11 +27,15 @@ const sources = {
 };
 let status = null;
 
-/** Each panel: its element's id, paths that it needs, paths that it uses if known, its view. Status is always known. */
+/**
+ * Each panel: its element's id, paths that it needs, paths that it uses if known, its view, and for which servers it is
+ * there. Status is always known.
+ */
 const panels = [
   { id: "tiles", needs: [], view: mountTiles },
   { id: "totals", needs: [], view: mountTotals },
   { id: "pool", needs: [], uses: ["segments"], view: mountPool },
+  { id: "tiers", needs: [], view: mountTiers, isThere: ({ mover }) => Boolean(mover) },
   { id: "history", needs: ["stats"], view: mountHistory },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
   { id: "grants", needs: ["leases"], uses: ["sessions"], view: mountGrants },
@@ -71,8 +76,9 @@ function draw() {
   const { locked } = sources.sessions;
   const bodies = { status };
   for (const [name, source] of Object.entries(sources)) bodies[name] = source.body;
-  for (const { id, needs, uses = [], draw: drawPanel, note } of panels) {
-    setHidden(byId(id), locked && needs.some((name) => name !== "stats"));
+  for (const { id, needs, uses = [], draw: drawPanel, note, isThere = () => true } of panels) {
+    setHidden(byId(id), !isThere(status) || (locked && needs.some((name) => name !== "stats")));
+    if (!isThere(status)) continue;
     const failing = [...needs, ...uses].map((name) => sources[name]).find((source) => source.error);
     setHidden(note, !failing);
     if (failing) setText(note, `Not up to date: ${failing.path}: ${failing.error}.`);

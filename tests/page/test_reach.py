@@ -93,7 +93,7 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
         why_in_words=long[:64],
     )
     page_server.bodies["requests"] = requests
-    page_server.bodies["status"] = say.status(status="not ready", reasons=[long])
+    page_server.bodies["status"] = say.with_tiers(status="not ready", reasons=[long])
     page = open_page(page_server.url)
     expect(page.get_by_role("slider").first).to_be_visible()
     spill = "[...document.querySelectorAll('main *')].filter(n => !n.closest('thead') && n.clientWidth > 1 &&" \

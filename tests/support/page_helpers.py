@@ -23,6 +23,7 @@ from kvdock.protocol.reports import (
     ChunkCounts,
     Leases,
     LeaseView,
+    MoverView,
     PoolView,
     Problem,
     Requests,
@@ -30,6 +31,7 @@ from kvdock.protocol.reports import (
     Series,
     Stats,
     Status,
+    TierView,
 )
 
 GIB = 1 << 30
@@ -51,6 +53,25 @@ def status(**changes: Any) -> Status:
         },
     )
     return msgspec.structs.replace(healthy, **changes)
+
+
+def with_tiers(**changes: Any) -> Status:
+    """The status of a server with a disk that is used, a store that fails, and one that was never open."""
+    disk = TierView(
+        name="disk", state="open", objects=61_204, bytes_used=122 * GIB, bytes_limit=200 * GIB, wear_bytes=431 * GIB,
+        queued_bytes=96 * MIB, load_bytes_per_s=2.9e9, load_latency_s=0.002, fetches=4_102, fetch_s=310.5,
+        counters={"stored_bytes": 410 * GIB, "loaded_bytes": 1_300 * GIB, "damaged": 2},
+    )
+    redis = TierView(
+        name="redis", state="off", why="its calls fail or are late", objects=9_104,
+        bytes_used=18 * GIB, counters={"stored_bytes": 18 * GIB, "loaded_bytes": 0, "damaged": 0},
+    )
+    objects = TierView(name="objects", state="off", why="it cannot be opened")
+    mover = MoverView(
+        silent_s=0.3, restarts=0, lost_lookups=0, waiting=3, wait_s={"fulfilled": 402.0, "expired": 12.0},
+        waits={"fulfilled": 812, "shortened": 0, "expired": 6, "withdrawn": 0},
+    )
+    return msgspec.structs.replace(status(tiers=[disk, redis, objects], mover=mover), **changes)
 
 
 def live_pool() -> PoolView:
@@ -173,7 +194,7 @@ def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
 
 def live_bodies() -> Bodies:
     return {
-        "status": status(), "stats": stats(), "sessions": live_sessions(), "leases": live_leases(),
+        "status": with_tiers(), "stats": stats(), "sessions": live_sessions(), "leases": live_leases(),
         "requests": live_requests(), "segments": segments(),
     }
 

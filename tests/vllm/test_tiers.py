@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,10 @@ def clear_once_written(server: ServerProcess, engine: Engine) -> None:
 def test_what_a_tier_brings_has_the_bits_of_local_hits(
     kind: str, models: dict[str, Path], server: ServerProcess
 ) -> None:
-    with Engine(models[kind], server.unix, extra={"tier_wait_s": 5.0, "load_if_cheaper": False}) as engine:
+    with Engine(
+        models[kind], server.unix, extra={"tier_wait_s": 5.0, "load_if_cheaper": False},
+        engine={"disable_log_stats": False},
+    ) as engine:
         assert engine.generate(PROMPTS)[1] == [0, 0, 0]
         engine.do("drain")
         local, at_hand = engine.generate(PROMPTS)
@@ -63,4 +67,9 @@ def test_what_a_tier_brings_has_the_bits_of_local_hits(
             assert at_hand == [0] and computed
         finally:
             mover.send_signal(signal.SIGCONT)
+        exported = engine.do("metrics")["text"]
+        waits = dict(re.findall(r"^vllm:kvdock_tier_(waits?_\w+)\{.*\} (\S+)$", exported, re.MULTILINE))
+        ends = ("waits_fulfilled_total", "waits_shortened_total", "waits_expired_total", "wait_seconds_count")
+        assert [float(waits[name]) for name in ends] == [3, 0, 1, 4]
+        assert float(waits["wait_seconds_sum"]) > 5.0
         assert engine.close() == 0, engine.log_text()

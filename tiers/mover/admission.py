@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -41,10 +41,12 @@ class AskCounts:
             if len(self._new) >= self._most:
                 self._old, self._new = self._new, {}
 
-    def is_worth(self, key: bytes) -> bool:
+    def worth(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those that have been asked for so often."""
         if self._wanted == 1:
-            return True
-        return self._new.get(key, 0) + self._old.get(key, 0) >= self._wanted
+            return keys
+        new, old, wanted = self._new, self._old, self._wanted
+        return [key for key in keys if new.get(key, 0) + old.get(key, 0) >= wanted]
 
 
 class Settled:
@@ -54,8 +56,10 @@ class Settled:
         self._most = most
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
+    def lacking(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that it is not known to have."""
+        settled = self._keys
+        return [key for key in keys if key not in settled]
 
     def add(self, key: bytes) -> None:
         self._keys[key] = None

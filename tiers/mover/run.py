@@ -168,10 +168,9 @@ class Mover:
         self._offer(place, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
 
     def _offer(self, place: Place, keys: list[bytes]) -> None:
-        worth = [key for key in keys if self._asks.is_worth(key)]
+        worth = self._asks.worth(keys)
         for writer in list(self._writers.values()):
-            for key in worth:
-                writer.offer(place, key)
+            writer.offer(place, worth)
 
     def _promise(self, promised: Promised) -> None:
         with self._lock:

@@ -56,18 +56,20 @@ class WriteBehind:
     def start(self) -> None:
         self._thread.start()
 
-    def offer(self, place: Place, key: bytes) -> None:
-        """The pool has the chunk, and it is worth being written."""
-        name, size = (place.digest, key), place.chunk_bytes
+    def offer(self, place: Place, keys: Sequence[bytes]) -> None:
+        """The pool has the chunks, and they are worth being written."""
         with self._wake:
-            if key in self._settled or name in self._waiting or self._until_s is not None:
-                return
+            for key in self._settled.lacking(keys):
+                self._add((place.digest, key), place.chunk_bytes)
+            self._wake.notify()
+
+    def _add(self, name: tuple[bytes, bytes], size: int) -> None:
+        if name not in self._waiting and self._until_s is None:
             self._waiting[name] = size
             self.waiting_bytes += size
             while self.waiting_bytes > self._most_bytes:
                 self.waiting_bytes -= self._waiting.popitem(last=False)[1]
                 self._lane.counters["left_out_full_queue"] += 1
-            self._wake.notify()
 
     def is_busy(self, place: Place) -> bool:
         with self._wake:

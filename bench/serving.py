@@ -120,9 +120,9 @@ def chain(count: int, seed: str) -> bytes:
 
 
 class Engine:
-    """One attached member of an instance of its own; all share a namespace."""
+    """One attached member of an instance of its own; all of one `part_bytes` share a namespace."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, client: Client, name: str, part_bytes: int = PART_BYTES) -> None:
         self.client = client
         self._liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
         self.member = f"member-{name}"
@@ -130,21 +130,23 @@ class Engine:
             instance=f"{name}-{random.getrandbits(64):016x}",
             manifest=s.Manifest(
                 model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
-                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=PART_BYTES),),
+                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),),
             ),
             member=s.Member(id=self.member, ranks=[0], scheduler=True, lock_offset=self._liveness.offset),
         )).session
         self._stores = 0
 
-    def store(self, keys: bytes) -> None:
-        """Reserves and commits; the bytes are whatever lies in the slots."""
+    def store(self, keys: bytes, checksum: int | None = None) -> None:
+        """Reserves and commits; the bytes are whatever lies in the slots, and `checksum` theirs, if anybody looks."""
         self._stores += 1
         body = s.Reserve(session=self.session, member=self.member, store=str(self._stores), keys=keys)
         granted = self.client.reserve(body)
         count = len(keys) // KEY_BYTES
         if granted.reservation is None or len(granted.chunks) != count:
             raise RuntimeError(f"reserved {len(granted.chunks)} chunks of {count}: {granted.limited_by}")
-        parts = [s.PartDone(chunk.index, 0, chunk.index + 1) for chunk in granted.chunks]
+        parts = [
+            s.PartDone(chunk.index, 0, chunk.index + 1 if checksum is None else checksum) for chunk in granted.chunks
+        ]
         self.client.commit(granted.reservation, s.Commit(session=self.session, rank=0, parts=parts))
 
     def beat(self) -> None:

@@ -1,0 +1,67 @@
+"""`python -m bench.tiers` on little data: every figure that it promises, and a line for what is left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(240)]
+
+DISK = {"disk_store_gb_s", "disk_load_gb_s"}
+FIO = {"fio_write_gb_s", "fio_read_gb_s", "disk_store_share", "disk_load_share"}
+LOOKUPS = {
+    "lookup_512_idle_tier_ms", "lookup_512_no_tier_ms", "lookup_ratio_under_load", "lookup_ratio_beside_other_work",
+}
+
+
+def run(folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "bench.tiers")) -> tuple[dict[str, float], str]:
+    """(figures, what it said on stderr)."""
+    done = subprocess.run(
+        [
+            sys.executable, *python, "--json", "--path", str(folder), "--mib", "32", "--store-mib", "8", "--rounds",
+            "1", "--calls", "5", "--part-kib", "64", *arguments,
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert list(folder.iterdir()) == [], "nothing is left in the folder"
+    found: dict[str, float] = json.loads(done.stdout)
+    assert all(figure > 0 for figure in found.values())
+    return found, done.stderr
+
+
+def test_the_disk_and_what_it_does_to_lookups_are_measured(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, "--only", "disk", "lookups")
+    assert set(found) == DISK | LOOKUPS | (FIO if shutil.which("fio") else set())
+
+
+def test_stores_are_started_and_measured_or_left_out_with_a_line(tmp_path: Path) -> None:
+    kinds = ("redis", "objects", "objects_s3", "mooncake")
+    found, said = run(tmp_path, "--only", *kinds)
+    left_out = {kind for kind in kinds if f"bench.tiers: {kind} is left out: " in said}
+    assert left_out <= {"mooncake", "redis"}, "what needs no program but those of the tests is there"
+    served = set(kinds) - left_out
+    assert set(found) == {f"{kind}_{verb}_gb_s" for kind in served for verb in ("store", "load")}
+
+
+def test_a_store_that_cannot_be_started_is_left_out_with_a_line(tmp_path: Path) -> None:
+    without = (
+        "-c", "import os, sys; os.environ['PATH'] = ''; from bench.tiers.__main__ import main; main(sys.argv[1:])"
+    )
+    found, said = run(tmp_path, "--only", "redis", "objects", python=without)
+    assert set(found) == {"objects_store_gb_s", "objects_load_gb_s"}
+    assert "bench.tiers: redis is left out: redis-server is not installed\n" in said
+
+
+def test_a_store_of_the_users_is_measured_by_its_url(tmp_path: Path) -> None:
+    store, path = tmp_path / "store", tmp_path / "path"
+    store.mkdir()
+    path.mkdir()
+    found, _ = run(path, "--url", store.as_uri())
+    assert set(found) == {"objects_store_gb_s", "objects_load_gb_s"}

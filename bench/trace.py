@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,17 @@ def sampled_sessions(
         raise ValueError(f"found {len(wanted)} sessions of 3 to 30 requests, wanted {count}")
     chosen = random.Random(seed).sample(wanted, count)
     return sorted((one for session in chosen for one in session), key=lambda one: one.number)[:most]
+
+
+def by_turns(requests: Sequence[Request]) -> list[Request]:
+    """The first request of each session, then the second of each, and so on: between two of a session come one of every
+    other."""
+    seen: Counter[int] = Counter()
+    turns = []
+    for request in requests:
+        turns.append((seen[request.session], request))
+        seen[request.session] += 1
+    return [request for _, request in sorted(turns, key=lambda one: one[0])]
 
 
 def prompts(

@@ -4,8 +4,13 @@
     python -m bench.service --json --modes together together4 [--gpus 4]
 
 Modes: one engine; two engines, each request sent to either at random; two engines, each session sent to one. Kinds: off
-(no connector), native (vLLM's own offload), kvdock, and lmcache and pegaflow where they are installed. All get the same
-host memory; where two engines cannot share it, each gets half. Each engine has a closed loop of requests.
+(no connector), native (vLLM's own offload), kvdock, kvdock_disk (with a tier on disk, where --disk-path says in which
+folder), and lmcache and pegaflow where they are installed. All get the same host memory; where two engines cannot share
+it, each gets half. Each engine has a closed loop of requests. For what a tier is worth, with prompts whose KV is four
+times the pool, each session coming again when all others have:
+
+    python -m bench.service --json --trace FILE --kinds kvdock kvdock_disk --modes one --sessions 60 --most 300
+        --by-turns --host-share 0.25 --disk-path FOLDER
 
 together, together4: two engines, and four, all of which get the same prompt of `--longest` tokens at the same moment,
 in rounds with fresh prompts, of which the first is not counted. Kinds: kvdock and kvdock_once, with the connector's
@@ -15,7 +20,8 @@ everything at 1, one of them does at 1 / engines).
 
 Prints one JSON object, for each mode and kind (mode_kind_…): took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms (time to
 first token), cached_share (of prompt tokens), decode_gap_p50_ms and decode_gap_p99_ms (between tokens of running
-requests). Kinds take turns, in an order that the seed sets. Without a GPU, `--device cpu --model FOLDER` shows that it
+requests), and for each mode disk_ttft_ratio and disk_ttft_p50_ratio: means and medians of kvdock_disk, as shares of
+kvdock's. Kinds take turns, in an order that the seed sets. Without a GPU, `--device cpu --model FOLDER` shows that it
 works.
 """
 
@@ -29,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -142,9 +148,14 @@ def engines_of(
     connector."""
     path = chosen.paths.get(kind, "")
     with ExitStack() as stack:
+        server, address = chosen.server, chosen.address
+        if kind == "kvdock_disk":
+            address = chosen.disk_address
+            if chosen.disk_path is not None:
+                server = server | stack.enter_context(servers.on_disk(chosen.disk_path, chosen.disk_gib))
         connector = stack.enter_context(servers.connector(
             kind, host_bytes=int(chosen.host_gib * GIB), engines=len(work), path=path, kvdock=settings,
-            server=chosen.server, address=chosen.address, namespace=f"bench-{mode}-{time.time_ns()}",
+            server=server, address=address, namespace=f"bench-{mode}-{time.time_ns()}",
         ))
         engines = []
         for at, part in enumerate(work):
@@ -159,7 +170,7 @@ def engines_of(
             stack.callback(engines[-1].close)
         for engine in engines:
             engine.answer()
-        if kind == "kvdock" and chosen.device == "cuda":
+        if kind.startswith("kvdock") and chosen.device == "cuda":
             assert connector is not None
             wait_until_pinned(connector["kv_connector_extra_config"]["address"])
         time.sleep(chosen.settle_s)  # others page-lock their memory meanwhile
@@ -219,7 +230,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trace", type=Path, help="JSON lines, as bench/trace.py reads them")
-    parser.add_argument("--kinds", nargs="+", choices=servers.KINDS, default=list(servers.KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=servers.KINDS)
     parser.add_argument("--modes", nargs="+", choices=(*MODES, *TOGETHER), default=list(MODES))
     parser.add_argument("--seed", type=int, default=1, help="of sessions, tokens, routing and turns")
     parser.add_argument("--sessions", type=int, default=30)
@@ -229,6 +240,13 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=6, help="requests at a time, of all engines together")
     parser.add_argument("--gpu-gib", type=float, default=12.0, help="KV memory on the GPU, of all engines together")
     parser.add_argument("--host-gib", type=float, default=28.0, help="KV memory of the host, of all engines together")
+    parser.add_argument("--host-share", type=float,
+                        help="instead of --host-gib: of the KV that all different prompts of the trace have together")
+    parser.add_argument("--by-turns", action="store_true",
+                        help="the first request of every session, then the second of every, and so on")
+    parser.add_argument("--disk-path", type=Path, metavar="FOLDER", help="for the tier of kind kvdock_disk")
+    parser.add_argument("--disk-gib", type=float, default=100.0, help="how much it may take")
+    parser.add_argument("--disk-address", help="of a kvdock server with a tier on disk; without it one is started")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
     parser.add_argument("--settle-s", type=float, default=4.0, help="from the start of engines to the first request")
@@ -250,9 +268,34 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     chosen.paths = dict(one.split("=", 1) for one in chosen.path)
     if unknown := set(chosen.paths) - set(servers.KINDS):
         parser.error(f"--path: found {', '.join(sorted(unknown))}, wanted some of {', '.join(servers.KINDS)}")
+    has_disk = chosen.disk_path or chosen.disk_address
+    if chosen.kinds is None:
+        chosen.kinds = [kind for kind in servers.KINDS if has_disk or kind != "kvdock_disk"]
+    elif "kvdock_disk" in chosen.kinds and not has_disk:
+        parser.error("--kinds: found kvdock_disk, wanted --disk-path with it")
     if chosen.trace is None and not TOGETHER.keys() >= set(chosen.modes):
         parser.error(f"--trace: found none, wanted one for modes other than {', '.join(TOGETHER)}")
     return chosen
+
+
+def kv_bytes(requests: Sequence[trace.Request], config: dict[str, Any], chosen: argparse.Namespace) -> int:
+    """What all different prompts have together, in whole blocks of the trace."""
+    heads = config["num_attention_heads"]
+    elements = config.get("head_dim", config["hidden_size"] // heads) * config.get("num_key_value_heads", heads)
+    layers = config["num_hidden_layers"] if chosen.model else chosen.layers
+    token_bytes: int = 2 * layers * elements * (4 if chosen.device == "cpu" else 2)
+    tokens: int = len({block for one in requests for block in one.whole_blocks}) * chosen.block_tokens
+    return tokens * token_bytes
+
+
+def disk_ratios(figures: Mapping[str, float], mode: str) -> dict[str, float]:
+    """What the tier on disk made of the time to the first token; nothing where one of the two kinds was not served."""
+    with_disk, without = f"{mode}_kvdock_disk", f"{mode}_kvdock"
+    return {
+        f"{mode}_disk_{name}": round(figures[f"{with_disk}_{key}"] / figures[f"{without}_{key}"], 3)
+        for name, key in (("ttft_ratio", "ttft_mean_ms"), ("ttft_p50_ratio", "ttft_p50_ms"))
+        if f"{with_disk}_{key}" in figures and f"{without}_{key}" in figures
+    }
 
 
 def main(arguments: list[str]) -> int:
@@ -264,14 +307,17 @@ def main(arguments: list[str]) -> int:
         trace.read(chosen.trace), count=chosen.sessions, seed=chosen.seed, most=chosen.most,
         longest_tokens=chosen.longest,
     )
+    requests = trace.by_turns(requests) if chosen.by_turns else requests
     config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B
     prompts = trace.prompts(
         requests, seed=chosen.seed, vocabulary=config["vocab_size"], block_tokens=chosen.block_tokens
     )
     figures: dict[str, Any] = {"seed": chosen.seed, "requests": len(requests)}
+    if chosen.host_share is not None:
+        chosen.host_gib = kv_bytes(requests, config, chosen) * chosen.host_share / GIB
     kinds = [kind for kind in chosen.kinds if servers.installed(kind, chosen.paths.get(kind, ""))]
     if chosen.device == "cpu":
-        kinds = [kind for kind in kinds if kind in ("off", "kvdock")]  # the others copy from GPUs alone
+        kinds = [kind for kind in kinds if kind in ("off", "kvdock", "kvdock_disk")]  # the others copy from GPUs alone
     turns = random.Random(chosen.seed)
     failed = False
     with ExitStack() as stack:
@@ -291,6 +337,7 @@ def main(arguments: list[str]) -> int:
                     continue
                 figures |= {f"{mode}_{kind}_{name}": float(f"{value:.5g}") for name, value in found.items()}
                 print(f"bench.service: {mode} {kind}: {found}", file=sys.stderr, flush=True)
+            figures |= disk_ratios(figures, mode)
     print(json.dumps(figures))
     return int(failed)
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-KINDS = ("off", "native", "kvdock", "lmcache", "pegaflow")
+KINDS = ("off", "native", "kvdock", "kvdock_disk", "lmcache", "pegaflow")
 PACKAGE = {"lmcache": "lmcache", "pegaflow": "pegaflow"}
 START_S = 90.0
 
@@ -53,7 +54,7 @@ def connector(
     elif kind == "native":
         share = {"cpu_bytes_to_use": host_bytes // engines}
         yield common | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": share}
-    elif kind == "kvdock":
+    elif kind in ("kvdock", "kvdock_disk"):
         with nullcontext(address) if address else our_server(host_bytes, server) as found:
             yield common | {
                 "kv_connector": "KvdockConnector", "kv_connector_module_path": "kvdock.connectors.vllm",
@@ -78,6 +79,14 @@ def connector(
         command = [str(folder / "pegaflow-server-py"), "--pool-size", f"{host_bytes >> 30}gb", "--devices", "0"]
         with running(command, "http://127.0.0.1:9091/health", environment(path)):
             yield common | {"kv_connector": "PegaKVConnector", "kv_connector_module_path": "pegaflow.connector"}
+
+
+@contextmanager
+def on_disk(folder: Path, gib: float) -> Iterator[dict[str, Any]]:
+    """Settings of our server for a tier in `folder`, empty at first and gone afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvdock-bench-", dir=folder.resolve()) as at:
+        yield {"disk_path": at, "disk_bytes": int(gib * (1 << 30))}
 
 
 @contextmanager

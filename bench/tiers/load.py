@@ -22,7 +22,7 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.reports import TierView
 
 CHUNKS = 16
-"""Of a prompt."""
+"""In a prompt."""
 POOL_PROMPTS = 24
 """So many fit into the pool."""
 AGE = range(2 * POOL_PROMPTS, 4 * POOL_PROMPTS)

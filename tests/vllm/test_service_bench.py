@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import ServerProcess
+from api_helpers import MIB, ServerProcess, eventually
 from engines import ENGINE_PYTHON, ROOT
+
+from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -57,6 +59,30 @@ def test_a_trace_is_served_and_measured(models: dict[str, Path], server: ServerP
     assert found["requests"] == 12 and set(found) == {"seed", "requests", *(f"one_kvdock_{n}" for n in NAMES)}
     assert 0.3 < found["one_kvdock_cached_share"] < 1.0
     assert found["one_kvdock_ttft_p99_ms"] >= found["one_kvdock_ttft_p50_ms"] > 0
+
+
+def test_a_tier_on_disk_is_measured_beside_a_pool_without(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    write_trace(tmp_path / "trace.jsonl")
+    with ServerProcess(
+        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(tmp_path / "disk"), disk_bytes=64 * MIB,
+        tier_asks=1, heartbeat_s=0.2,
+    ) as with_disk:
+        found = run(
+            models, server, tmp_path, "--trace", tmp_path / "trace.jsonl", "--longest", "8192", "--sessions", "3",
+            "--new", "4", "--most", "6", "--kinds", "kvdock", "kvdock_disk", "--modes", "one", "--by-turns",
+            "--disk-address", with_disk.unix,
+        )
+        with Client(with_disk.unix) as client:
+            eventually(lambda: client.status().tiers[0].objects > 0, 30.0)
+    assert set(found) == {
+        "seed", "requests", "one_disk_ttft_ratio", "one_disk_ttft_p50_ratio",
+        *(f"one_{kind}_{name}" for kind in ("kvdock", "kvdock_disk") for name in NAMES),
+    }
+    assert found["one_disk_ttft_ratio"] == pytest.approx(
+        found["one_kvdock_disk_ttft_mean_ms"] / found["one_kvdock_ttft_mean_ms"], abs=1e-3
+    )
 
 
 def test_two_engines_that_get_one_prompt_are_measured_with_the_setting_and_without(

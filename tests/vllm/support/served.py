@@ -127,6 +127,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--concurrency", type=int, default=6, help="requests at a time")
     parser.add_argument("--gpu-gib", type=float, default=12.0, help="KV memory on the GPU that is modelled")
     parser.add_argument("--chunk-tokens", type=int, default=128)
+    parser.add_argument("--by-turns", action="store_true", help="of all sessions the first requests, then the second")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's connector, as JSON")
     chosen = parser.parse_args(arguments)
     sched_engine.LONGEST = chosen.longest + 512
@@ -135,6 +136,7 @@ def main(arguments: list[str]) -> int:
         trace.read(chosen.trace), count=chosen.sessions, seed=chosen.seed, most=chosen.most,
         longest_tokens=chosen.longest,
     )
+    requests = trace.by_turns(requests) if chosen.by_turns else requests
     settings = {"load_if_cheaper": True, "lookup_wait_s": 0.005, "timeout_s": 5.0, **chosen.connector}
     engine = TimedEngine(
         chosen.address, blocks=int(chosen.gpu_gib * GIB_TOKENS) // BLOCK, budget=STEP_TOKENS, seqs=16, overlap=True,

@@ -40,7 +40,7 @@ class Load:
     def __init__(self, client: Client, part_bytes: int) -> None:
         self._client, self._engine = client, Engine(client, "load", part_bytes)
         self._sum = checksum(bytes(part_bytes))
-        self._prompt_bytes = CHUNKS * part_bytes
+        self._part_bytes = part_bytes
         self._stored: deque[bytes] = deque(maxlen=AGE.stop)
         self._fetches: dict[str, bytes] = {}
         self._numbers = 0
@@ -57,10 +57,16 @@ class Load:
         began_s = time.monotonic()
         for number in range(AGE.stop):
             self._store()
-            wanted = (number + 1 - POOL_PROMPTS // 2) * self._prompt_bytes
-            while self._tier.counters.get("stored_bytes", 0) < wanted:  # what waits is not evicted
+            wanted = (number + 1 - POOL_PROMPTS // 2) * CHUNKS * self._part_bytes
+            while self._done_bytes() < wanted:  # what waits is not evicted
                 self._rest()
         self._every_s = (time.monotonic() - began_s) / AGE.stop / OVERDRIVE
+
+    def _done_bytes(self) -> int:
+        """Written, or left out."""
+        counters = self._tier.counters
+        left_out = sum(count for name, count in counters.items() if name.startswith("left_out_"))
+        return counters.get("stored_bytes", 0) + left_out * self._part_bytes
 
     def run(self) -> int:
         """Until a line comes; how many prompts came back."""

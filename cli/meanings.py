@@ -49,7 +49,7 @@ MEANINGS: dict[str, str] = {
     "redis_url": "Redis or Valkey as a lower tier, as `redis://host:port`; empty: none.",
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
-    "tier_asks": "A chunk is written to lower tiers once prompts have asked for it this often; 1: always.",
+    "tier_asks": "A chunk is written to lower tiers once prompts asked for it this often; 0: once or twice, as pays.",
     "tier_queue_bytes": "How much may wait to be written to one tier; beyond it, what has waited longest is left out.",
     "tier_keep": "Which chunks that lower tiers loaded for a request stay in the pool after it: `shared`, those that a "
     "second request has hit; `always`, all, until they are evicted.",

@@ -79,6 +79,8 @@ def _mover(mover: MoverView) -> str:
         said.append(f"times that the mover ended and was started again: {mover.restarts}")
     if mover.silent_s > SILENT_S:
         said.append(f"the mover has said nothing for {duration(mover.silent_s)}")
+    if mover.declined:
+        said.append(f"computed instead, as no tier is quicker: {mover.declined:,}")
     if mover.lost_lookups:
         said.append(f"lookups that it was not told of: {mover.lost_lookups:,}")
     return "; ".join(said)

@@ -112,8 +112,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
-    asks: int = 2
-    """A chunk is written once it was asked for so often."""
+    asks: int = 0
+    """A chunk is written once it was asked for so often; 0: once or twice, whichever pays."""
     queue_bytes: int = 1 << 30
     """So much may wait to be written to one tier."""
     drain_s: float = 5.0

@@ -135,6 +135,8 @@ class MoverView(Answer, kw_only=True):
     restarts: int
     lost_lookups: int
     """Lookups that it was not told of, because too many waited for it."""
+    declined: int
+    """Requests that did not wait, because computing was expected to be quicker than every tier."""
     waiting: int
     """Requests that wait for tiers now."""
     waits: dict[str, int]

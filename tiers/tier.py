@@ -22,6 +22,11 @@ PAGE_BYTES: Final = 4096
 """What direct input and output want addresses, lengths and offsets to be multiples of."""
 
 
+def pages_bytes(length: int) -> int:
+    """`length` rounded up to whole pages."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
 class TierError(Exception):
     """A tier as a whole does not work now: it is lost, refuses, or its storage fails. `why`: for people."""
 

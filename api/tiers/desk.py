@@ -25,7 +25,7 @@ from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.tiers.ahead import Ahead
 from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
-from kvdock.protocol.awaited import PendingTokens
+from kvdock.protocol.awaited import PendingTokens, worth_chunks
 from kvdock.protocol.reports import MoverView, TierView
 from kvdock.protocol.tier_schemas import Why
 from kvdock.protocol.wire_types import KEY_BYTES
@@ -90,7 +90,7 @@ class TierDesk:
         self.reports: list[TierView] = []
         """The mover's last."""
         self.mover_restarts = 0
-        self._lost_lookups = 0
+        self._lost_lookups = self._declined = 0
         self._waits: dict[str, int] = dict.fromkeys(get_args(WaitOutcome), 0)
         self._wait_s: dict[str, float] = dict.fromkeys(get_args(WaitOutcome), 0.0)
         self._table, self._registry, self.has_mover = table, registry, has_mover
@@ -141,6 +141,8 @@ class TierDesk:
         stored = max(found.hit_tokens, found.committed) // chunk_tokens
         waits = wait_s > 0 and stored < asked and not found.limited
         waits = waits and not self._why_not(call.session.namespace, call.keys, stored)
+        if waits and not self._is_worth(call.session.namespace, asked - stored, wait_s, tokens_per_s):
+            waits, self._declined = False, self._declined + 1
         waits = waits and len(self._tickets) < MOST_TICKETS
         ticket = 0
         if waits:
@@ -168,6 +170,17 @@ class TierDesk:
             return ""
         at = stored * KEY_BYTES
         return "" if keys[at : at + t.KNOWN_BYTES] in self._known.get(space.digest, ()) else "absent"
+
+    def _is_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
+        """Whether some tier may bring something sooner than it is computed. The mover decides how much."""
+        return any(
+            worth_chunks(
+                chunks, chunk_bytes=space.chunk_bytes, chunk_tokens=space.manifest.chunk_tokens,
+                latency_s=report.load_latency_s, bytes_per_s=report.load_bytes_per_s, wait_s=wait_s,
+                tokens_per_s=tokens_per_s,
+            )
+            for report in self.reports if report.state == "open"
+        )
 
     def _again(self, number: int, found: Found, asked_tokens: int) -> PendingTokens | None:
         """The request has asked once more: what is there by now, it has."""
@@ -243,7 +256,7 @@ class TierDesk:
             return None
         return MoverView(
             silent_s=self._now_s() - self._heard_s, restarts=self.mover_restarts, lost_lookups=self._lost_lookups,
-            waiting=len(self._tickets), waits=dict(self._waits), wait_s=dict(self._wait_s),
+            declined=self._declined, waiting=len(self._tickets), waits=dict(self._waits), wait_s=dict(self._wait_s),
         )
 
     # ---------------------------------------------------------------- for the mover

@@ -81,3 +81,7 @@ def of_mover(mover: MoverView) -> Iterator[Metric]:
         "kvdock_mover_lost_lookups", "Lookups that the mover was not told of, because too many waited for it",
         value=mover.lost_lookups,
     )
+    yield CounterMetricFamily(
+        "kvdock_tier_declined_requests", "Requests that did not wait: to compute was expected to be quicker",
+        value=mover.declined,
+    )

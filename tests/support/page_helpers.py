@@ -68,7 +68,7 @@ def with_tiers(**changes: Any) -> Status:
     )
     objects = TierView(name="objects", state="off", why="it cannot be opened")
     mover = MoverView(
-        silent_s=0.3, restarts=0, lost_lookups=0, waiting=3, wait_s={"fulfilled": 402.0, "expired": 12.0},
+        silent_s=0.3, restarts=0, lost_lookups=0, declined=0, waiting=3, wait_s={"fulfilled": 402.0, "expired": 12.0},
         waits={"fulfilled": 812, "shortened": 0, "expired": 6, "withdrawn": 0},
     )
     return msgspec.structs.replace(status(tiers=[disk, redis, objects], mover=mover), **changes)

@@ -71,7 +71,9 @@ def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(engine: Tie
     tier = HeldTier(engine)
     lane = Lane(tier, clock=lambda: 0.0, lost=lambda error: None)
     ended: list[Fetch] = []
-    fetches = Fetches([lane], engine.client, promise=lambda said: None, ended=ended.append, bad=lambda lane, key: None)
+    fetches = Fetches(
+        [lane], engine.client, promise=lambda said: None, ended=ended.append, lacked=lambda lane, keys: None
+    )
     place = Place(engine.attachment.namespace, engine.manifest, engine.session)
     ahead, also, waits = engine.chain(BATCH + 2), engine.chain(2), engine.chain(4)
     assert len(ahead) + len(also) + len(waits) <= POOL_CHUNKS

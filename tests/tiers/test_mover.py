@@ -26,6 +26,8 @@ from tier_server import (
     written,
 )
 
+from kvdock.tiers.mover.lanes import FIRST_RATE
+
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
 
@@ -234,3 +236,22 @@ def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_pa
         assert found.hit_tokens == 16 * CHUNK_TOKENS
         engine.read(keys, found)
         engine.close()
+
+
+def test_nobody_waits_for_a_tier_that_is_slower_than_the_engine(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 4)
+    found = engine.lookup(keys, "fast", 20.0, tokens_per_s=1e9)
+    assert found.hit_tokens == 0 and found.pending is None
+    mover_of = engine.client.status().mover
+    assert mover_of is not None and mover_of.declined == 1
+    assert engine.lookup(keys, "slow", 20.0, tokens_per_s=1.0).pending is not None
+    assert engine.awaited(keys, "slow").hit_tokens == 4 * CHUNK_TOKENS
+
+
+def test_a_tier_is_measured_by_what_it_stored(engine: TierEngine) -> None:
+    keys = engine.chain(4)
+    engine.store(keys)
+    is_written(engine, keys)
+    (before,) = engine.client.status().tiers
+    eventually(lambda: engine.client.status().tiers[0].load_bytes_per_s != FIRST_RATE, 30.0)
+    assert before.counters["loaded_bytes"] == 0 == engine.client.status().tiers[0].counters["loaded_bytes"]

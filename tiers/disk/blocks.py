@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES
+from kvdock.tiers.tier import PAGE_BYTES, pages_bytes
 
 LOG_VERSION: Final = 1
 MARK_BYTES: Final = 16
@@ -82,11 +82,6 @@ def key_of(name: PartName) -> bytes:
 
 def name_of(key: bytes) -> PartName:
     return PartName(key[:32], key[32:64], key[64], key[65])
-
-
-def pages_bytes(length: int) -> int:
-    """`length` rounded up to whole pages."""
-    return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
 def record_bytes(length: int) -> int:

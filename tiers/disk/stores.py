@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvdock.tiers.disk.blocks import key_of, pages_bytes, record_block
+from kvdock.tiers.disk.blocks import key_of, record_block
 from kvdock.tiers.disk.io import FULL_ERRORS, LOST_ERRORS, Io, Transfer, raise_if_lost
 from kvdock.tiers.disk.log import Log
 from kvdock.tiers.disk.space import Place, Space
 from kvdock.tiers.record import Record
-from kvdock.tiers.tier import Deadline, Outcome, ToStore
+from kvdock.tiers.tier import Deadline, Outcome, ToStore, pages_bytes
 
 
 class Writing(NamedTuple):

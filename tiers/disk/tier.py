@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvdock.tiers.disk.blocks import Kind, key_of, name_of, pages_bytes, read_record
+from kvdock.tiers.disk.blocks import Kind, key_of, name_of, read_record
 from kvdock.tiers.disk.folder import TIER, FolderLock
 from kvdock.tiers.disk.index import ROW_BYTES, Index
 from kvdock.tiers.disk.io import THREADS, Io, Transfer, raise_if_lost, takes_direct
@@ -21,7 +21,7 @@ from kvdock.tiers.disk.log import Entry, Log
 from kvdock.tiers.disk.space import Space
 from kvdock.tiers.disk.stores import Stores
 from kvdock.tiers.record import PartName, Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage, pages_bytes
 
 _log: Final = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
+from kvdock.protocol.awaited import worth_chunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.mover_schemas import Promised
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve
@@ -165,15 +166,13 @@ class Fetches:
         """How many of `count` chunks come before the deadline, and before they would have been computed."""
         if not fetch.ticket:
             return count
-        manifest, left_s = fetch.place.manifest, fetch.deadline.left_s
-        for chunks in range(count, 0, -1):
-            takes_s = lane.expected_s(chunks * fetch.place.chunk_bytes)
-            computed_s = chunks * manifest.chunk_tokens / fetch.tokens_per_s if fetch.tokens_per_s else left_s
-            if takes_s <= min(left_s, computed_s):
-                return chunks
-        if count:
-            lane.counters["declined_as_dear"] += 1
-        return 0
+        worth = worth_chunks(
+            count, chunk_bytes=fetch.place.chunk_bytes, chunk_tokens=fetch.place.manifest.chunk_tokens,
+            latency_s=lane.expected_s(0), bytes_per_s=lane.speed.rate, wait_s=fetch.deadline.left_s,
+            tokens_per_s=fetch.tokens_per_s,
+        )
+        lane.counters["declined_as_dear"] += count > 0 and worth == 0
+        return worth
 
     def _load_all(self, fetch: Fetch, lane: Lane, found: list[list[int]]) -> None:
         place = fetch.place

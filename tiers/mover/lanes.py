@@ -12,11 +12,22 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, StillRunning, Tier, TierError, ToLoad, ToStore
+from kvdock.tiers.tier import (
+    Deadline,
+    Loaded,
+    Outcome,
+    StillRunning,
+    Tier,
+    TierError,
+    ToLoad,
+    ToStore,
+    pages_bytes,
+)
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -38,8 +49,12 @@ COUNTED = (
     *(f"left_out_{why}" for why in ("full_queue", "evicted", "no_server", "namespace_gone", "failed")),
 )
 """All of a lane's counters: they are there from the start. docs/runbook.md says what they count."""
-FIRST_RATE = 500e6
-"""Bytes a second, until something has been loaded."""
+FIRST_RATE = 8e9
+"""Bytes a second, until something has been loaded: what would be taken for slow would never be tried."""
+SHORTEST_S = 1e-6
+MEASURE_S = 10.0
+"""Where nothing was loaded for so long, the tier loads some of what it stored last, to be measured."""
+MEASURED_BYTES = 32 << 20
 
 
 class LaneOff(TierError):
@@ -50,9 +65,12 @@ class Speed:
     """What loads take: a latency and a rate, learnt from calls of different sizes."""
 
     def __init__(self) -> None:
-        self.latency_s, self.rate = 0.001, FIRST_RATE
+        self.latency_s, self.rate, self._is_known = 0.001, FIRST_RATE, False
 
     def learn(self, bytes_moved: int, took_s: float) -> None:
+        if not self._is_known:
+            self.rate, self._is_known = bytes_moved / max(took_s, SHORTEST_S), True
+            return
         expected_s = bytes_moved / self.rate
         if expected_s < self.latency_s:  # small: mostly latency
             self.latency_s += SMOOTHING * (took_s - self.latency_s)
@@ -127,6 +145,9 @@ class Lane:
         }
         self._probe: Future[None] | None = None
         self._loads: set[_Load] = set()
+        self._learnt_s = -MEASURE_S
+        self._stored_last: list[tuple[PartName, int]] = []
+        """MEASURED_BYTES of them, with their lengths."""
         self._unloaded: ToLoad | None = None
         """What a probe tries to load: a part of the last load that failed."""
 
@@ -155,6 +176,10 @@ class Lane:
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
+        self._stored_last = [
+            (part.record.name, part.record.length)
+            for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
+        ] or self._stored_last
         return found
 
     def delete(self, names: Sequence[PartName]) -> None:
@@ -186,8 +211,11 @@ class Lane:
                 load.over_s = now_s  # and once more if it goes on
                 self._unloaded = load.parts[0]
                 self._fail("load", "a load does not return")
-        if self.breaker.wants_probe() and (self._probe is None or self._probe.done()):
-            self._probe = self._pools["probe"].submit(self._try)
+        if self._probe is None or self._probe.done():
+            if self.breaker.wants_probe():
+                self._probe = self._pools["probe"].submit(self._try)
+            elif self._stored_last and now_s - self._learnt_s >= MEASURE_S and not self.breaker.is_open:
+                self._probe = self._pools["probe"].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
         for pool in self._pools.values():
@@ -255,12 +283,34 @@ class Lane:
             self.counters["loaded_bytes"] += done_bytes
             is_late = any(loaded.outcome is Outcome.LATE for loaded in found)
             if done_bytes and (done_bytes == bytes_wanted or is_late):
-                self.speed.learn(done_bytes, took_s)
+                self._learn(done_bytes, took_s)
             return found
         finally:
             with self._lock:
                 self.loading_bytes -= bytes_wanted
                 self._loads.discard(load)
+
+    def _learn(self, done_bytes: int, took_s: float) -> None:
+        self.speed.learn(done_bytes, took_s)
+        self._learnt_s = self._clock()
+
+    def _measure(self) -> None:
+        """Into memory of its own."""
+        parts: list[ToLoad] = []
+        size = 0
+        for name, length in self._stored_last:
+            if parts and size + length > MEASURED_BYTES:
+                break
+            parts.append(ToLoad(name, length, own_pages(length)))
+            size += length
+        began_s = self._learnt_s = self._clock()
+        with suppress(TierError):  # it is counted as a failure
+            deadline = Deadline(PROBE_S)
+            found = self._guarded(
+                "load", lambda: self.tier.load(parts, deadline), lambda found: _failure([one.outcome for one in found])
+            )
+            if all(one.outcome is Outcome.DONE for one in found):
+                self._learn(size, self._clock() - began_s)
 
     def _fail(self, kind: str, why: str) -> None:
         self.counters["failures"] += 1
@@ -274,8 +324,8 @@ class Lane:
         try:
             self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
             if wanted is not None:
-                pages = memoryview(mmap.mmap(-1, len(wanted.pages)))
-                (found,) = self.tier.load([ToLoad(wanted.name, wanted.length, pages)], deadline)
+                again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
+                (found,) = self.tier.load([again], deadline)
                 why = _failure([found.outcome])
         except Exception as error:  # it still fails
             why = str(error)
@@ -287,6 +337,12 @@ class Lane:
         self._unloaded = None
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
+
+
+def own_pages(length: int) -> memoryview:
+    """Memory that is no slot of the pool, and is there before anything is written to it."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return memoryview(mmap.mmap(-1, pages_bytes(length), flags=flags))
 
 
 def _failure(outcomes: Sequence[Outcome], *, is_fair: bool = True) -> str:

@@ -27,7 +27,7 @@ from kvdock.protocol.mover_schemas import (
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
-from kvdock.tiers.mover.admission import AskCounts, cut
+from kvdock.tiers.mover.admission import MOST_GONE, AskCounts, cut
 from kvdock.tiers.mover.fetches import Fetch, Fetches
 from kvdock.tiers.mover.lanes import Lane
 from kvdock.tiers.mover.line import Line
@@ -165,6 +165,10 @@ class Mover:
     # ------------------------------------------------------------------ other threads
 
     def _changed(self, place: Place, changes: Changes) -> None:
+        gone = [bytes.fromhex(change.key) for change in changes.changes if not change.is_there]
+        room_bytes = [lane.tier.usage().bytes_limit for lane in self._lanes]
+        room = sum(room_bytes) // place.chunk_bytes if all(room_bytes) else MOST_GONE
+        self._asks.evicted(gone, room)
         self._offer(place, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
 
     def _offer(self, place: Place, keys: list[bytes]) -> None:

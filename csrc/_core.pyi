@@ -217,8 +217,7 @@ class Table:
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
-    def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
-        """The reservation closes, its unpublished chunks go, and these ranks are discharged."""
+    def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]: ...  # unpublished chunks go
     def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:  # chunks: counted from token 0
         """Takes chunks of a lease, whose checksums did not match, out of use."""
     def delete(self, namespace: int, keys: bytes) -> int: ...  # takes READY chunks out of use; returns how many
@@ -237,6 +236,7 @@ class Table:
         """Chunks at the end of `keys` that no other chain shares go before others, until they are named again or until
         `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, which nothing shares.
         Returns how many, and whether it ended at a chunk that is shared. bad_argument."""
+    def next_out(self, bytes: int) -> dict[int, bytes]: ...  # about those evicted next; their keys by namespace
     def can_evict(self) -> bool:
         """Whether there is a chunk to evict: not pinned, not kept, and the last of its chain."""
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:

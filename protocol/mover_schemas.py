@@ -88,6 +88,13 @@ class ServedNamespace(Answer, kw_only=True):
     manifest: Manifest
 
 
+class Leaving(Answer, array_like=True):
+    """`[namespace, keys]`: the pool will soon let go of these chunks, and no tier is known to have them."""
+
+    namespace: Key
+    keys: bytes
+
+
 class MoverNews(Answer, kw_only=True):
     """From the server, whenever there is something."""
 
@@ -97,6 +104,7 @@ class MoverNews(Answer, kw_only=True):
     wanted: list[Wanted] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nobody waits any more."""
+    leaving: list[Leaving] = msgspec.field(default_factory=list)
     is_draining: bool = False
     """The server ends soon: what waits to be written is written now."""
 

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.tiers.ahead import Ahead
+from kvdock.api.tiers.leaving import Leaving
 from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens, worth_chunks
@@ -98,6 +99,7 @@ class TierDesk:
         self._heard_s = now_s()
         self._numbers = itertools.count(1)
         self.ahead = Ahead(table, counters, room, self._why_not, now_s)
+        self._leaving = Leaving(table, registry, room, now_s)
         self._tickets: dict[int, _Ticket] = {}
         self._of_request: dict[tuple[int, bytes], int] = {}
         """Tickets by the session's id at the table and the request."""
@@ -164,12 +166,15 @@ class TierDesk:
             return "not_served"
         if self._is_draining():
             return "draining"
-        if not any(report.state == "open" for report in self.reports):
+        if not self._is_any_open():
             return "tiers_off"
         if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:
             return ""
         at = stored * KEY_BYTES
         return "" if keys[at : at + t.KNOWN_BYTES] in self._known.get(space.digest, ()) else "absent"
+
+    def _is_any_open(self) -> bool:
+        return any(report.state == "open" for report in self.reports)
 
     def _is_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
         """Whether some tier may bring something sooner than it is computed. The mover decides how much."""
@@ -287,7 +292,7 @@ class TierDesk:
                 self._end_late()
             self._news.clear()
             news = self._take_news()
-            says = news.asked or news.wanted or news.ended or news.namespaces is not None
+            says = news.asked or news.wanted or news.ended or news.leaving or news.namespaces is not None
             if says or news.is_draining != self._said_draining:
                 self._said_draining = news.is_draining
                 return news
@@ -329,7 +334,7 @@ class TierDesk:
             self._news.set()
         return t.MoverNews(
             namespaces=self._namespaces(), asked=asked, wanted=self.ahead.news(left), ended=ended,
-            is_draining=self._is_draining(),
+            leaving=self._leaving.news(self._known) if self._is_any_open() else [], is_draining=self._is_draining(),
         )
 
     def _namespaces(self) -> list[t.ServedNamespace] | None:

@@ -210,6 +210,12 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("room_bytes", call(&Chunks::room_bytes))
       .def("evict", call(&Chunks::evict), "target_room_bytes"_a, "max_chunks"_a)
       .def("can_evict", call(&Chunks::can_evict))
+      .def("next_out", [](BoundTable& t, uint64_t bytes) {
+        py::dict out;
+        for (auto& [space, keys] : call(&Chunks::next_out)(t, bytes))
+          out[py::int_(space)] = py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
+        return out;
+      }, "bytes"_a)
       .def("set_eviction", call(&Chunks::set_eviction), "policy"_a)
       .def("eviction", call(&Chunks::eviction))
       .def("set_limits", call(&Table::set_limits), py::kw_only(), "limit_bytes"_a, "session_cap"_a, "total_cap"_a)

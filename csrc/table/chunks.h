@@ -118,6 +118,8 @@ class Chunks {
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
   bool can_evict() const;
+  // About those that go next, `bytes` of them at most, by namespace. Duplicates are left out: their engine has them.
+  std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
   void set_eviction(const std::string& policy);  // as make_policy(); looks at every chunk
   const char* eviction() const { return policy_->name(); }
   void asked(uint64_t tick, size_t keys) {  // by a lookup

@@ -210,6 +210,30 @@ bool Chunks::can_evict() const {
   return duplicates_.size() != 0 || std::any_of(evictions_.begin(), evictions_.end(), some);
 }
 
+// The leaves that are worth least now, each with what is above it as long as that is as old.
+std::map<uint32_t, std::vector<Key>> Chunks::next_out(uint64_t bytes) const {
+  constexpr size_t kSeen = 64;  // of each kind: enough for the order of those that go soon
+  std::vector<Choice> leaves;
+  for (auto& [priority, lists] : evictions_)
+    lists.for_each_oldest(kSeen, [&, priority = priority](uint8_t kind, const Leaf& leaf) {
+      leaves.push_back({policy_->worth(kind, leaf.used, header_.use_tick), leaf, kind, priority});
+    });
+  std::sort(leaves.begin(), leaves.end(), [](const Choice& a, const Choice& b) { return a.goes_before(b); });
+  std::map<uint32_t, std::vector<Key>> out;
+  for (const Choice& one : leaves) {
+    for (uint32_t id = one.leaf.record; id != kNone;) {
+      const Record& r = record(id);
+      if (bytes_of(id) > bytes) return out;
+      bytes -= bytes_of(id);
+      out[r.space].push_back(r.key);
+      const KeyEntry* above = r.parent.is_root() ? nullptr : index_.find(r.space, r.parent);
+      id = above ? above->ready : kNone;
+      if (id != kNone && (info_[id].pins || info_[id].kept || record(id).last_used != r.last_used)) id = kNone;
+    }
+  }
+  return out;
+}
+
 void Chunks::set_eviction(const std::string& policy) {
   std::unique_ptr<Policy> made = make_policy(policy);
   if (policy == policy_->name()) return;

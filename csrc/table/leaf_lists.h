@@ -42,6 +42,15 @@ class LeafLists {
   void for_each_shape(F&& f) const {
     for (auto& [shape, leaves] : by_shape_) f(shape);
   }
+  // f(kind, leaf): of each shape and kind the least recently used ones, `most` of them.
+  template <class F>
+  void for_each_oldest(size_t most, F&& f) const {
+    for (auto& [shape, leaves] : by_shape_)
+      for (uint8_t kind = 0; kind < kKinds; ++kind) {
+        size_t left = most;
+        for (auto it = leaves[kind].begin(); it != leaves[kind].end() && left--; ++it) f(kind, *it);
+      }
+  }
 
  private:
   using Lists = std::map<uint32_t, Leaves>;

@@ -92,4 +92,20 @@ MUTANTS = (
         "(self._threads if fetch.ticket else self._ahead)", "self._threads",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
+    Mutant(
+        "L25", "what the pool is about to evict waits its turn", "tiers/mover/run.py",
+        "            self._hurry(news.leaving)\n", "            pass\n",
+        ("tests/tiers/test_leaving.py",), "test_chunks_that_a_tier_was_not_there_for_are_written_before_they_go",
+    ),
+    Mutant(
+        "L26", "a request waits for tiers that are slower than computing", "api/tiers/desk.py",
+        "if waits and not self._is_worth(", "if False and not self._is_worth(",
+        ("tests/tiers/test_mover.py", "-k", "slower"), "test_nobody_waits_for_a_tier_that_is_slower_than_the_engine",
+    ),
+    Mutant(
+        "L27", "chunks that never come back are written for ever", "tiers/mover/admission.py",
+        "self.pay = self._came >= LEAST_SHARE * total", "pass",
+        ("tests/tiers/test_admission.py",),
+        "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",
+    ),
 )

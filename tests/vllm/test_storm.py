@@ -33,7 +33,10 @@ RESET_EVERY_S = 2.0
 """vLLM's own caches are emptied so often, and they are small, so that there is something to load."""
 LOG_LINES = 50
 """One screen."""
-OURS = {"kv_connector": "KvdockConnector", "kv_role": "kv_both"}
+OURS = {
+    "kv_connector": "KvdockConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"load_if_cheaper": False},  # a tiny model computes as fast as it loads
+}
 BESIDE = {
     "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"connectors": [OURS]},

@@ -18,8 +18,8 @@ MOST_COUNTED = 1 << 18
 MOST_SETTLED = 1 << 18
 MOST_GONE = 1 << 16
 LEAST_SHARE = 0.25
-"""Of the chunks that are evicted after one asking, so many must come again for them all to be written: a chunk that is
-computed anew costs an engine about what four of its size cost a disk."""
+"""Share of the chunks evicted after one asking that must come again for all of them to be written: to compute a chunk
+anew costs an engine about what it costs a disk to take four."""
 JUDGED, MOST_JUDGED = 64, 2048
 """So many such chunks tell at least; what is older than so many counts half."""
 

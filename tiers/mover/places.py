@@ -15,7 +15,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity, Sessi
 from kvdock.protocol.mover_schemas import ServedNamespace
 from kvdock.protocol.schemas import Changes, Manifest
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import PAGE_BYTES
+from kvdock.tiers.tier import pages_bytes
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -49,7 +49,7 @@ class Place:
         """A slot's whole pages. Raises what attaching a segment raises."""
         self.session.ensure_segment(attachment, segment)
         attachment.segments.require_whole(segment)
-        whole = -(-length // PAGE_BYTES) * PAGE_BYTES
+        whole = pages_bytes(length)
         address = attachment.segments.address(segment, offset, whole)
         return memoryview((ctypes.c_ubyte * whole).from_address(address)).cast("B")
 

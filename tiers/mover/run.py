@@ -18,6 +18,7 @@ from kvdock.protocol.mover_schemas import (
     KNOWN_BYTES,
     Asked,
     KnownKeys,
+    Leaving,
     MoverConfig,
     MoverNews,
     MoverWords,
@@ -129,6 +130,8 @@ class Mover:
             self._places.follow(news.namespaces)
         for ticket in news.ended:
             self._fetches.cancel(ticket)
+        if news.leaving:
+            self._hurry(news.leaving)
         for asked in news.asked:
             self._asked(asked)
         for wanted in news.wanted:
@@ -161,6 +164,12 @@ class Mover:
         self._fetches.begin(Fetch(
             place, list(cut(wanted.keys)), wanted.hit_chunks, 0, wanted.wait_s, prefetch=wanted.number
         ))
+
+    def _hurry(self, leaving: Sequence[Leaving]) -> None:
+        places = [(self._places.of(bytes.fromhex(one.namespace)), list(cut(one.keys))) for one in leaving]
+        worth = [(place, self._asks.worth(keys)) for place, keys in places if place is not None]
+        for writer in self._writers.values():
+            writer.hurry(worth)
 
     # ------------------------------------------------------------------ other threads
 

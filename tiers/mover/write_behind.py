@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
@@ -45,6 +45,8 @@ class WriteBehind:
         self._stored = stored
         self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
         self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
+        self._leaving: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
+        """What the pool evicts next: it goes before what waits."""
         self._settled = Settled()
         self._writing: Place | None = None
         self.waiting_bytes = 0
@@ -63,6 +65,15 @@ class WriteBehind:
                 self._add((place.digest, key), place.chunk_bytes)
             self._wake.notify()
 
+    def hurry(self, leaving: Iterable[tuple[Place, Sequence[bytes]]]) -> None:
+        """The pool evicts these chunks next. What it said before counts no more."""
+        with self._wake:
+            self._leaving = OrderedDict(
+                ((place.digest, key), place.chunk_bytes)
+                for place, keys in leaving for key in self._settled.lacking(keys) if self._until_s is None
+            )
+            self._wake.notify()
+
     def _add(self, name: tuple[bytes, bytes], size: int) -> None:
         if name not in self._waiting and self._until_s is None:
             self._waiting[name] = size
@@ -73,7 +84,8 @@ class WriteBehind:
 
     def is_busy(self, place: Place) -> bool:
         with self._wake:
-            return self._writing is place or any(digest == place.digest for digest, _ in self._waiting)
+            names = (*self._waiting, *self._leaving)
+            return self._writing is place or any(digest == place.digest for digest, _ in names)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """The tier has lost them, or what it had was bad: they are written when they are offered again."""
@@ -114,16 +126,17 @@ class WriteBehind:
                 time.sleep(REST_S)  # whoever does not answer is not asked all the time
 
     def _next(self) -> tuple[Place, list[bytes]] | None:
-        """Some chunks of one place, from what has waited longest on; None: it is over."""
+        """Some chunks of one place: what leaves the pool first, then what has waited longest. None: it is over."""
         with self._wake:
             while True:
-                is_over = self._until_s is not None and (not self._waiting or self._clock() > self._until_s)
+                queue = self._leaving or self._waiting
+                is_over = self._until_s is not None and (not queue or self._clock() > self._until_s)
                 if is_over:
                     return None
-                if self._waiting and not self._lane.breaker.is_open:
-                    digest = next(iter(self._waiting))[0]
+                if queue and not self._lane.breaker.is_open:
+                    digest = next(iter(queue))[0]
                     place = self._places.of(digest)
-                    keys = self._taken(digest)
+                    keys = self._taken(queue, digest)
                     if place is not None:
                         self._writing = place
                         return place, keys
@@ -131,17 +144,18 @@ class WriteBehind:
                     continue
                 self._wake.wait(REST_S)
 
-    def _taken(self, digest: bytes) -> list[bytes]:
+    def _taken(self, queue: OrderedDict[tuple[bytes, bytes], int], digest: bytes) -> list[bytes]:
         keys: list[bytes] = []
         size = 0
-        for name in list(itertools.islice(self._waiting, 1024)):
+        for name in list(itertools.islice(queue, 1024)):
             if name[0] != digest:
                 continue
-            if keys and size + self._waiting[name] > BATCH_BYTES:
+            if keys and size + queue[name] > BATCH_BYTES:
                 break
             keys.append(name[1])
-            size += self._waiting[name]
-            self.waiting_bytes -= self._waiting.pop(name)
+            size += queue[name]
+            self._leaving.pop(name, None)
+            self.waiting_bytes -= self._waiting.pop(name, 0)
         return keys
 
     def _write(self, place: Place, keys: list[bytes]) -> bool:

@@ -109,7 +109,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     objects_url: str = ""
     mooncake_url: str = ""
     tier_asks: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
-    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = GIB
+    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     tier_keep: TierKeep = "shared"
     tier_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
 

@@ -50,7 +50,7 @@ MEANINGS: dict[str, str] = {
     "objects_url": "Object store as a lower tier, as `s3://bucket/prefix`; empty: none.",
     "mooncake_url": "Mooncake Store as a lower tier, as `mooncake://host:port`; empty: none.",
     "tier_asks": "A chunk is written to lower tiers once prompts asked for it this often; 0: once or twice, as pays.",
-    "tier_queue_bytes": "How much may wait to be written to one tier; beyond it, what has waited longest is left out.",
+    "tier_queue_bytes": "How much may wait to be written to one tier; then the oldest is left out; 0: `pool_bytes`.",
     "tier_keep": "Which chunks that lower tiers loaded for a request stay in the pool after it: `shared`, those that a "
     "second request has hit; `always`, all, until they are evicted.",
     "tier_drain_s": "How long chunks are still written to lower tiers when the server ends.",

@@ -162,6 +162,8 @@ class Driver:
                 if again is None:
                     return False
                 self._send(again)
+                awaited = self._questions[request_id].answered
+                return self.patience is None or not self.patience.spend(awaited)  # a later step may be far away
         return True
 
     def step(self, is_idle: bool) -> None:

@@ -109,6 +109,9 @@ class MoverNews(Answer, kw_only=True):
     """The server ends soon: what waits to be written is written now."""
 
 
+BATCH_BYTES = 32 << 20
+
+
 class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The first frame on the mover's stdin."""
 
@@ -124,6 +127,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A chunk is written once it was asked for so often; 0: once or twice, whichever pays."""
     queue_bytes: int = 1 << 30
     """So much may wait to be written to one tier."""
+    batch_bytes: int = BATCH_BYTES
+    """So much is loaded at a time; four times as much is written at a time."""
     drain_s: float = 5.0
     """How long the mover goes on writing when the server has ended."""
 

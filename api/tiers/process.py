@@ -16,13 +16,15 @@ import msgspec
 
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
-from kvdock.protocol.mover_schemas import FRAME_HEAD, MoverConfig, MoverWords, frame
+from kvdock.protocol.mover_schemas import BATCH_BYTES, FRAME_HEAD, MoverConfig, MoverWords, frame
 
 log = logging.getLogger("kvdock.api")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
 HEALTHY_S = 30.0
 """A mover that has lived so long was no failed start."""
+POOL_BATCHES = 64
+"""A batch takes no larger share of a small pool."""
 END_S = 3.0
 """How long it may take to end beyond the time that it has to write."""
 PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
@@ -34,8 +36,9 @@ class MoverProcess:
         self._config = MoverConfig(
             address=address, instance_prefix=desk.instance_prefix, disk_path=settings.disk_path,
             disk_bytes=settings.disk_bytes, redis_url=settings.redis_url, objects_url=settings.objects_url,
-            mooncake_url=settings.mooncake_url, asks=settings.tier_asks, queue_bytes=settings.tier_queue_bytes,
-            drain_s=settings.tier_drain_s,
+            mooncake_url=settings.mooncake_url, asks=settings.tier_asks, drain_s=settings.tier_drain_s,
+            queue_bytes=settings.tier_queue_bytes or settings.pool_bytes,
+            batch_bytes=min(BATCH_BYTES, settings.pool_bytes // POOL_BATCHES),
         )
         self._process: Process | None = None
 

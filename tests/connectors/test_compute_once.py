@@ -257,6 +257,19 @@ def test_a_request_waits_until_all_is_stored(
         assert engine.ends() == {"fulfilled": 1}
 
 
+def test_the_step_that_asks_again_has_the_answer(
+    server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
+) -> None:
+    member, keys = producer
+    member.lookup(keys, computes=True)
+    with consumer(server, described) as engine:
+        assert engine.ask("r") == WAITS
+        engine.idle()
+        member.store(keys)
+        time.sleep(2 * ASK_S)  # it is asked about no sooner
+        assert engine.ask("r") == (CHUNK * CHUNKS, True)
+
+
 def test_who_waits_asks_every_20_ms_at_most(
     server: ServerProcess, described: Manifest, producer: tuple[Member, list[str]]
 ) -> None:

@@ -15,8 +15,9 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvdock.client.client import Client
@@ -24,8 +25,8 @@ from kvdock.connectors.session import Attachment
 from kvdock.datapath.checksum import checksum
 from kvdock.protocol.awaited import worth_chunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import Promised
-from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve
+from kvdock.protocol.mover_schemas import BATCH_BYTES, Promised
+from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.lanes import Lane
@@ -35,10 +36,11 @@ from kvdock.tiers.tier import Deadline, Outcome, TierError, ToLoad
 
 log = logging.getLogger("kvdock.tiers")
 
-EXISTS_S = 0.05
-"""How long a tier may take to say what it has."""
-BATCH_BYTES = 32 << 20
+EXISTS_S, EXISTS_SHARE = 0.05, 0.25
+"""How long a tier may take to say what it has: this long, or this share of the time that the request has left."""
 THREADS = 8
+DEPTH = 4
+"""So many batches of a fetch are under way: one is read, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 1.0, 8 << 20
 """The same for what comes ahead of requests."""
 LOOK_S = 0.05
@@ -65,18 +67,29 @@ class Fetch:
         self.deadline = Deadline(self.wait_s)
 
 
+@dataclass
+class _Batch:
+    """Some of a fetch's chunks. `names`: those that it fills. `good`: what _fill() finds."""
+
+    keys: Sequence[bytes]
+    granted: ReserveAnswer
+    names: set[tuple[bytes, bytes]] = field(default_factory=set)
+    good: Future[dict[tuple[int, int, int], int]] | None = None
+
+
 class Fetches:
     """`promise`, `ended`: tell the server. `lacked`: a tier has no such chunks, or damaged ones."""
 
     def __init__(
         self, lanes: Sequence[Lane], client: Client, *, promise: Callable[[Promised], None],
         ended: Callable[[Fetch], None], lacked: Callable[[Lane, Sequence[bytes]], None],
-        clock: Callable[[], float] = time.monotonic,
+        batch_bytes: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lanes, self._client = lanes, client
+        self._lanes, self._client, self._batch_bytes = lanes, client, batch_bytes
         self._promise, self._ended, self._lacked, self._clock = promise, ended, lacked, clock
         self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
         self._ahead = ThreadPoolExecutor(1, "kvdock-ahead")
+        self._readers = ThreadPoolExecutor(DEPTH * THREADS, "kvdock-read")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Fetch] = {}
@@ -108,7 +121,7 @@ class Fetches:
             fetches = list(self._running)
         for fetch in fetches:
             fetch.deadline.cancel()
-        for threads in (self._threads, self._ahead):
+        for threads in (self._threads, self._ahead, self._readers):
             threads.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------------ a fetch's thread
@@ -144,9 +157,10 @@ class Fetches:
         place, missing = fetch.place, fetch.keys[fetch.hit :]
         per_chunk = [place.names(key) for key in missing]
         names = [name for names in per_chunk for name in names]
-        most_s = EXISTS_S if fetch.ticket else AHEAD_EXISTS_S
+        left_s = fetch.deadline.left_s
+        most_s = max(EXISTS_S, EXISTS_SHARE * left_s) if fetch.ticket else AHEAD_EXISTS_S
         try:
-            answers = lane.exists(names, Deadline(min(most_s, fetch.deadline.left_s)))
+            answers = lane.exists(names, Deadline(min(most_s, left_s)))
         except TierError:
             return []
         self._lacked(lane, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there])
@@ -184,15 +198,33 @@ class Fetches:
             return
         began_s = self._clock()
         try:
-            for first, count in self._batches(place, found, BATCH_BYTES if fetch.ticket else AHEAD_BATCH_BYTES):
-                self._give_way(fetch)
-                if fetch.deadline.is_over:
-                    return
-                if not self._load(fetch, lane, attachment, fetch.hit + first, count, found[first]):
-                    return
+            self._stream(fetch, lane, attachment, found)
         finally:
             attachment.release()
-            lane.fetched(self._clock() - began_s)
+            lane.fetched(fetch.loaded * place.chunk_bytes, self._clock() - began_s)
+
+    def _stream(self, fetch: Fetch, lane: Lane, attachment: Attachment, found: list[list[int]]) -> None:
+        """Batch by batch: while one is hashed and published, others are being loaded. What comes ahead of requests
+        comes one at a time."""
+        depth, most_bytes = (DEPTH, self._batch_bytes) if fetch.ticket else (1, AHEAD_BATCH_BYTES)
+        under_way: deque[_Batch] = deque()
+        is_whole = True
+        try:
+            for first, count in self._batches(fetch.place, found, most_bytes):
+                self._give_way(fetch)
+                if fetch.deadline.is_over or not is_whole:
+                    break
+                batch = self._begin(fetch, lane, attachment, fetch.hit + first, count, found[first])
+                if batch is None:
+                    break
+                under_way.append(batch)
+                if batch.granted.limited_by is not None:
+                    break
+                if len(under_way) == depth:
+                    is_whole = self._end(fetch, attachment, under_way.popleft())
+        finally:
+            for batch in under_way:
+                is_whole = self._end(fetch, attachment, batch, is_wanted=is_whole) and is_whole
 
     def _batches(self, place: Place, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(first, how many): chunks of the same groups."""
@@ -207,10 +239,10 @@ class Fetches:
             at = end
         return batches
 
-    def _load(
+    def _begin(
         self, fetch: Fetch, lane: Lane, attachment: Attachment, first: int, count: int, groups: list[int]
-    ) -> bool:
-        """Whether all of the batch is in the pool, or on its way there by somebody else."""
+    ) -> _Batch | None:
+        """None: the server does not give slots for it."""
         keys = fetch.keys[first : first + count]
         body = Reserve(
             session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
@@ -221,26 +253,37 @@ class Fetches:
             granted = self._client.reserve(body)
         except (ServerUnavailable, ApiError) as error:
             place_lost(fetch.place, attachment, error)
-            return False
+            return None
         lane.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
-        is_whole = True
-        if granted.reservation is not None:
-            if not attachment.grants.begin(granted.reservation):
-                return False
-            names = {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks}
-            with self._lock:
-                self._filling |= names
+        if granted.reservation is None:
+            return _Batch(keys, granted)
+        if not attachment.grants.begin(granted.reservation):
+            return None
+        batch = _Batch(keys, granted, {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks})
+        with self._lock:
+            self._filling |= batch.names
+        batch.good = self._readers.submit(self._fill, fetch, lane, attachment, keys, granted.chunks)
+        return batch
+
+    def _end(self, fetch: Fetch, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True) -> bool:
+        """Whether all of the batch is in the pool, or on its way there by somebody else. `is_wanted`: what comes before
+        it is there."""
+        granted, is_whole = batch.granted, True
+        if batch.good is not None and granted.reservation is not None:
             try:
-                good = self._fill(fetch, lane, attachment, keys, granted.chunks)
-                published = self._commit(fetch.place, attachment, granted.reservation, granted.chunks, good)
+                good = batch.good.result()
+                published = self._commit(
+                    fetch.place, attachment, granted.reservation, granted.chunks, good if is_wanted else {}
+                )
                 fetch.loaded += published
                 is_whole = published == len(granted.chunks)
             finally:
                 attachment.grants.end(granted.reservation)
                 with self._filled:
-                    self._filling -= names
+                    self._filling -= batch.names
                     self._filled.notify_all()
-        self._await_others(fetch, [keys[index] for index in granted.busy])
+        if is_wanted:
+            self._await_others(fetch, [batch.keys[index] for index in granted.busy])
         return is_whole and granted.limited_by is None
 
     def _await_others(self, fetch: Fetch, keys: Sequence[bytes]) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvdock.datapath.checksum import checksum
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
@@ -194,11 +195,13 @@ class Lane:
         """Until so many bytes more would have been loaded, behind those that are being loaded."""
         return self.speed.seconds(self.loading_bytes + more_bytes)
 
-    def fetched(self, took_s: float) -> None:
-        """A request's chunks were loaded, in one batch or several."""
+    def fetched(self, done_bytes: int, took_s: float) -> None:
+        """A request's chunks were loaded, hashed and published, in one batch or several."""
         with self._lock:
             self.fetches += 1
             self.fetch_s += took_s
+        if done_bytes:
+            self._learn(done_bytes, took_s)
 
     def probe(self) -> None:
         """Counts loads that do not return, and tries a tier that rests, if it is time, in the background."""
@@ -276,14 +279,11 @@ class Lane:
             with self._lock:
                 self._loads.add(load)
             found = self._guarded("load", lambda: self.tier.load(parts, deadline), judge)
-            done_bytes, took_s = 0, self._clock() - began_s
+            done_bytes = 0
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
                 done_bytes += part.length if loaded.outcome is Outcome.DONE else 0
             self.counters["loaded_bytes"] += done_bytes
-            is_late = any(loaded.outcome is Outcome.LATE for loaded in found)
-            if done_bytes and (done_bytes == bytes_wanted or is_late):
-                self._learn(done_bytes, took_s)
             return found
         finally:
             with self._lock:
@@ -295,7 +295,7 @@ class Lane:
         self._learnt_s = self._clock()
 
     def _measure(self) -> None:
-        """Into memory of its own."""
+        """As a fetch does it, into memory of its own."""
         parts: list[ToLoad] = []
         size = 0
         for name, length in self._stored_last:
@@ -304,12 +304,16 @@ class Lane:
             parts.append(ToLoad(name, length, own_pages(length)))
             size += length
         began_s = self._learnt_s = self._clock()
-        with suppress(TierError):  # it is counted as a failure
-            deadline = Deadline(PROBE_S)
-            found = self._guarded(
-                "load", lambda: self.tier.load(parts, deadline), lambda found: _failure([one.outcome for one in found])
+        deadline = Deadline(PROBE_S)
+
+        def read(part: ToLoad) -> bool:
+            (found,) = self._guarded(
+                "load", lambda: self.tier.load([part], deadline), lambda found: _failure([found[0].outcome])
             )
-            if all(one.outcome is Outcome.DONE for one in found):
+            return found.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == found.checksum
+
+        with suppress(TierError):  # it is counted as a failure
+            if all(self._pools["load"].map(read, parts)):
                 self._learn(size, self._clock() - began_s)
 
     def _fail(self, kind: str, why: str) -> None:

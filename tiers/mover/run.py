@@ -58,7 +58,8 @@ class Mover:
         self._lanes: list[Lane] = []
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
-            self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, lacked=self._lacked
+            self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, lacked=self._lacked,
+            batch_bytes=config.batch_bytes,
         )
         self._lock = threading.Lock()
         self._words = MoverWords()
@@ -82,7 +83,10 @@ class Mover:
 
     def _use(self, tier: Tier) -> None:
         lane = Lane(tier, clock=self._clock, lost=_end_process)
-        writer = WriteBehind(lane, self._places, self._client, self._config.queue_bytes, stored=self._stored)
+        writer = WriteBehind(
+            lane, self._places, self._client, self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes,
+            stored=self._stored,
+        )
         if isinstance(tier, Lists):
             known: dict[bytes, list[bytes]] = {}
             for name in tier.listed():

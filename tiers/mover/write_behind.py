@@ -27,7 +27,6 @@ from kvdock.tiers.tier import Deadline, Outcome, TierError, ToStore
 
 log = logging.getLogger("kvdock.tiers")
 
-BATCH_BYTES = 32 << 20
 BATCH_S = 30.0
 """How long a batch may take."""
 REST_S = 0.2
@@ -39,10 +38,10 @@ class WriteBehind:
     One thread writes."""
 
     def __init__(
-        self, lane: Lane, places: Places, client: Client, most_bytes: int, *,
+        self, lane: Lane, places: Places, client: Client, most_bytes: int, *, batch_bytes: int,
         stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stored = stored
+        self._stored, self._batch_bytes = stored, batch_bytes
         self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
         self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._leaving: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
@@ -150,7 +149,7 @@ class WriteBehind:
         for name in list(itertools.islice(queue, 1024)):
             if name[0] != digest:
                 continue
-            if keys and size + queue[name] > BATCH_BYTES:
+            if keys and size + queue[name] > self._batch_bytes:
                 break
             keys.append(name[1])
             size += queue[name]

@@ -374,11 +374,10 @@ def test_a_request_without_room_takes_back_what_it_cannot_store(server: ServerPr
         assert engine.until_admitted("r") == (0, False)
         engine.compute("r", len(TOKENS))
         end_s, found = time.monotonic() + 5.0, member.lookup(keys).being_stored
-        while found is None or found.tokens == CHUNK * CHUNKS:
+        while found is None or found.tokens >= CHUNK * CHUNKS:
             assert time.monotonic() < end_s, "it still promises"
             time.sleep(0.01)
-            found = member.lookup(keys).being_stored
-        assert found.tokens < CHUNK * CHUNKS, "what is reserved"
+            found = member.lookup(keys).being_stored  # what is reserved
         client.leave(member.session, member.member)
         member.close()
 

@@ -41,6 +41,8 @@ class HeldTier:
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         self.began.append(parts[0].name.key)
         assert self.held[parts[0].name.key].wait(30.0)
+        if deadline.is_over:
+            return [Loaded(Outcome.LATE)] * len(parts)
         for part in parts:
             part.pages[: part.length] = self._engine.bytes_of(part.name.key)
         return [Loaded(Outcome.DONE, checksum(part.pages[: part.length])) for part in parts]
@@ -67,31 +69,66 @@ def engine() -> Iterator[TierEngine]:
         made.close()
 
 
-def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(engine: TierEngine) -> None:
-    tier = HeldTier(engine)
+@pytest.fixture
+def tier(engine: TierEngine) -> HeldTier:
+    return HeldTier(engine)
+
+
+@pytest.fixture
+def place(engine: TierEngine) -> Place:
+    return Place(engine.attachment.namespace, engine.manifest, engine.session)
+
+
+@pytest.fixture
+def ended() -> list[Fetch]:
+    return []
+
+
+@pytest.fixture
+def fetches(engine: TierEngine, tier: HeldTier, ended: list[Fetch]) -> Iterator[Fetches]:
     lane = Lane(tier, clock=lambda: 0.0, lost=lambda error: None)
-    ended: list[Fetch] = []
-    fetches = Fetches(
+    made = Fetches(
         [lane], engine.client, promise=lambda said: None, ended=ended.append, lacked=lambda lane, keys: None
     )
-    place = Place(engine.attachment.namespace, engine.manifest, engine.session)
+    yield made
+    tier.close(Deadline(1.0))
+    made.close()
+    lane.close(Deadline(1.0))
+
+
+def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
+    engine: TierEngine, tier: HeldTier, place: Place, fetches: Fetches, ended: list[Fetch]
+) -> None:
     ahead, also, waits = engine.chain(BATCH + 2), engine.chain(2), engine.chain(4)
     assert len(ahead) + len(also) + len(waits) <= POOL_CHUNKS
-    try:
-        fetches.begin(Fetch(place, ahead, 0, 0, 60.0, prefetch=1))
-        fetches.begin(Fetch(place, also, 0, 0, 60.0, prefetch=2))
-        eventually(lambda: tier.began == [ahead[0]])
-        fetches.begin(Fetch(place, waits, 0, 7, 60.0))
-        eventually(lambda: tier.began == [ahead[0], waits[0]])
-        tier.held[ahead[0]].set()
-        eventually(lambda: engine.lookup(ahead, "is there").hit_tokens == BATCH * CHUNK_TOKENS)
-        time.sleep(0.3)  # nothing says that a load will not begin
-        assert tier.began == [ahead[0], waits[0]], "the rest waits, and so does the other prefetch"
-        for key in (waits[0], ahead[BATCH], also[0]):
-            tier.held[key].set()
-        eventually(lambda: [(fetch.ticket, fetch.prefetch) for fetch in ended] == [(7, 0), (0, 1), (0, 2)], 30.0)
-        assert tier.began == [ahead[0], waits[0], ahead[BATCH], also[0]]
-        assert [fetch.loaded for fetch in ended] == [4, BATCH + 2, 2]
-    finally:
-        fetches.close()
-        lane.close(Deadline(1.0))
+    fetches.begin(Fetch(place, ahead, 0, 0, 60.0, prefetch=1))
+    fetches.begin(Fetch(place, also, 0, 0, 60.0, prefetch=2))
+    eventually(lambda: tier.began == [ahead[0]])
+    fetches.begin(Fetch(place, waits, 0, 7, 60.0))
+    eventually(lambda: tier.began == [ahead[0], waits[0]])
+    tier.held[ahead[0]].set()
+    eventually(lambda: engine.lookup(ahead, "is there").hit_tokens == BATCH * CHUNK_TOKENS)
+    time.sleep(0.3)  # nothing says that a load will not begin
+    assert tier.began == [ahead[0], waits[0]], "the rest waits, and so does the other prefetch"
+    for key in (waits[0], ahead[BATCH], also[0]):
+        tier.held[key].set()
+    eventually(lambda: [(fetch.ticket, fetch.prefetch) for fetch in ended] == [(7, 0), (0, 1), (0, 2)], 30.0)
+    assert tier.began == [ahead[0], waits[0], ahead[BATCH], also[0]]
+    assert [fetch.loaded for fetch in ended] == [4, BATCH + 2, 2]
+
+
+def test_a_request_loads_for_itself_what_another_one_has_given_up(
+    engine: TierEngine, tier: HeldTier, place: Place, fetches: Fetches, ended: list[Fetch]
+) -> None:
+    keys = engine.chain(8)
+    fetches.begin(Fetch(place, keys[:6], 0, 1, 60.0))
+    eventually(lambda: tier.began == [keys[0]])
+    fetches.begin(Fetch(place, keys, 0, 2, 60.0))
+    eventually(lambda: tier.began == [keys[0], keys[6]])
+    tier.held[keys[6]].set()
+    fetches.cancel(1)
+    tier.held[keys[0]].set()
+    eventually(lambda: [fetch.ticket for fetch in ended] == [1, 2], 30.0)
+    assert tier.began == [keys[0], keys[6], keys[0]]
+    assert [fetch.loaded for fetch in ended] == [0, 8]
+    assert engine.lookup(keys, "is there").hit_tokens == 8 * CHUNK_TOKENS

@@ -69,12 +69,16 @@ class Fetch:
 
 @dataclass
 class _Batch:
-    """Some of a fetch's chunks. `names`: those that it fills. `good`: what _fill() finds."""
+    """Some of a fetch's chunks, of the same groups, from its `first` on. `names`: those that it fills. `good`: what
+    _fill() finds. `is_again`: it asks once more for what others were busy with."""
 
+    first: int
     keys: Sequence[bytes]
+    groups: list[int]
     granted: ReserveAnswer
     names: set[tuple[bytes, bytes]] = field(default_factory=set)
     good: Future[dict[tuple[int, int, int], int]] | None = None
+    is_again: bool = False
 
 
 class Fetches:
@@ -217,14 +221,15 @@ class Fetches:
                 batch = self._begin(fetch, lane, attachment, fetch.hit + first, count, found[first])
                 if batch is None:
                     break
+                lane.counters["fetched_elsewhere"] += len(batch.granted.busy) + len(batch.granted.present)
                 under_way.append(batch)
                 if batch.granted.limited_by is not None:
                     break
                 if len(under_way) == depth:
-                    is_whole = self._end(fetch, attachment, under_way.popleft())
+                    is_whole = self._end(fetch, lane, attachment, under_way.popleft())
         finally:
             for batch in under_way:
-                is_whole = self._end(fetch, attachment, batch, is_wanted=is_whole) and is_whole
+                is_whole = self._end(fetch, lane, attachment, batch, is_wanted=is_whole) and is_whole
 
     def _batches(self, place: Place, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
         """(first, how many): chunks of the same groups."""
@@ -254,18 +259,20 @@ class Fetches:
         except (ServerUnavailable, ApiError) as error:
             place_lost(fetch.place, attachment, error)
             return None
-        lane.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
+        batch = _Batch(first, keys, groups, granted)
         if granted.reservation is None:
-            return _Batch(keys, granted)
+            return batch
         if not attachment.grants.begin(granted.reservation):
             return None
-        batch = _Batch(keys, granted, {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks})
+        batch.names = {(fetch.place.digest, keys[chunk.index]) for chunk in granted.chunks}
         with self._lock:
             self._filling |= batch.names
         batch.good = self._readers.submit(self._fill, fetch, lane, attachment, keys, granted.chunks)
         return batch
 
-    def _end(self, fetch: Fetch, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True) -> bool:
+    def _end(
+        self, fetch: Fetch, lane: Lane, attachment: Attachment, batch: _Batch, *, is_wanted: bool = True
+    ) -> bool:
         """Whether all of the batch is in the pool, or on its way there by somebody else. `is_wanted`: what comes before
         it is there."""
         granted, is_whole = batch.granted, True
@@ -282,16 +289,28 @@ class Fetches:
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()
-        if is_wanted:
-            self._await_others(fetch, [batch.keys[index] for index in granted.busy])
-        return is_whole and granted.limited_by is None
+        is_whole = is_whole and granted.limited_by is None
+        if not (is_wanted and is_whole and granted.busy):
+            return is_whole
+        has_waited = self._await_others(fetch, [batch.keys[index] for index in granted.busy])
+        if fetch.deadline.is_over or (batch.is_again and not has_waited):
+            return is_whole
+        again = self._begin(fetch, lane, attachment, batch.first, len(batch.keys), batch.groups)
+        if again is None:
+            return False
+        again.is_again = True
+        return self._end(fetch, lane, attachment, again)
 
-    def _await_others(self, fetch: Fetch, keys: Sequence[bytes]) -> None:
-        """Another fetch is loading these chunks, or an engine stores them: who waits for them waits for the former."""
+    def _await_others(self, fetch: Fetch, keys: Sequence[bytes]) -> bool:
+        """Other fetches load these chunks, or an engine stores them: who waits for them waits for the former, which may
+        end without them, for their own requests have ended. Returns whether there was one to wait for."""
         names = {(fetch.place.digest, key) for key in keys}
+        has_waited = False
         with self._filled:
             while not names.isdisjoint(self._filling) and not fetch.deadline.is_over:
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
+                has_waited = True
+        return has_waited
 
     def _fill(
         self, fetch: Fetch, lane: Lane, attachment: Attachment, keys: Sequence[bytes], chunks: list[GrantedChunk]

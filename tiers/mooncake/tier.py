@@ -30,6 +30,8 @@ _PIECE_BYTES: Final = 4 << 20
 """A part that goes through memory of the tier's own goes in such pieces."""
 _RIVAL_S: Final = 1.0
 """How long a store waits for another process that stores the same part."""
+_BEGINNINGS: Final = 3
+"""How often a store tries to begin anew, where others store and delete the same part, or the store evicts it."""
 _ABSENT: Final = frozenset({codes.ABSENT, codes.BEING_WRITTEN, codes.LEASE_OVER})
 
 
@@ -258,16 +260,19 @@ class MooncakeTier:
     def _begin_again(self, place: Place, record: Record, code: int, verb: Verb, own: Own) -> Outcome | None:
         """After a beginning that was refused. None: this process has begun to write it now."""
         key = place.key
-        if code == codes.THERE:
-            answer = self._settle(place, record.name, verb, own)
-            if answer is not None:
-                return answer
-        elif code == codes.INVALID:
-            self._library.revoke_writes([key])  # a write of before, whose end the master did not hear
-        else:
-            return _refusal(code)
-        (code,) = self._library.begin_writes([key], [HEADER_BYTES + place.length])
-        return None if code == codes.DONE else _refusal(code)
+        for _ in range(_BEGINNINGS):
+            if code == codes.THERE:
+                answer = self._settle(place, record.name, verb, own)
+                if answer is not None:
+                    return answer
+            elif code == codes.INVALID:
+                self._library.revoke_writes([key])  # a write of before, whose end the master did not hear
+            else:
+                break
+            (code,) = self._library.begin_writes([key], [HEADER_BYTES + place.length])
+            if code == codes.DONE:
+                return None
+        return _refusal(code)
 
     def _settle(self, place: Place, name: PartName, verb: Verb, own: Own) -> Outcome | None:
         """What somebody else has begun to store under the name. DONE: it is a record of this part. None: it is gone."""
@@ -289,7 +294,8 @@ class MooncakeTier:
             with suppress(RecordError):
                 Record.read_of(own.view[:HEADER_BYTES], name, place.length)
                 return Outcome.DONE
-        return None if self._remove([place.key]) == [codes.DONE] else Outcome.FAILED
+        (code,) = self._remove([place.key])
+        return None if code in (codes.DONE, codes.ABSENT) else Outcome.FAILED  # ABSENT: the store has evicted it
 
     def _write(self, place: Place, record: Record, verb: Verb, own: Own) -> bool:
         own.view[:HEADER_BYTES] = record.header()

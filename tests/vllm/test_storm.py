@@ -35,7 +35,8 @@ LOG_LINES = 50
 """One screen."""
 OURS = {
     "kv_connector": "KvdockConnector", "kv_role": "kv_both",
-    "kv_connector_extra_config": {"load_if_cheaper": False},  # a tiny model computes as fast as it loads
+    # A tiny model computes as fast as it loads, and two engines and a server share a small machine's cores.
+    "kv_connector_extra_config": {"load_if_cheaper": False, "lookup_wait_s": 0.25},
 }
 BESIDE = {
     "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import key_bytes
+from kvdock.api.events.bus import Bus
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.settings import Settings
+from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import (
     ClearCache,
     Cleared,
@@ -39,10 +42,10 @@ class Admin:
     """One method for each call that operators make."""
 
     def __init__(
-        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock
+        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock, bus: Bus
     ) -> None:
         self._settings, self._pool, self._registry, self._clock = settings, pool, registry, clock
-        self._quotas = quotas
+        self._quotas, self._bus = quotas, bus
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
@@ -79,7 +82,7 @@ class Admin:
         changes = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
         quotas: dict[str, Quota | None] = changes.pop("tenants", {})
         self._quotas.require_room(quotas)
-        await self._pool.change_limits(changes)
+        await self.change_limits(changes, "call")
         for tenant, quota in quotas.items():
             if quota is None:
                 self._quotas.put_back(tenant)
@@ -87,6 +90,14 @@ class Admin:
                 self._quotas.put(tenant, quota)
         await asyncio.sleep(0)
         return self.config()
+
+    async def change_limits(self, changes: dict[str, object], source: Literal["call", "settings"]) -> None:
+        """All or none. Raises ApiError: bad_argument, no_memory."""
+        before = msgspec.structs.asdict(self._pool.limits)
+        await self._pool.change_limits(changes)
+        after = msgspec.structs.asdict(self._pool.limits)
+        if changed := {name: [was, after[name]] for name, was in before.items() if after[name] != was}:
+            self._bus.publish(e.LimitsChanged(changed=changed, source=source))
 
     def config(self) -> Config:
         return Config(

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
+from kvdock.api.events.bus import Bus
+from kvdock.api.events.log import EventLog
+from kvdock.api.events.stream import EventStream
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
@@ -34,13 +37,15 @@ class Parts(NamedTuple):
     keeper: Keeper
     drain: Drain
     desk: TierDesk
+    bus: Bus
 
 
 def build(
     settings: Settings, pool: Pool, access: AccessFile, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
-    now_s: Callable[[], float],
+    now_s: Callable[[], float], bus: Bus | None = None,
 ) -> Parts:
-    """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain."""
+    """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain. `bus`: one that has the pool's
+    events already."""
     clock = ServerClock(start_ms=pool.clock_ms)
     registry = Registry(pool.table.first_incarnation, pool.secret)
     names = Names(keep=4 * settings.table_grants)
@@ -51,9 +56,15 @@ def build(
         pool.table, registry, counters, has_mover=settings.has_tiers, room=lambda: (pool.free_bytes, pool.limit_bytes),
         is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,
     )
-    meter = Meter(counters, Timings(), perf_ns, {})
+    bus = bus or Bus(wall_s)
+    stream = EventStream(pool.incarnation)
+    for observer in (EventLog(), stream):
+        if observer.name in settings.observers:
+            bus.subscribe(observer)
+    bus.open()
+    meter = Meter(counters, Timings(), perf_ns, {}, bus.publish)
     tally = Tally(
-        pool.table, counters, RecentRequests(settings.recent_requests), keep=4 * settings.table_grants,
+        pool.table, counters, RecentRequests(settings.recent_requests), bus, keep=4 * settings.table_grants,
         perf_ns=perf_ns, wall_s=wall_s,
     )
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
@@ -67,17 +78,18 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            quotas=quotas, desk=desk, heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, desk=desk, bus=bus, heartbeat_s=settings.heartbeat_s,
         ),
-        admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock),
+        admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
         reports=reports,
         probes=probes,
-        metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, now_s=now_s),
+        metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus, now_s=now_s),
+        stream=stream if stream.name in settings.observers else None,
         body_limit_bytes=settings.body_limit_bytes,
         body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(
         settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,
-        reports=reports, pulse=pulse,
+        reports=reports, pulse=pulse, bus=bus,
     )
-    return Parts(access, handlers, meter, keeper, drain, desk)
+    return Parts(access, handlers, meter, keeper, drain, desk, bus)

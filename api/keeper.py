@@ -13,14 +13,15 @@ import logging
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.clock import ServerClock
-from kvdock.api.log import shown
+from kvdock.api.events.bus import Bus
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import SLICE_SESSIONS, Registry
+from kvdock.api.pool.registry import SLICE_SESSIONS, MemberRecord, Registry, SessionRecord
 from kvdock.api.settings import Settings
 from kvdock.api.views.history import Counters
 from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.reports import Reports
+from kvdock.protocol import events as e
 
 EVICT_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
@@ -31,7 +32,7 @@ class Keeper:
 
     def __init__(
         self, settings: Settings, *, access: AccessFile, quotas: Quotas, pool: Pool, registry: Registry,
-        clock: ServerClock, counters: Counters, reports: Reports, pulse: Pulse,
+        clock: ServerClock, counters: Counters, reports: Reports, pulse: Pulse, bus: Bus,
     ) -> None:
         self.ready = asyncio.Event()
         self._settings, self._access, self._quotas = settings, access, quotas
@@ -40,7 +41,8 @@ class Keeper:
         self._clock = clock
         self._counters = counters
         self._reports = reports
-        self._pulse = pulse
+        self._pulse, self._bus = pulse, bus
+        self._evicted = self._quarantined_bytes = 0
         self._growth: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -57,6 +59,7 @@ class Keeper:
                 await self._keep_quotas()
                 await self._keep_free()
                 await self._pool.drain()
+                self._tell_of_memory()
                 self._pulse.made_round()
                 self._pool.say_alive()
                 now_ms = self._clock.now_ms()
@@ -78,12 +81,8 @@ class Keeper:
             if self._registry.of_table_id(session.table_id) is not session:
                 continue  # it has ended meanwhile
             for member in session.members.values():
-                if not member.dead and not self._pool.lock_held(member.lock_offset):
-                    member.dead = True
-                    log.warning(
-                        "session %s (%s): member %s is dead", session.id, shown(session.label), shown(member.id)
-                    )
-                    self._member_dead(member.table_id)
+                if not member.dead:
+                    self._watch(session, member)
         # Members of an adopted pool that have not come back: their locks, too, show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):
@@ -91,6 +90,29 @@ class Keeper:
                 log.warning("a member of the adopted pool is dead, and never came back")
                 self._member_dead(table_id)
         self._table.tick(self._clock.now_ms())
+
+    def _watch(self, session: SessionRecord, member: MemberRecord) -> None:
+        if not self._pool.lock_held(member.lock_offset):
+            member.dead = True
+            self._bus.publish(e.Dead(**session.who, member=member.id))
+            self._member_dead(member.table_id)
+            return
+        silent_ms = self._clock.now_ms() - member.heard_ms
+        if silent_ms > self._settings.suspect_ms and not member.suspect:
+            member.suspect = True
+            self._bus.publish(e.Suspect(**session.who, member=member.id, silent_s=silent_ms / 1000))
+
+    def _tell_of_memory(self) -> None:
+        """What the table has done with chunks since the last round."""
+        stats = self._table.stats()
+        if (evicted := stats["evicted_chunks"]) > self._evicted:
+            self._bus.publish(e.Evicted(chunks=evicted - self._evicted, total=evicted))
+            self._evicted = evicted
+        waiting = stats["quarantined_bytes"]
+        if waiting != self._quarantined_bytes:
+            kind = e.Quarantined if waiting > self._quarantined_bytes else e.Freed
+            self._bus.publish(kind(bytes=waiting))
+            self._quarantined_bytes = waiting
 
     def _member_dead(self, table_id: int) -> None:
         self._counters.dead_members += 1

@@ -12,6 +12,7 @@ import unicodedata
 from typing import Final
 
 from kvdock.api.access.audit import AUDIT
+from kvdock.protocol.log_format import CONSOLE, JsonFormatter, LogFormat, LogLevel
 
 SHOWN_CHARACTERS: Final = 64
 MESSAGES: Final = 20
@@ -39,7 +40,7 @@ def escaped(text: str) -> str:
     )
 
 
-class _LineFormatter(logging.Formatter):
+class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escaped(record.message.rstrip("\n"))
         return super().formatMessage(record)
@@ -53,9 +54,9 @@ class _LineFormatter(logging.Formatter):
 class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream is standard error
     """The handler of the server's process."""
 
-    def __init__(self, format: str) -> None:
+    def __init__(self, formatter: logging.Formatter | None = None) -> None:
         super().__init__()
-        self.setFormatter(_LineFormatter(format))
+        self.setFormatter(formatter or LineFormatter(CONSOLE))
         self._counts: dict[tuple[str, str], tuple[float, int]] = {}
         """(logger, template) → (when its period began, messages since)."""
 
@@ -90,3 +91,15 @@ class ServerLog(logging.StreamHandler):  # type: ignore[type-arg]  # its stream 
         name, template = key
         text = f"… {count} more like this: {shown(template)}"
         super().emit(logging.LogRecord(name, logging.WARNING, "", 0, text, None, None))
+
+
+def set_up(level: LogLevel, format: LogFormat) -> None:
+    """This process's log, from now on. May be called again."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    formatter = JsonFormatter() if format == "json" else LineFormatter(CONSOLE)
+    handler = next((one for one in root.handlers if isinstance(one, ServerLog)), None)
+    if handler is None:
+        root.addHandler(ServerLog(formatter))
+    else:
+        handler.setFormatter(formatter)

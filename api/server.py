@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -29,6 +30,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.errors import AccessFileError, StartupError
+from kvdock.api.events.bus import Bus
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
@@ -37,8 +39,10 @@ from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.handover import HAND_OVER
 from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.reread import Rereading
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
+from kvdock.protocol.events import Draining, Ended, Ready
 
 log = logging.getLogger("kvdock.api")
 
@@ -61,14 +65,16 @@ OnReady = Callable[[Addresses], None]
 
 
 class Server:
-    """`run` serves until SIGINT, which ends it at once, or until SIGTERM or SIGHUP, which drain it: StartupError.
+    """`run` serves until SIGINT, which ends it at once, or until SIGTERM, which drains it: StartupError.
 
     Call `run` in any thread, and `stop` from any thread: it acts like SIGINT. `on_ready` is called once, when both
     addresses answer and there is memory to give out.
     """
 
-    def __init__(self, settings: Settings, on_ready: OnReady) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, on_ready: OnReady, source: Callable[[], Settings] | None = None) -> None:
+        """`source` reads the settings anew; None: SIGHUP reads only access tokens."""
+        self._settings, self._source = settings, source or (lambda: settings)
+        self._bus = Bus(time.time)
         self._on_ready = on_ready
         self._stop_wanted = threading.Event()
         self._uvicorn: _Uvicorn | None = None
@@ -91,11 +97,15 @@ class Server:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
             try:
-                pool = open_pool(settings, secrets.randbits)
+                pool = open_pool(settings, secrets.randbits, tell=self._bus.publish)
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
             undo.callback(self._close, pool)
-            parts = build(settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic)
+            parts = build(
+                settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
+                bus=self._bus,
+            )
+            rereading = Rereading(settings, self._source, access=access, admin=parts.handlers.admin, bus=self._bus)
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
@@ -106,9 +116,10 @@ class Server:
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
+                telling = asyncio.create_task(self._bus.run())
                 moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
                 yield
-                for ending in filter(None, (moving, task)):
+                for ending in filter(None, (moving, task, telling)):
                     ending.cancel()
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
@@ -117,25 +128,36 @@ class Server:
 
             async def announce() -> None:
                 await keeper.ready.wait()
+                self._bus.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
                 gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
                 self._on_ready(addresses)
 
             app = create_app(settings, parts, lifespan)
             hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
             connections = connection_class(connection_limits(settings), parts.meter)
-            self._uvicorn = _Uvicorn(uvicorn_config(hot, connections), announce, drain)
+            self._uvicorn = _Uvicorn(
+                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._tell_drain(pool)
+            )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure
 
+    def _tell_drain(self, pool: Pool) -> None:
+        stats = pool.table.stats()
+        self._bus.publish(Draining(
+            is_takeover=self._drain is not None and self._drain.is_takeover, leases=stats["leases"],
+            reservations=stats["reservations"],
+        ))
+
     def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
+        self._bus.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
+        self._bus.flush()
         if not keep:
             pool.close()
             return
         pool.leave()
-        log.warning("pool %016x stays in shared memory for the next server at this socket", pool.pool_id)
 
     def _keeper_ended(self, task: asyncio.Task[None]) -> None:
         """A server without its keeper would never notice a death, so it stops."""
@@ -149,23 +171,58 @@ async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:
     await mover.run()
 
 
+_Background = Callable[[], Coroutine[None, None, None]]
+
+
+class Terminal:
+    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed, and
+    so do people who want settings to be read again."""
+
+    def __init__(self) -> None:
+        self.is_outlived = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        """The process was started to survive it (nohup)."""
+        self._was_there = _has_terminal()
+
+    def has_gone(self) -> bool:
+        return self._was_there and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn that announces itself, drains, and exits with status 0 after a signal."""
 
     def __init__(
-        self, config: uvicorn.Config, announce: Callable[[], Coroutine[None, None, None]], drain: Drain
+        self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
+        tell_drain: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._announce = announce
+        self._announce, self._reread, self._tell_drain = announce, reread, tell_drain
         self._drain = drain
+        self._has_told = False
+        self._rereading: set[asyncio.Task[None]] = set()
+        self._terminal = Terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first SIGTERM or SIGHUP drains; HAND_OVER drains and leaves the pool to the next server. A second SIGTERM
-        or SIGHUP, or SIGINT at any time, ends the server at once."""
+        """The first SIGTERM drains, and so does the end of the terminal; SIGHUP otherwise has settings and tokens read
+        again. HAND_OVER drains and leaves the pool to the next server. A second SIGTERM, or SIGINT at any time, ends
+        the server at once."""
+        if sig == signal.SIGHUP and not self._terminal.has_gone():
+            self._loop.call_soon_threadsafe(self._begin_rereading)
+            return
+        if sig == signal.SIGHUP and self._terminal.is_outlived:
+            return
         if sig == HAND_OVER:
             self._drain.hand_over(self.server_state.tasks)
             return
@@ -176,8 +233,16 @@ class _Uvicorn(uvicorn.Server):
             self._drain.remove_pool()
         self.should_exit = True
 
+    def _begin_rereading(self) -> None:
+        task = asyncio.create_task(self._reread())
+        self._rereading.add(task)
+        task.add_done_callback(self._rereading.discard)
+
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s: True when the server shall end."""
+        if self._drain.begun and not self._has_told:
+            self._has_told = True
+            self._tell_drain()
         return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager
@@ -186,7 +251,8 @@ class _Uvicorn(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (*ending_signals(), HAND_OVER)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, HAND_OVER)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:

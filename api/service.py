@@ -8,6 +8,7 @@ Refusals are ApiError or the table's own TableError; after one nothing is half d
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 
@@ -22,15 +23,16 @@ from kvdock.api.convert import (
     ignore_unknown_grant,
     key_bytes,
 )
+from kvdock.api.events.bus import Bus
 from kvdock.api.pool.attach import attach
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
-from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
+from kvdock.api.pool.registry import MemberRecord, Names, Registry, SessionRecord, digest16
 from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
 from kvdock.api.views.tally import Tally
-from kvdock.protocol import schemas as s, tier_schemas as t
+from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
@@ -47,7 +49,7 @@ class CacheService:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        quotas: Quotas, desk: TierDesk, heartbeat_s: float,
+        quotas: Quotas, desk: TierDesk, bus: Bus, heartbeat_s: float,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat."""
         self._pool, self._table = pool, pool.table
@@ -57,6 +59,7 @@ class CacheService:
         self._tally = tally
         self._quotas = quotas
         self._desk = desk
+        self._bus = bus
         self._heartbeat_s = heartbeat_s
 
     # ---------------------------------------------------------------- sessions
@@ -68,14 +71,22 @@ class CacheService:
         known = self._registry.of_instance(tenant, body.instance)
         self._registry.drop_ended(self._table, [known] if known else [])
         self._registry.drop_idle_namespaces(self._table)
-        if self._drain.begun and self._registry.of_instance(tenant, body.instance) is None:
+        known = self._registry.of_instance(tenant, body.instance)
+        if self._drain.begun and known is None:
             raise ApiError("not_ready", "the server is draining: attach to the next one")
+        is_known = known is not None and body.member.id in known.members
         session = attach(
             body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
         )
         self._tally.counters.attached_members += 1
         self._desk.attached(session)
         manifest = session.namespace.manifest
+        if not is_known:
+            self._bus.publish(e.Attached(
+                **session.who, member=body.member.id,
+                instance=session.instance, namespace=session.namespace.digest.hex(), model=manifest.model,
+                ranks=list(body.member.ranks),
+            ))
         return s.SessionAttached(
             session=session.capability,
             member=body.member.id,
@@ -107,7 +118,10 @@ class CacheService:
             for kept in body.keep[start : start + SLICE_ANSWERS]:
                 with ignore_unknown_grant():
                     self._table.keep(member.table_id, grant_id(kept), self._clock.now_ms())
-        now_ms = self._clock.now_ms()
+        now_ms = member.heard_ms = self._clock.now_ms()
+        if member.suspect:
+            member.suspect = False
+            self._bus.publish(e.Recovered(**session.who, member=member.id))
         questions = self._table.heartbeat(member.table_id, now_ms)[:MAX_ANSWERS]  # the others next time
         return s.HeartbeatAnswer(
             refused_releases=refused,
@@ -128,6 +142,7 @@ class CacheService:
             member_id = next(iter(session.members))
         member = session.member(member_id)
         self._table.leave(member.table_id)
+        self._bus.publish(e.Left(**session.who, member=member_id))
         self._registry.drop_member(session, member)
         if not session.members:
             self._registry.drop_session(session)
@@ -172,8 +187,7 @@ class CacheService:
 
     def release(self, peer: Peer, lease: str, body: s.ReleaseLease) -> s.ReleaseAnswer:
         session = self._registry.session(body.session, peer.tenant)
-        remaining = self._table.release(session.table_id, grant_id(lease), body.ranks)
-        return s.ReleaseAnswer(remaining=remaining)
+        return s.ReleaseAnswer(remaining=self._release(session, lease, body.ranks))
 
     async def release_many(self, peer: Peer, body: s.ReleaseMany) -> s.ReleaseManyAnswer:
         session = self._registry.session(body.session, peer.tenant)
@@ -206,11 +220,12 @@ class CacheService:
 
     def cancel(self, peer: Peer, lease: str, session: str, member: str) -> None:
         asker = self._registry.session(session, peer.tenant)
-        self._table.cancel(asker.table_id, asker.member(member).table_id, grant_id(lease))
+        self._cancel(asker, asker.member(member), lease)
 
     def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant)
         quarantined = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
+        self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
         return s.MismatchAnswer(quarantined=quarantined)
 
     async def hint(self, peer: Peer, body: s.Hint) -> s.HintAnswer:
@@ -295,6 +310,7 @@ class CacheService:
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
+        self._tally.committed(session, grant, ready, is_whole=not remaining)
         if self._desk.is_movers(session):
             self._desk.committed(session)
             if not remaining:
@@ -304,10 +320,10 @@ class CacheService:
     def abort(self, peer: Peer, reservation: str, body: s.Abort) -> s.ReleaseAnswer:
         session = self._registry.session(body.session, peer.tenant)
         if body.ranks is None:
-            member = session.member(body.member)
-            self._table.cancel(session.table_id, member.table_id, grant_id(reservation))
+            self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
+        self._tally.aborted(session, grant_id(reservation), body.ranks)
         if self._desk.is_movers(session):
             self._desk.settled(grant_id(reservation))
         return s.ReleaseAnswer(remaining=remaining)
@@ -341,10 +357,21 @@ class CacheService:
             if number % SLICE_RELEASES == 0:
                 await asyncio.sleep(0)
             try:
-                self._table.release(session.table_id, grant_id(release.lease), release.ranks)
+                self._release(session, release.lease, release.ranks)
             except (ApiError, TableError) as error:
                 refused.append(RefusedRelease(release.lease, error.code))
         return refused
+
+    def _cancel(self, session: SessionRecord, member: MemberRecord, grant: str) -> None:
+        self._table.cancel(session.table_id, member.table_id, grant_id(grant))
+        self._tally.cancelled(session, grant_id(grant))
+
+    def _release(self, session: SessionRecord, lease: str, ranks: Sequence[int]) -> list[int]:
+        grant = grant_id(lease)
+        remaining = self._table.release(session.table_id, grant, ranks)
+        if not remaining:
+            self._tally.loaded(session, grant)
+        return remaining
 
     def _check_grants(self, session: SessionRecord, request: bytes) -> None:
         """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant

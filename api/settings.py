@@ -23,6 +23,7 @@ from kvdock.api.errors import SettingsError
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
 from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
+from kvdock.protocol.log_format import LogFormat, LogLevel
 
 GIB = 1 << 30
 MAX_SEGMENT_BYTES = GIB
@@ -65,6 +66,8 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
+Observer = Literal["log", "stream"]
+"""Subscribers of the event bus (api/events/)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +129,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     on_exit: OnExit = "remove"
 
     # what people read
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
+    observe: str = ",".join(get_args(Observer))
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
     recent_requests: Positive = 256
@@ -133,6 +139,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def has_tiers(self) -> bool:
         return bool(self.disk_path or self.redis_url or self.objects_url or self.mooncake_url)
+
+    @property
+    def observers(self) -> list[str]:
+        return [name for part in self.observe.split(",") if (name := part.strip())]
 
     @property
     def suspect_ms(self) -> int:
@@ -268,7 +278,7 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
-    "tier_keep": get_args(TierKeep),
+    "tier_keep": get_args(TierKeep), "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
 }
 
 
@@ -296,6 +306,11 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
         raise SettingsError(f"disk_path={settings.disk_path!r} wanted disk_bytes as well: how much it may have")
     if settings.disk_bytes and not settings.disk_path:
         raise SettingsError(f"disk_bytes={settings.disk_bytes} wanted disk_path as well: where it may be written")
+    if unknown := [name for name in settings.observers if name not in get_args(Observer)]:
+        raise SettingsError(
+            f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "
+            f"{', '.join(unknown)}"
+        )
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
             f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"

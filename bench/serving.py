@@ -39,7 +39,7 @@ START_TIMEOUT_S = 60.0
 
 
 def serve(values: dict[str, object]) -> None:
-    logging.basicConfig(handlers=[ServerLog(logging.BASIC_FORMAT)])  # what a flood makes the server write is cut
+    logging.basicConfig(handlers=[ServerLog()])  # what a flood makes the server write is cut
     server.Server(Settings.load(values), on_ready=lambda at: print(json.dumps(at._asdict()), flush=True)).run()
 
 
@@ -55,7 +55,7 @@ def serve_floor(values: dict[str, object]) -> None:
         await send({"type": "http.response.body", "body": content})
 
     limits = ConnectionLimits(tcp_connections=1, unix_connections=1 << 10)
-    meter = Meter(Counters(), Timings(), time.perf_counter_ns, {})
+    meter = Meter(Counters(), Timings(), time.perf_counter_ns, {}, lambda event: None)
     config = server.uvicorn_config(app, connection_class(limits, meter))
     config.lifespan = "off"
     with bind_unix(str(values["socket_path"])) as sock:

@@ -142,6 +142,7 @@ def serving(port: int, pool_bytes: str, folder: Path) -> Iterator[tuple[subproce
     socket_path = folder / "kvdock.sock"
     process = _started(
         "demo_server", "--port", str(port), "--socket-path", str(socket_path), "--pool-bytes", pool_bytes,
+        "--log-level", "warning",
         "--access-file", str(folder / "access.toml"),
     )
     assert process.stdout is not None

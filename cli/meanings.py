@@ -65,6 +65,10 @@ MEANINGS: dict[str, str] = {
     "nothing new.",
     "on_exit": "What SIGTERM does with the pool: `remove` it, or `keep` it for the next server at this socket. Ctrl-C "
     "always removes it.",
+    "log_level": "The least grave messages that the log has: `debug`, `info`, `warning` or `error`.",
+    "log_format": "`console`, a line of text a message; `json`, an object a line, with the event's fields.",
+    "observe": "What gets the server's events, separated by commas: `log`, the sentences of the log; `stream`, "
+    "`GET /v1/events`. Empty: nothing does.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",
     "recent_requests": "Lookups, stores and ended requests kept for `kvdock requests` and the status page.",

@@ -7,7 +7,6 @@ without a line here. When the server ends, its pool is removed, unless `--on-exi
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvdock.api.errors import StartupError
-from kvdock.api.log import ServerLog
+from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
 from kvdock.cli.meanings import MEANINGS, default_text
 from kvdock.cli.outcome import ctrl_c_waits
@@ -28,7 +27,7 @@ LEAVING_S = 10.0
 """How long a server that was asked to leave may take, beyond draining."""
 
 
-def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None) -> None:
+def serve(config: str | None, takeover: bool, **flags: str | None) -> None:
     """Serve KV memory to the engines of this machine.
 
     Every flag can also be set in the environment (--pool-bytes as KVDOCK_POOL_BYTES) or in a TOML file (as
@@ -36,13 +35,14 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
     the file.
 
     Ctrl-C ends the server at once. SIGTERM, or closing the terminal, drains it first: it refuses new work and waits up
-    to --drain-s for open leases and reservations. Its exit status is 0 in both cases.
+    to --drain-s for open leases and reservations. Its exit status is 0 in both cases. After SIGHUP it reads settings
+    and access tokens again.
     """
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        handlers=[ServerLog("%(asctime)s %(levelname)s %(name)s: %(message)s")],
-    )
-    settings = effective(os.environ, config=config, flags=flags).settings
+    def read() -> Settings:
+        return effective(os.environ, config=config, flags=flags).settings
+
+    settings = read()
+    set_up(settings.log_level, settings.log_format)
     with ctrl_c_waits():  # half a second, which --help does not need
         from kvdock.api.server import Server, ending_signals
 
@@ -56,7 +56,7 @@ def serve(config: str | None, verbose: bool, takeover: bool, **flags: str | None
         announced = True
         typer.echo(ready_line(addresses))
 
-    server = Server(settings, announce)
+    server = Server(settings, announce, read)
     for number in ending_signals():  # for its start and its clean-up; in between it has its own
         signal.signal(number, lambda *_: server.stop())
     server.run()
@@ -117,9 +117,6 @@ def _parameter(name: str, default: object, annotation: object) -> inspect.Parame
 _CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
     "--config", metavar="FILE", help="TOML file of settings. [KVDOCK_CONFIG]", show_default=False,
 )])
-_VERBOSE = _parameter("verbose", False, Annotated[bool, typer.Option(
-    "--verbose", "-v", help="Log events as well as warnings.",
-)])
 _TAKEOVER = _parameter("takeover", False, Annotated[bool, typer.Option(
     "--takeover", help="Ask the server at the socket to end, and take over its pool.",
 )])
@@ -134,5 +131,5 @@ def _give_flags(command: Callable[..., None], *others: inspect.Parameter) -> Non
     command.__annotations__.update({parameter.name: parameter.annotation for parameter in parameters})
 
 
-_give_flags(serve, _CONFIG, _VERBOSE, _TAKEOVER)
+_give_flags(serve, _CONFIG, _TAKEOVER)
 _give_flags(config, _CONFIG, _AS_JSON)

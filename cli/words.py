@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from kvdock.protocol.words import size as size
+
 
 def printable(text: str) -> str:
     """Without control characters: engines choose their labels, and no label may control the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)
-
-
-def size(size_bytes: float) -> str:
-    """1536 → 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 def duration(seconds: float) -> str:

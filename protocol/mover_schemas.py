@@ -9,6 +9,7 @@ import struct
 
 import msgspec
 
+from kvdock.protocol.log_format import LogFormat, LogLevel
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Manifest
 from kvdock.protocol.wire_types import Answer, Body, Key, Name
@@ -129,6 +130,8 @@ class MoverConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """So much may wait to be written to one tier."""
     batch_bytes: int = BATCH_BYTES
     """So much is loaded at a time; four times as much is written at a time."""
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
     drain_s: float = 5.0
     """How long the mover goes on writing when the server has ended."""
 

@@ -103,7 +103,13 @@ class AccessFile:
         if seen != self._changing:
             self._changing = seen
             return
-        self._seen = seen
+        await self.reread()
+
+    async def reread(self) -> None:
+        """Now, whether it has changed or not. What is wrong with it is only logged."""
+        if not self._path:
+            return
+        self._seen = _signature(self._path)
         try:
             self._take(await asyncio.to_thread(read, self._path))
         except AccessFileError as error:

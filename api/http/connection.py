@@ -20,7 +20,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvdock.api.access.peer import peer_of
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
-from kvdock.api.log import shown
 from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
@@ -240,8 +239,7 @@ class Connection(HttpToolsProtocol):
         """Answers with the problem, or ends the answer that is under way, and closes the connection."""
         self._refusal = refusal
         self._stop_waiting()
-        self.meter.refuse(refusal.code)
-        log.warning("a connection was closed: %s", shown(str(refusal)))
+        self.meter.refuse(refusal.code, f"its connection was closed: {refusal.detail}")
         if self.transport.is_closing():
             return
         cycle = self.cycle

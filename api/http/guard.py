@@ -26,6 +26,7 @@ from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refu
 from kvdock.api.settings import Settings, is_loopback
 from kvdock.api.views.timing import Meter
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.reports import Problem
 from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported
 
 _HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
@@ -69,12 +70,12 @@ class Guard:
             try:
                 await self._app(scope, receive, send_guarded)
             except Exception:  # whatever it was, the layer outside of this one answers it; here it is only counted
-                self._meter.refuse("internal")
+                self._meter.refuse("internal", "see the traceback", _route_of(scope))
                 raise
-        if code := scope["state"].get(REFUSAL):
-            self._meter.refuse(code)
-        route = scope.get("route")
-        self._meter.timings.add(method, getattr(route, "path", ""), self._meter.now_ns() - started_ns)
+        problem: Problem | None = scope["state"].get(REFUSAL)
+        if problem is not None:
+            self._meter.refuse(problem.code, problem.detail, _route_of(scope))
+        self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
 
     def _check(self, scope: Scope) -> None:
         """Raises ApiError: wrong_host, cross_site, unauthenticated, forbidden, method_not_allowed,
@@ -137,6 +138,17 @@ class Guard:
         if methods:
             allowed = sorted(methods | {"HEAD"} if "GET" in methods else methods)
             raise ApiError("method_not_allowed", "Method Not Allowed", found=scope["method"], wanted=allowed)
+
+
+def _path_of(scope: Scope) -> str:
+    """The template of the route's path; "" for a call that matched none."""
+    path: str = getattr(scope.get("route"), "path", "")
+    return path
+
+
+def _route_of(scope: Scope) -> str:
+    path = _path_of(scope)
+    return f"{scope['method']} {path}" if path else ""
 
 
 def refused(error: ApiError, path: str) -> Response:

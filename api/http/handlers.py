@@ -8,6 +8,7 @@ from fastapi import Request
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
+from kvdock.api.events.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
 from kvdock.api.views.metrics import Metrics
@@ -21,6 +22,8 @@ class Handlers(NamedTuple):
     reports: Reports
     probes: Probes
     metrics: Metrics
+    stream: EventStream | None
+    """None: it is switched off."""
     body_limit_bytes: int
     body_room: BodyRoom
 

@@ -92,13 +92,13 @@ class HotPath:
             if isinstance(error, ApiError):
                 audit.refused(peer, "POST", endpoint.route, error)
             problem = refusal(error, scope["path"])
-            self._meter.refuse(problem.code)
+            self._meter.refuse(problem.code, problem.detail, f"POST {endpoint.route}")
             status, media_type, content = problem.status, PROBLEM, JSON.encode(problem)
         except ClientDisconnect:
             return
         except Exception:  # the client gets its 500 first; then the traceback goes to the log
             problem = problem_of("internal", "unexpected failure; see the server's log", path=scope["path"])
-            self._meter.refuse(problem.code)
+            self._meter.refuse(problem.code, problem.detail, f"POST {endpoint.route}")
             await _send(send, problem.status, PROBLEM, JSON.encode(problem))
             raise
         connection: Connection | None = scope["state"]["connection"]()

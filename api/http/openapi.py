@@ -50,6 +50,12 @@ _HEADERS: dict[int, tuple[str, str, str]] = {
     503: ("Retry-After", "integer", "Seconds after which to try again"),
 }
 """(name, type, description) of the header that answers of a status have: those of wire.PROBLEM_HEADERS."""
+EVENT_STREAM = "text/event-stream"
+_TEXTS: dict[str, dict[str, Any]] = {
+    "text/plain": {"type": "string"},
+    EVENT_STREAM: {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}},
+}
+"""The schemas of answers that are no JSON; that of a stream is one event's."""
 _SCOPE = "x-scope"
 _TOKENS = (
     "An access token of the server's access file. Over the Unix socket the server's own user and root need none. "
@@ -65,20 +71,21 @@ _VERSION_PARAMETER = {
 def route(
     router: APIRouter, call: Call[Any], tag: str, summary: str, note: str = "", *, retry: str = READS,
     body: type[Body] | None = None, errors: Iterable[str] = (), statuses: Iterable[int] = (200,),
-    parameters: Iterable[dict[str, Any]] = (), name: str | None = None,
+    parameters: Iterable[dict[str, Any]] = (), name: str | None = None, media_type: str = "text/plain",
 ) -> Callable[[DecoratedCallable], DecoratedCallable]:
     """Decorates the function that answers `call`.
 
     `note`: how the call behaves; `retry`: what repeating it does. If the call is `packed`, its body and answer may be
     MessagePack too, of the same shape; bytes are a bin there, not base64. `statuses`: those that the answer comes with.
-    `parameters`: those that the function does not name; `name`: instead of the function's.
+    `parameters`: those that the function does not name; `name`: instead of the function's. `media_type`: that of
+    an answer that is text.
     """
     packed, has_answer = call.packed and body is not None, call.answer is not NoneType
     forms = (*_BODY_ERRORS, *(("malformed_msgpack",) if packed else ())) if body else ()
     codes = [*errors, *(() if call.scope == "health" else ("forbidden",)), *forms, *_ANY_ERRORS]
     responses: dict[int | str, dict[str, Any]] = {}
     if call.answer is str:
-        responses[200] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        responses[200] = {"description": "OK", "content": {media_type: {"schema": _TEXTS[media_type]}}}
     elif has_answer:
         for status in statuses:
             responses[status] = {"description": call.answer.__name__, "content": _content(call.answer, packed)}

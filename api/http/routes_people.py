@@ -12,20 +12,22 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
+from kvdock.api.events.stream import MOST_READERS
 from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.handlers import handlers_of, peer_of_call
-from kvdock.api.http.openapi import PAGED, openapi_schema, route
+from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.reports import Reports
 from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
-from kvdock.protocol.errors import CODES
+from kvdock.protocol.errors import CODES, ApiError
+from kvdock.protocol.events import KINDS
 from kvdock.protocol.reports import Health
 from kvdock.protocol.wire_types import Answer
 
@@ -146,6 +148,33 @@ async def list_requests(
     request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0, begins: Begins = ""
 ) -> Response:
     return answer(handlers_of(request).reports.requests(peer_of_call(request), limit, cursor, begins))
+
+
+Kinds = Annotated[str, Query(max_length=1024, description="Kinds of events, separated by commas; empty: all")]
+Follow = Annotated[bool, Query(description="Go on with what comes, until the server drains")]
+
+
+@_route(
+    c.EVENTS, "pool", "What happens, as it happens",
+    "Server-sent events, each with one JSON object: docs/events.md lists them. Without `follow`, those that are kept, "
+    "oldest first. With the header `Last-Event-ID`, only what came after that event.",
+    errors=("bad_argument", "not_found", "too_busy"), name="list_events",
+    media_type=EVENT_STREAM,
+)
+async def events(request: Request, kinds: Kinds = "", follow: Follow = False) -> Response:
+    stream = handlers_of(request).stream
+    if stream is None:
+        raise ApiError("not_found", "the event stream is switched off", found="observe", wanted="stream among them")
+    names = [name.strip() for name in kinds.split(",") if name.strip()] or list(KINDS)
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
+    if stream.readers >= MOST_READERS:
+        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
+    pieces = stream.read(
+        request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
+        follows=follow,
+    )
+    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
 
 
 @_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")

@@ -123,16 +123,16 @@ PROBLEM_HEADERS: Mapping[int, Mapping[str, str]] = {
 
 
 REFUSAL = "refusal"
-"""Where the scope's state has the code of the problem that a call was answered with, if it was."""
+"""Where the scope's state has the problem that a call was answered with, if it was."""
 
 
 class ProblemResponse(Response):
     def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
         super().__init__(JSON.encode(problem), problem.status, headers, PROBLEM)
-        self.code = problem.code
+        self._problem = problem
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"][REFUSAL] = self.code
+        scope["state"][REFUSAL] = self._problem
         await super().__call__(scope, receive, send)
 
 

@@ -48,6 +48,7 @@ def attach(
             member.id, table_id, tuple(member.ranks), member.scheduler, member.lock_offset,
             retired_before=0 if came_back else pool.removed.count,
         ))
+    session.members[member.id].heard_ms = now_ms
     return session
 
 

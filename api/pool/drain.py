@@ -39,6 +39,10 @@ class Drain:
         return self._until_s is not None
 
     @property
+    def is_takeover(self) -> bool:
+        return self._handing_over
+
+    @property
     def keeps_pool(self) -> bool:
         wanted = self._handing_over or self._keep_wanted
         return self.begun and not self._remove and wanted and self._pool.ready

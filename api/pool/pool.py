@@ -23,6 +23,7 @@ from kvdock.api.pool.adopt import Adopted, address_of, adopt_pool, is_strangers,
 from kvdock.api.pool.lock import PoolLock, remove_stale
 from kvdock.api.pool.segments import RemovedSegments, SegmentPool
 from kvdock.api.settings import Settings
+from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import Limits
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Segment
@@ -36,8 +37,6 @@ FIRST_SEGMENT_BYTES = 256 << 20
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 RETIRE_SLICE_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
-taken = logging.getLogger("kvdock.api.takeover")
-taken.setLevel(logging.INFO)  # once in a server's life, and whoever reads the log wants to know
 
 
 class Pool:
@@ -45,7 +44,7 @@ class Pool:
 
     def __init__(
         self, settings: Settings, *, lock: PoolLock, segments: SegmentPool, table: Table, undo: ExitStack,
-        now_s: Callable[[], float], adopted: Adopted | None = None,
+        now_s: Callable[[], float], tell: Callable[[e.Event], None], adopted: Adopted | None = None,
     ) -> None:
         self.table = table
         self.pool_id = segments.pool_id
@@ -70,7 +69,7 @@ class Pool:
         self._added: list[SegmentInfo] = []
         self._retiring: list[int] = []
         self._segment_bytes = settings.segment_bytes
-        self._now_s = now_s
+        self._now_s, self._tell = now_s, tell
         self._retry_s = FIRST_RETRY_S
         self._retry_at_s = 0.0
         self._growing = asyncio.Lock()
@@ -218,15 +217,14 @@ class Pool:
         except (PoolFull, PoolTooSmall, OSError, TableError) as error:
             self.growth_error = str(error)
             self._retry_at_s = self._now_s() + self._retry_s
-            log.warning(
-                "the pool cannot grow beyond %d bytes, next try in %g s: %s",
-                self.allocated_bytes, self._retry_s, error,
-            )
+            self._tell(e.GrowthFailed(
+                why=str(error), allocated_bytes=self.allocated_bytes, retry_s=self._retry_s
+            ))
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             return
         self.growth_error, self._retry_s = "", FIRST_RETRY_S
         self._added.append(info)
-        log.info("segment %s added: %d bytes", info.name, info.bytes)
+        self._tell(e.Grown(segment=info.id, bytes=info.bytes, allocated_bytes=self.allocated_bytes))
 
     # ---------------------------------------------------------------- limits
 
@@ -284,7 +282,7 @@ class Pool:
         self.removed.add(segment)
         await asyncio.to_thread(self._segments.retire, segment)
         self._limit_table()
-        log.info("segment %d removed: %d bytes are allocated", segment, self.allocated_bytes)
+        self._tell(e.Shrunk(segment=segment, allocated_bytes=self.allocated_bytes))
 
     def _choose_retiring(self) -> None:
         """Adds the segments with the fewest bytes in use to those that retire, until the others fit the limit."""
@@ -322,14 +320,16 @@ def _changed(limits: Limits, changes: dict[str, object], segment_bytes: int) -> 
 
 
 def open_pool(
-    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic
+    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float] = time.monotonic,
+    tell: Callable[[e.Event], None] = lambda event: None,
 ) -> Pool:
     """The pool that a dead server left at this socket, or a new, empty one, as `settings.adopt` says. Other pools that
-    dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow.
+    dead servers left are removed. `randbits(k)`: k random bits. `now_s` times the attempts to grow. `tell` gets the
+    pool's events.
 
     Raises StartupError: not_adoptable, or pool_too_small naming what the machine has and what was wanted.
     """
-    adopted = _adopt(settings, left_at(address_of(settings)), randbits)
+    adopted = _adopt(settings, left_at(address_of(settings)), randbits, tell)
     _clear_up(address_of(settings))
     foreign = shm.foreign_objects()
     if foreign:
@@ -341,12 +341,14 @@ def open_pool(
     if adopted:
         return Pool(
             settings, lock=adopted.lock, segments=adopted.segments, table=adopted.table, undo=adopted.undo,
-            now_s=now_s, adopted=adopted,
+            now_s=now_s, tell=tell, adopted=adopted,
         )
-    return _new_pool(settings, randbits, now_s)
+    return _new_pool(settings, randbits, now_s, tell)
 
 
-def _adopt(settings: Settings, left: list[int], randbits: Callable[[int], int]) -> Adopted | None:
+def _adopt(
+    settings: Settings, left: list[int], randbits: Callable[[int], int], tell: Callable[[e.Event], None]
+) -> Adopted | None:
     """None: there is no pool to adopt, adoption is switched off, or the pool was refused; a refused pool is removed."""
     if settings.adopt == "never" or not left:
         if settings.adopt == "require":
@@ -361,10 +363,10 @@ def _adopt(settings: Settings, left: list[int], randbits: Callable[[int], int]) 
         log.error("pool %016x cannot be taken over, starting with an empty one: %s", pool_id, error)
         return None
     found = adopted.found
-    taken.info(
-        "took over pool %016x: it keeps %d chunks, %d sessions and %d leases, and lets go of %d chunks that were being"
-        " stored", pool_id, found["chunks"], found["sessions"], found["leases"], found["aborted"],
-    )
+    tell(e.Adopted(
+        pool=f"{pool_id:016x}", chunks=found["chunks"], sessions=found["sessions"], leases=found["leases"],
+        aborted=found["aborted"], dropped=found["dropped"],
+    ))
     if found["dropped"]:
         log.warning("pool %016x: %d chunks were damaged and are not found any more", pool_id, found["dropped"])
     return adopted
@@ -376,7 +378,9 @@ def _clear_up(address: str) -> None:
             log.warning("a server that is gone had left its pool in shared memory: removed %s and its segments", name)
 
 
-def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float]) -> Pool:
+def _new_pool(
+    settings: Settings, randbits: Callable[[int], int], now_s: Callable[[], float], tell: Callable[[e.Event], None]
+) -> Pool:
     pool_id, incarnation = randbits(64), randbits(22) + 1  # servers that adopt the pool count on from it
     with ExitStack() as undo:
         try:
@@ -410,7 +414,7 @@ def _new_pool(settings: Settings, randbits: Callable[[int], int], now_s: Callabl
             session_cap=settings.session_cap,
             total_cap=settings.total_cap,
         )
-        return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s)
+        return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s, tell=tell)
 
 
 def _make_region(settings: Settings, pool_id: int, undo: ExitStack) -> Mapping:

@@ -12,7 +12,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvdock._core import Table
 from kvdock.protocol.errors import ApiError
@@ -60,6 +60,10 @@ class MemberRecord:
     lock_offset: int
     retired_before: int = 0
     """How many segments had been removed when the member attached: it never mapped those."""
+    heard_ms: int = 0
+    """The last attach or heartbeat, on the server clock."""
+    suspect: bool = False
+    """Told of: its heartbeats are missing."""
     dead: bool = False
     """Its lock was found free. It never comes back: a new process is a new member."""
 
@@ -85,6 +89,11 @@ class SessionRecord:
     members: dict[str, MemberRecord] = field(default_factory=dict)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """How events name it."""
+        return {"tenant": self.tenant, "session": self.id, "label": self.label}
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)

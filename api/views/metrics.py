@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvdock.api.access.peer import NOBODY, Peer
+from kvdock.api.events.bus import Bus
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.views.history import Counters
@@ -35,10 +36,11 @@ class Metrics:
     """The server's metrics, computed when they are scraped, at most once within FRESH_S."""
 
     def __init__(
-        self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, now_s: Callable[[], float]
+        self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, bus: Bus,
+        now_s: Callable[[], float],
     ) -> None:
         self._pool, self._quotas, self._reports, self._meter, self._pulse = pool, quotas, reports, meter, pulse
-        self._now_s = now_s
+        self._bus, self._now_s = bus, now_s
         self._process = ProcessCollector(registry=None)
         self._text, self._made_s = b"", -FRESH_S
         self._tenants: asyncio.Task[bytes] | None = None
@@ -90,6 +92,13 @@ class Metrics:
             yield from of_mover(status.mover)
             yield from of_tiers(status.tiers)
         yield _times(self._meter.timings)
+        events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
+        for kind, count in sorted(self._bus.published.items()):
+            events.add_metric([kind], count)
+        yield events
+        yield CounterMetricFamily(
+            "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped
+        )
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),

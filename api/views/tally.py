@@ -1,26 +1,44 @@
-"""Counts what lookups and stores did: a repeated call adds nothing.
+"""Counts what lookups and stores did, and tells the event bus of it: a repeated call adds nothing.
 
 It remembers a bounded number of requests and grants. A repeat of a forgotten one is counted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvdock._core import Lookup as Found, Reservation as Granted, Table
+from kvdock.api.convert import grant_text
+from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import Recent, SessionRecord
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, RecentRequests
+from kvdock.protocol import events as e
 from kvdock.protocol.outcomes import view_of
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
 from kvdock.protocol.wire_types import KEY_BYTES
 
 
+@dataclass(slots=True)
+class _Open:
+    """A lease that was not released, or a reservation, as far as it goes."""
+
+    name: str
+    """The request's or the store's."""
+    chunks: int
+    bytes: int
+    began_ns: int
+    published: int = 0
+    """Chunks."""
+    has_ended: bool = False
+
+
 class Tally:
     """`counters` may be raised directly; lookups and reservations are counted here."""
 
     def __init__(
-        self, table: Table, counters: Counters, recent: RecentRequests, *, keep: int,
+        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, *, keep: int,
         perf_ns: Callable[[], int], wall_s: Callable[[], float],
     ) -> None:
         """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them."""
@@ -28,10 +46,11 @@ class Tally:
         self.recent = recent
         self.now_ns = perf_ns
         self._table = table
-        self._wall_s = wall_s
+        self._wall_s, self._bus = wall_s, bus
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → number of chunks already counted as loaded."""
-        self._stores: Recent[int, None] = Recent(keep)
+        self._stores: Recent[int, _Open] = Recent(keep)
+        self._leases: Recent[int, _Open] = Recent(keep)
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps brought up to date."""
@@ -64,12 +83,56 @@ class Tally:
         counters.loaded_chunks += max(0, chunks - before)
         counters.loaded_bytes += loaded_bytes
         self._lookups.put(key, max(before, chunks))
-        if counted is None:
-            self.recent.add(session.tenant, RequestView(
-                at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
-                tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes,
-                took_us=(self.now_ns() - started_ns) // 1000,
+        now_ns = self.now_ns()
+        if found.lease and chunks > before:
+            self._leased(session, body.request, found.lease, chunks - before, loaded_bytes, now_ns)
+        if counted is not None:
+            return
+        took_us = (now_ns - started_ns) // 1000
+        self.recent.add(session.tenant, RequestView(
+            at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
+            tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
+        ))
+        if self._bus.wants(e.LookedUp):
+            self._bus.publish(e.LookedUp(
+                **session.who, request=body.request, tokens=tokens,
+                hit_tokens=found.hit_tokens, took_us=took_us,
             ))
+
+    def _leased(
+        self, session: SessionRecord, request: str, lease: int, chunks: int, bytes_added: int, now_ns: int
+    ) -> None:
+        known = self._leases.get(lease)
+        if known is None:
+            self._leases.put(lease, _Open(request, chunks, bytes_added, now_ns))
+        else:
+            known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
+        if self._bus.wants(e.Leased):
+            self._bus.publish(e.Leased(
+                **session.who, request=request,
+                lease=grant_text(lease), chunks=chunks, bytes=bytes_added,
+            ))
+
+    def loaded(self, session: SessionRecord, lease: int) -> None:
+        """All of its readers have released it."""
+        known = self._leases.get(lease)
+        if known is None or known.has_ended:
+            return
+        known.has_ended = True
+        if self._bus.wants(e.Loaded):
+            self._bus.publish(e.Loaded(
+                **session.who, request=known.name,
+                lease=grant_text(lease), chunks=known.chunks, bytes=known.bytes,
+                took_us=(self.now_ns() - known.began_ns) // 1000,
+            ))
+
+    def cancelled(self, session: SessionRecord, grant: int) -> None:
+        """The member that had asked for a lease or reservation does not want it."""
+        known = self._leases.get(grant) or self._stores.get(grant)
+        if known is None or known.has_ended:
+            return
+        known.has_ended = True
+        self._bus.publish(e.Cancelled(**session.who, name=known.name, grant=grant_text(grant)))
 
     def reservation(
         self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
@@ -80,14 +143,48 @@ class Tally:
         self.counters.short_reservations += granted.limited in ("held_bytes", "no_space")
         self.counters.unpinned_reservations += granted.limited == "pinning"
         self.counters.quota_reservations += granted.limited == "quota"
+        now_ns = self.now_ns()
         if granted.grant:
-            self._stores.put(granted.grant, None)
+            self._stores.put(granted.grant, _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns))
         chunk_tokens = session.namespace.manifest.chunk_tokens
+        tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens
         self.recent.add(session.tenant, RequestView(
             at=self._wall_s(), kind="store", session=session.id, label=session.label, request=body.store,
-            tokens=len(keys) // KEY_BYTES * chunk_tokens, hit_tokens=len(granted.present) * chunk_tokens,
-            chunks=granted.chunk_count, bytes=granted.part_bytes, took_us=(self.now_ns() - started_ns) // 1000,
+            tokens=tokens, hit_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
+            took_us=(now_ns - started_ns) // 1000,
         ))
+        if self._bus.wants(e.Reserved):
+            self._bus.publish(e.Reserved(
+                **session.who, store=body.store,
+                reservation=grant_text(granted.grant) if granted.grant else None, tokens=tokens,
+                present_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
+                limited_by=granted.limited or None,
+            ))
+
+    def committed(self, session: SessionRecord, reservation: int, published: int, *, is_whole: bool) -> None:
+        """`published`: chunks of it by now. `is_whole`: no rank is to come."""
+        known = self._stores.get(reservation)
+        if known is None or known.has_ended:
+            return
+        grown, known.published, known.has_ended = published - known.published, published, is_whole
+        if grown > 0 and self._bus.wants(e.Stored):
+            self._bus.publish(e.Stored(
+                **session.who, store=known.name,
+                reservation=grant_text(reservation), chunks=grown, took_us=(self.now_ns() - known.began_ns) // 1000,
+            ))
+        if is_whole and self._bus.wants(e.Committed):
+            self._bus.publish(e.Committed(
+                **session.who, store=known.name,
+                reservation=grant_text(reservation), chunks=published, bytes=known.bytes,
+            ))
+
+    def aborted(self, session: SessionRecord, reservation: int, ranks: Sequence[int]) -> None:
+        known = self._stores.get(reservation)
+        if known is not None and not known.has_ended:
+            self._bus.publish(e.Aborted(
+                **session.who, store=known.name,
+                reservation=grant_text(reservation), ranks=list(ranks),
+            ))
 
     def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
         """What an engine tells of requests that have ended."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvdock.api.views.history import Counters
+from kvdock.protocol.events import Event, Refused
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -56,7 +57,10 @@ class Meter(NamedTuple):
     now_ns: Callable[[], int]
     refusals: dict[str, int]
     """By code; they sum to the counter."""
+    tell: Callable[[Event], None]
 
-    def refuse(self, code: str) -> None:
+    def refuse(self, code: str, detail: str, route: str = "") -> None:
+        """`route`: the method and the path's template."""
         self.counters.refusals += 1
         self.refusals[code] = self.refusals.get(code, 0) + 1
+        self.tell(Refused(code=code, route=route, detail=detail))

@@ -11,7 +11,7 @@ from admin_helpers import call
 from api_helpers import ServerProcess, attach, eventually, unique
 from flood_helpers import until_closed
 
-from kvdock.api.log import MESSAGES, PERIOD_S, SHOWN_CHARACTERS, TEMPLATES, ServerLog, escaped, shown
+from kvdock.api.log import MESSAGES, PERIOD_S, SHOWN_CHARACTERS, TEMPLATES, LineFormatter, ServerLog, escaped, shown
 from kvdock.client.client import Client
 
 pytestmark = pytest.mark.security
@@ -34,7 +34,7 @@ def test_what_a_caller_chose_is_cut() -> None:
 
 class Log:
     def __init__(self) -> None:
-        self.handler = ServerLog("%(levelname)s %(message)s")
+        self.handler = ServerLog(LineFormatter("%(levelname)s %(message)s"))
         self.handler.setStream(io.StringIO())
 
     def say(self, template: str, *args: object, at_s: float = 0.0, name: str = "kvdock.api") -> None:
@@ -121,6 +121,6 @@ def test_hundreds_of_bad_requests_leave_a_few_lines() -> None:
         for _ in range(10 * MESSAGES):
             until_closed(server.http, b"GARBAGE\r\n\r\n")
         assert server.stop() == 0
-        lines = server.log_text().count("malformed_request")
+        lines = server.log_text().count("malformed_request (no route)")
         assert lines == MESSAGES, Path(server.log_path).read_text()
         assert f"{9 * MESSAGES} more like this" in server.log_text()

@@ -24,6 +24,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import CLEAR_SLICE_RECORDS, Admin
 from kvdock.api.build import build
 from kvdock.api.clock import ServerClock
+from kvdock.api.events.bus import Bus
 from kvdock.api.keeper import EVICT_SLICE_CHUNKS
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import UNLIMITED, Quotas
@@ -173,7 +174,8 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
         table = pool.table
         cleared: list[int] = []
         admin = Admin(
-            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock()
+            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(),
+            bus=Bus(time.time),
         )
 
         async def work() -> None:

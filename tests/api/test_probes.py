@@ -318,7 +318,9 @@ def test_every_line_for_curl_works_as_it_stands(
         )
         content, _, status = done.stdout.rpartition("\n")
         assert done.returncode == 0 and status in ("200", "204"), (method, path, line, done.stdout, done.stderr)
-        if method == "GET" and path.startswith("/v1/"):
+        if path == "/v1/events":
+            assert '"kind":"attached"' in content
+        elif method == "GET" and path.startswith("/v1/"):
             assert json.loads(content)
         engine.close()
     liveness.close()

@@ -37,7 +37,7 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 # --------------------------------------------------------------------------- serve
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_says_where_it_is_and_a_signal_removes_its_pool(
     serving: subprocess.Popen[str], tmp_path: Path, number: signal.Signals
 ) -> None:

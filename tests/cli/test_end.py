@@ -162,7 +162,7 @@ def test_a_drain_does_not_wait_for_engines_that_die(tmp_path: Path) -> None:
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.Signals) -> None:
     with ready(tmp_path, *LONG) as (process, client):
         engine, _, _ = holding(client)
@@ -174,24 +174,46 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path, second: signal.S
         engine.close()
 
 
-def test_the_terminals_end_drains_and_nohup_outlives_it(tmp_path: Path) -> None:
-    with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):
+@contextmanager
+def on_a_terminal(folder: Path, *before: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server that holds something, and the other end of the terminal that it was started from. Closing that ends the
+    terminal."""
+    ours, its = os.openpty()
+    command = [*before, *KVDOCK, "serve", *SMALL, *LONG, "--socket-path", str(folder / "kvdock.sock")]
+    with subprocess.Popen(
+        ["setsid", "--ctty", *command], env=clean_environ(), stdin=its, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:
+        os.close(its)
+        try:
+            assert first_line(process)
+            yield process, ours
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def test_the_terminals_end_drains(tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path) as (process, terminal), Client(f"unix:{tmp_path}/kvdock.sock") as client:
         engine, _, _ = holding(client)
-        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)  # not by the terminal: it goes on
+        time.sleep(0.3)  # several looks at what is open
+        assert client.status().status == "ok"
+        os.close(terminal)
         eventually(lambda: client.status().reasons == ["draining"])
-        process.send_signal(signal.SIGINT)
-        ended(process)
-        engine.close()
-    command = ["nohup", *KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
-    with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          stdin=subprocess.DEVNULL) as process:
-        assert first_line(process)
-        process.send_signal(signal.SIGHUP)
-        with Client(f"unix:{tmp_path}/kvdock.sock") as client:
-            time.sleep(0.5)  # several looks at what is open
-            assert client.status().status == "ok"
         process.send_signal(signal.SIGTERM)
         ended(process)
+        engine.close()
+
+
+def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:
+    with on_a_terminal(tmp_path, "nohup") as (process, terminal), Client(f"unix:{tmp_path}/kvdock.sock") as client:
+        os.close(terminal)
+        time.sleep(0.5)  # several looks at what is open
+        assert client.status().status == "ok"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert [line for line in last_words(process) if not line.startswith("nohup: ")] == []
 
 
 def slow_call(folder: Path) -> tuple[HTTPConnection, bytes]:
@@ -239,8 +261,9 @@ def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path:
         engine = attach(client)
         engine.store(keys(2, "kept"))
         process.send_signal(signal.SIGTERM)
-        (said,) = last_words(process)
+        _, said = process.communicate(timeout=TIMEOUT_S)
         engine.close()
+    assert complaints(said) == []
     assert f"pool {pool:016x} stays in shared memory" in said
     assert "for the next server at this socket" in said
     assert pool_objects()[pool] == objects and len(objects) == 3, "segment, table and lock file are there"

@@ -40,13 +40,15 @@ ROOMS = {
     "api/pool": Room(
         may=("_core", "shm", "protocol", "api.pool", "api.settings", "api.errors"), never=("fastapi", "starlette")
     ),
+    "api/events": Room(may=("protocol", "api.events", "api.log"), never=("fastapi", "starlette")),
     "api/views": Room(
-        may=("_core", "protocol", "api.access", "api.pool", "api.views", "api.clock", "api.convert", "api.settings"),
+        may=("_core", "protocol", "api.access", "api.events.bus", "api.pool", "api.views", "api.clock", "api.convert",
+             "api.settings"),
         never=("fastapi", "starlette"),
     ),
     "api/http": Room(
-        may=("_core", "protocol", "api.access", "api.http", "api.pool", "api.views", "api.admin", "api.convert",
-             "api.errors", "api.log", "api.service", "api.settings", "api.tokens"),
+        may=("_core", "protocol", "api.access", "api.events", "api.http", "api.pool", "api.views", "api.admin",
+             "api.convert", "api.errors", "api.log", "api.service", "api.settings", "api.tokens"),
         never=("torch", "numpy"),
     ),
     "connectors": Room(may=(*ENGINE_SIDE, "connectors"), never=("fastapi", "uvicorn")),

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import forks
@@ -36,12 +36,14 @@ def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
 
 
 @contextmanager
-def kvdock_serve(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvdock serve` on a socket in `folder`."""
+def kvdock_serve(folder: Path, *flags: str, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`kvdock serve` on a socket in `folder`. `log`: a file for its stderr."""
     command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(folder / "kvdock.sock"), *flags]
-    with subprocess.Popen(
-        command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with ExitStack() as files:
+        stderr = subprocess.PIPE if log is None else files.enter_context(log.open("w"))
+        process = files.enter_context(
+            subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, stderr=stderr, text=True)
+        )
         try:
             yield process
         finally:
@@ -50,8 +52,9 @@ def kvdock_serve(folder: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def complaints(stderr: str) -> list[str]:
-    """Lines of a server's stderr, but for the news that it removed what other tests' killed servers had left."""
-    return [line for line in stderr.splitlines() if "a server that is gone had left its pool" not in line]
+    """Lines of a server's stderr, but for its news, and that it removed what other tests' killed servers had left."""
+    usual = (" INFO kvdock.events: ", "a server that is gone had left its pool")
+    return [line for line in stderr.splitlines() if not any(text in line for text in usual)]
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -86,7 +86,7 @@ def run_kvdock(*args: str, environ: dict[str, str], stdin: str, timeout_s: float
 def _serve(
     settings: Mapping[str, object], log: str, ready: Connection, before: Callable[[], None] | None = None
 ) -> None:
-    from kvdock.api.log import ServerLog
+    from kvdock.api.log import LineFormatter, ServerLog
     from kvdock.api.server import Server
     from kvdock.api.settings import Settings
 
@@ -94,7 +94,7 @@ def _serve(
     for fd in (1, 2):
         os.dup2(log_fd, fd)
     os.close(log_fd)
-    logging.basicConfig(level=logging.INFO, handlers=[ServerLog(logging.BASIC_FORMAT)])
+    logging.basicConfig(level=logging.INFO, handlers=[ServerLog(LineFormatter(logging.BASIC_FORMAT))])
     if before is not None:
         before()
     try:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+from kvdock.protocol.log_format import CONSOLE, JsonFormatter
 from kvdock.tiers.mover.line import Line
 from kvdock.tiers.mover.run import Mover
 
@@ -16,11 +17,13 @@ def main() -> int:
         signal.signal(ignored, signal.SIG_IGN)  # the server decides when it ends
     words = os.dup(1)
     os.dup2(2, 1)  # libraries may print to stdout, which is for words
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kvdock.connector").setLevel(logging.WARNING)
     line = Line(sys.stdin.buffer, os.fdopen(words, "wb"))
     config = line.config()
     if config is not None:
+        logging.basicConfig(level=config.log_level.upper(), format=CONSOLE)
+        if config.log_format == "json":
+            logging.getLogger().handlers[0].setFormatter(JsonFormatter())
+        logging.getLogger("kvdock.connector").setLevel(logging.WARNING)
         Mover(config, line).run()
     return 0
 

@@ -1,0 +1,122 @@
+"""The event bus: parts of the server publish what happens, subscribers get it a moment later.
+
+To publish costs a caller one append to a bounded queue. When the queue is full, the event is dropped and counted. What
+no subscriber takes is not even made, where the caller asks `wants` first. A task of its own hands events to
+subscribers, in slices between which calls are answered. A subscriber that raises an exception is logged and goes on.
+What is published before `open` waits for the first subscribers.
+
+Used from the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
+
+from kvdock.protocol.events import EVENTS, Event, kind_of
+
+log = logging.getLogger("kvdock.api")
+
+QUEUE_EVENTS = 16_384
+"""So many may wait: some seconds of a busy server."""
+SLICE_EVENTS = 64
+
+
+class Subscriber(Protocol):
+    """Gets the events of `kinds`, in their order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kinds(self) -> Collection[type[Event]]: ...
+
+    def take(self, event: Event) -> None: ...
+
+
+class Bus:
+    def __init__(self, wall_s: Callable[[], float], *, most: int = QUEUE_EVENTS) -> None:
+        self.published: Counter[str] = Counter()
+        """By kind."""
+        self.dropped = 0
+        self._wall_s, self._most = wall_s, most
+        self._queue: deque[Event] = deque()
+        self._seq = 0
+        self._subscribers: list[Subscriber] = []
+        self._takers: dict[type[Event], tuple[Subscriber, ...]] = {}
+        self._came = asyncio.Event()
+        self._is_open = False
+
+    @property
+    def last(self) -> int:
+        """The number of the newest event."""
+        return self._seq
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+        self._sort()
+
+    def open(self) -> None:
+        """From now on, what no subscriber takes is left out."""
+        self._is_open = True
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.remove(subscriber)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._takers = {
+            kind: takers for kind in EVENTS
+            if (takers := tuple(one for one in self._subscribers if kind in one.kinds))
+        }
+
+    @property
+    def subscribers(self) -> list[str]:
+        return [one.name for one in self._subscribers]
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether anybody would get it."""
+        return kind in self._takers
+
+    def publish(self, event: Event) -> None:
+        kind = type(event)
+        if self._is_open and kind not in self._takers:
+            return
+        if len(self._queue) >= self._most:
+            self.dropped += 1
+            return
+        self._seq += 1
+        event.seq, event.at = self._seq, self._wall_s()
+        self._queue.append(event)
+        self._came.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            while self._queue:
+                self._hand_out(SLICE_EVENTS)
+                await asyncio.sleep(0)
+
+    def flush(self) -> None:
+        """All that waits, now: at the server's end."""
+        self._hand_out(len(self._queue))
+
+    def _hand_out(self, most: int) -> None:
+        for _ in range(min(most, len(self._queue))):
+            event = self._queue.popleft()
+            self.published[kind_of(type(event))] += 1
+            for subscriber in self._takers.get(type(event), ()):
+                try:
+                    subscriber.take(event)
+                except Exception:  # whatever it was: the others get theirs
+                    log.exception("the subscriber %s failed at an event", subscriber.name)
+
+
+def without_requests(kinds: Iterable[type[Event]] = EVENTS) -> frozenset[type[Event]]:
+    """Those that operators want to know of one by one."""
+    return frozenset(kind for kind in kinds if not kind.of_requests)

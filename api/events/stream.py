@@ -1,0 +1,94 @@
+"""The event stream: `GET /v1/events` as server-sent events (HTML Living Standard, "Server-sent events").
+
+It keeps the latest events, so that a reader who comes back with the `Last-Event-ID` of the last one that it saw misses
+nothing. A reader that is too slow, or was away for too long, is told so by an event of its own, `gap`, and goes on with
+the oldest that is kept.
+
+An id is the server's incarnation and the event's number: another server's ids are never taken for this one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from itertools import islice
+
+from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
+from kvdock.protocol.forms import JSON
+
+KEPT_EVENTS = 4096
+IDLE_S = 15.0
+"""So often a comment is sent where nothing happens: proxies end connections that are silent."""
+MOST_READERS = 64
+
+
+class EventStream:
+    name = "stream"
+    kinds: Collection[type[Event]] = EVENTS
+
+    def __init__(self, incarnation: int, *, keep: int = KEPT_EVENTS) -> None:
+        self.readers = 0
+        self._incarnation = incarnation
+        self._kept: deque[Event] = deque(maxlen=keep)
+        self._came = asyncio.Event()
+        self._is_ending = False
+
+    def take(self, event: Event) -> None:
+        self._kept.append(event)
+        self._is_ending = self._is_ending or isinstance(event, Draining)
+        self._came.set()
+        self._came = asyncio.Event()  # the next one's
+
+    async def read(
+        self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
+    ) -> AsyncIterator[bytes]:
+        """What is kept behind `last_id`, as pieces of a body; if it `follows`, then what comes, until the server
+        drains. Without `last_id` all that is kept; if it follows, only what comes. `sees`: whether the caller may know
+        of a tenant."""
+        self.readers += 1
+        try:
+            seen, is_known = self._number(last_id) if last_id or follows else (0, True)
+            yield b"retry: 1000\n\n" if is_known else self._piece(Gap(lost=0, why="another_server"))
+            while True:
+                came, new = self._came, self._behind(seen)
+                if new and new[0].seq > seen + 1 and last_id:
+                    yield self._piece(Gap(seq=new[0].seq - 1, lost=new[0].seq - seen - 1, why="too_slow"))
+                last_id = last_id or "read"  # from now on nothing may be missed
+                for event in new:
+                    seen = event.seq
+                    if type(event) in kinds and (event.tenant is None or sees(event.tenant)):
+                        yield self._piece(event)
+                if not follows:
+                    return
+                if new:
+                    continue  # others may have come while these were sent
+                if self._is_ending:
+                    return
+                try:
+                    await asyncio.wait_for(came.wait(), IDLE_S)
+                except TimeoutError:
+                    yield b": nothing has happened\n\n"
+        finally:
+            self.readers -= 1
+
+    def _behind(self, seen: int) -> list[Event]:
+        """A copy: while they are sent, others come."""
+        if not self._kept or self._kept[-1].seq <= seen:
+            return []
+        new = next(at for at, event in enumerate(self._kept) if event.seq > seen)
+        return list(islice(self._kept, new, None))
+
+    def _number(self, last_id: str) -> tuple[int, bool]:
+        """(the event's number, whether it is one of this server's)."""
+        newest = self._kept[-1].seq if self._kept else 0
+        if not last_id:
+            return newest, True
+        incarnation, _, number = last_id.partition("-")
+        if incarnation != str(self._incarnation) or not number.isdecimal() or int(number) > newest:
+            return 0, False
+        return int(number), True
+
+    def _piece(self, event: Event) -> bytes:
+        head = f"id: {self._incarnation}-{event.seq}\nevent: {kind_of(type(event))}\ndata: "
+        return head.encode() + JSON.encode(event) + b"\n\n"

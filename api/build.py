@@ -21,6 +21,7 @@ from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
+from kvdock.api.views.explain import Explainer
 from kvdock.api.views.history import SERIES, TIER_SERIES, Counters, History, RecentRequests
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
@@ -65,7 +66,7 @@ def build(
     meter = Meter(counters, Timings(), perf_ns, {}, bus.publish)
     tally = Tally(
         pool.table, counters, RecentRequests(settings.recent_requests), bus, keep=4 * settings.table_grants,
-        perf_ns=perf_ns, wall_s=wall_s,
+        perf_ns=perf_ns, wall_s=wall_s, server_ms=clock.now_ms,
     )
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
     reports = Reports(
@@ -82,6 +83,7 @@ def build(
         ),
         admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
         reports=reports,
+        explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus, now_s=now_s),
         stream=stream if stream.name in settings.observers else None,

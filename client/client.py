@@ -24,6 +24,7 @@ from kvdock.protocol import admin_schemas as a, calls as c, schemas as s, tier_s
 from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
@@ -210,6 +211,10 @@ class Client:
         """Those whose ids begin with `request`."""
         query = {"request": request} if request else {}
         return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor) | query)
+
+    def explain(self, request: str, *, timeout_s: float | None = None) -> Explanation:
+        """Why the latest request of that id found what it found."""
+        return self._do(c.EXPLAIN, None, timeout_s, request)
 
     # ---------------------------------------------------------------- administration
 

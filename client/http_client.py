@@ -222,6 +222,7 @@ class AsyncHttpClient:
     status = _awaited(Client.status)
     stats = _awaited(Client.stats)
     requests = _awaited(Client.requests)
+    explain = _awaited(Client.explain)
     clear = _awaited(Client.clear)
     delete = _awaited(Client.delete)
     pin = _awaited(Client.pin)

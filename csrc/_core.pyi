@@ -202,8 +202,9 @@ class Table:
     def hold(self, session: int, member: int, request: bytes, keys: bytes, now_ms: int) -> Lookup: ...  # of single keys
     def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
-        """([(key, found from now on? else no more)], oldest first; the next call's `since`; False: older changes were
-        asked for than the latest 65,536, which a server keeps)."""
+        """([(key, is it found from now on)], oldest first; the next `since`; False: more than 65,536 changes ago)."""
+    def chunks_in(self, namespace: int) -> int: ...  # records that are not FREE
+    def gone(self, namespace: int, key: bytes) -> tuple[str, int, int] | None: ...  # why, when, last use (departures)
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that remain. A repeat is harmless; foreign_grant for another session's grant."""
     def cancel(self, session: int, member: int, grant: int) -> None:
@@ -237,8 +238,7 @@ class Table:
         `until_ms`; CONVERSATION_ENDED <= priority <= 0. `following`: the key after the last, which nothing shares.
         Returns how many, and whether it ended at a chunk that is shared. bad_argument."""
     def next_out(self, bytes: int) -> dict[int, bytes]: ...  # about those evicted next; their keys by namespace
-    def can_evict(self) -> bool:
-        """Whether there is a chunk to evict: not pinned, not kept, and the last of its chain."""
+    def can_evict(self) -> bool: ...  # is there a chunk that is not pinned, not kept, and the last of its chain
     def set_limits(self, *, limit_bytes: int, session_cap: float, total_cap: float) -> None:
         """Caps for grants to come; what is held stays held. bad_argument if the segments hold more."""
     def retire_segment(self, segment: int, max_chunks: int) -> int:

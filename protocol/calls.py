@@ -9,6 +9,7 @@ from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
+from kvdock.protocol.explain import Explanation
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 
 A = TypeVar("A")
@@ -78,6 +79,7 @@ STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
 EVENTS = Call("GET", "/v1/events", str, "read")
 REQUESTS = Call("GET", "/v1/requests", Requests, "read")
+EXPLAIN = Call("GET", "/v1/requests/{request}/explain", Explanation, "read")
 CLEAR = Call("POST", "/v1/cache/clear", a.Cleared, "admin", packed=False)
 DELETE = Call("POST", "/v1/chunks/delete", a.Deleted, "admin", packed=False)
 PIN = Call("POST", "/v1/pins", a.Pinned, "admin", packed=False)

@@ -38,6 +38,7 @@ CODES: dict[str, Code] = {
     "pool_too_small": Code(422, "Not one chunk of this manifest fits in the pool"),
     # grants
     "unknown_grant": Code(404, "No such lease or reservation"),
+    "unknown_request": Code(404, "No such request"),
     "grant_closed": Code(410, "The lease or reservation is closed"),
     "foreign_grant": Code(403, "The grant belongs to another session"),
     "not_the_asker": Code(403, "Only the member that asked for the grant may do this"),

@@ -10,3 +10,12 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: 3725 → 1 h 2 min."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]
+    given = [part for part in [*parts, f"{whole % 60} s"] if part]
+    return " ".join(given[:2])

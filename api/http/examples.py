@@ -138,7 +138,7 @@ def curl(method: str, path: str, query: Iterable[str], body: Any, scope: Scope) 
     """One line for a shell in which SOCKET and the VARIABLES are set. `query`: names of the
     parameters that are required; `body`: a JSON value, or None."""
     url = (BASE_URL if scope == "health" else "localhost") + path
-    for name in ("session", "lease", "reservation"):
+    for name in ("session", "lease", "reservation", "request"):
         url = url.replace(f"{{{name}}}", f"${name.upper()}")
     if parameters := "&".join(f"{name}=${name.upper()}" for name in query):
         url += f"?{parameters}"

@@ -11,6 +11,7 @@ from kvdock.api.admin import Admin
 from kvdock.api.events.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
+from kvdock.api.views.explain import Explainer
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.reports import Reports
@@ -20,6 +21,7 @@ class Handlers(NamedTuple):
     service: CacheService
     admin: Admin
     reports: Reports
+    explainer: Explainer
     probes: Probes
     metrics: Metrics
     stream: EventStream | None

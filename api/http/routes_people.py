@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -135,6 +135,7 @@ async def stats(request: Request) -> Response:
 _list(
     c.NAMESPACES, "pool", "list_namespaces", "Manifests that engines have attached with", Reports.namespaces,
 )
+RequestId = Annotated[str, PathParameter(alias="request", max_length=256, description="As the engine names it")]
 Begins = Annotated[str, Query(alias="request", max_length=256, description="How the ids of requests begin")]
 
 
@@ -175,6 +176,16 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
         follows=follow,
     )
     return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+
+
+@_route(
+    c.EXPLAIN, "pool", "Why a request found what it found",
+    "The latest request of that id: what its lookups found, where the prefix ends and why, what loading took, and what "
+    "its engine told of it. As long as `GET /v1/requests` has it.",
+    errors=("unknown_request", "bad_argument"), name="explain",
+)
+async def explain(request: Request, request_id: RequestId) -> Response:
+    return answer(handlers_of(request).explainer.explain(peer_of_call(request), request_id))
 
 
 @_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")

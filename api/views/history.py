@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from kvdock.protocol.explain import Break
 from kvdock.protocol.reports import PoolView, RequestView, Series, Stats, TierView
 
 
@@ -168,12 +170,22 @@ class History:
         return Stats(interval_s=self._interval_s, age_s=max(0.0, now_s - self._sampled_at_s), series=series)
 
 
+@dataclass(slots=True)
+class Detail:
+    """What a request's explanation has beyond its view."""
+
+    namespace: bytes
+    broke: Break | None = None
+    loaded_us: int | None = None
+    """From a lookup's answer until its ranks had read all that it got."""
+
+
 class RecentRequests:
     """The most recent lookups and stores, newest first, and what engines told of requests."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._ring: deque[tuple[str, RequestView]] = deque()
+        self._ring: deque[tuple[str, RequestView, Detail]] = deque()
         """With the tenant of each."""
         self._count = 0
         """How many were added: the newest has this number, and numbers are the cursors of pages."""
@@ -182,11 +194,11 @@ class RecentRequests:
         self._told: dict[tuple[str, str], RequestView] = {}
         """By session and request, the newest of the ring that has one."""
 
-    def add(self, tenant: str, request: RequestView) -> None:
+    def add(self, tenant: str, request: RequestView, detail: Detail) -> None:
         if len(self._ring) == self._keep:
             self._forget(self._ring.pop()[1])
         self._count += 1
-        self._ring.appendleft((tenant, request))
+        self._ring.appendleft((tenant, request, detail))
         if request.outcome is not None:
             self._told[_name(request)] = request
         elif request.kind == "lookup":
@@ -201,7 +213,7 @@ class RecentRequests:
             if not self._untold[name]:
                 del self._untold[name]
 
-    def tell(self, tenant: str, ended: RequestView) -> None:
+    def tell(self, tenant: str, ended: RequestView, detail: Detail) -> None:
         """`ended` has the outcome of a request: its lookups get it. If there are none, it is a row of its own, unless
         it was told before."""
         name = _name(ended)
@@ -210,7 +222,7 @@ class RecentRequests:
             lookup.outcome = ended.outcome
             self._told[name] = lookup
         if not lookups and (name not in self._told or self._told[name].outcome != ended.outcome):
-            self.add(tenant, ended)
+            self.add(tenant, ended, detail)
 
     def view(
         self, limit: int, cursor: int, sees: Callable[[str], bool], request: str = ""
@@ -219,12 +231,18 @@ class RecentRequests:
         with `request`; and the cursor of the next page."""
         start = max(0, self._count - cursor) if cursor else 0
         shown: list[RequestView] = []
-        for at, (tenant, one) in enumerate(islice(self._ring, start, None), start):
+        for at, (tenant, one, _) in enumerate(islice(self._ring, start, None), start):
             if sees(tenant) and one.request.startswith(request):
                 if len(shown) == limit:
                     return shown, str(self._count - at)
                 shown.append(one)
         return shown, None
+
+
+    def named(self, request: str, sees: Callable[[str], bool], most: int) -> list[tuple[RequestView, Detail]]:
+        """Those of one request, newest first."""
+        found = ((one, detail) for tenant, one, detail in self._ring if one.request == request and sees(tenant))
+        return list(islice(found, most))
 
 
 def _name(request: RequestView) -> tuple[str, str]:

@@ -12,7 +12,8 @@ from kvdock._core import Lookup as Found, Reservation as Granted, Table
 from kvdock.api.convert import grant_text
 from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import Recent, SessionRecord
-from kvdock.api.views.history import TABLE_COUNTERS, Counters, RecentRequests
+from kvdock.api.views.breaks import break_of
+from kvdock.api.views.history import TABLE_COUNTERS, Counters, Detail, RecentRequests
 from kvdock.protocol import events as e
 from kvdock.protocol.outcomes import view_of
 from kvdock.protocol.reports import RequestView
@@ -29,6 +30,8 @@ class _Open:
     chunks: int
     bytes: int
     began_ns: int
+    detail: Detail | None = None
+    """The lookup's."""
     published: int = 0
     """Chunks."""
     has_ended: bool = False
@@ -39,14 +42,15 @@ class Tally:
 
     def __init__(
         self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, *, keep: int,
-        perf_ns: Callable[[], int], wall_s: Callable[[], float],
+        perf_ns: Callable[[], int], wall_s: Callable[[], float], server_ms: Callable[[], int],
     ) -> None:
-        """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them."""
+        """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them; `server_ms`:
+        the table's clock."""
         self.counters = counters
         self.recent = recent
         self.now_ns = perf_ns
         self._table = table
-        self._wall_s, self._bus = wall_s, bus
+        self._wall_s, self._server_ms, self._bus = wall_s, server_ms, bus
         self._lookups: Recent[tuple[int, bytes, int], int] = Recent(keep)
         """(session, request, epoch) → number of chunks already counted as loaded."""
         self._stores: Recent[int, _Open] = Recent(keep)
@@ -84,27 +88,35 @@ class Tally:
         counters.loaded_bytes += loaded_bytes
         self._lookups.put(key, max(before, chunks))
         now_ns = self.now_ns()
-        if found.lease and chunks > before:
-            self._leased(session, body.request, found.lease, chunks - before, loaded_bytes, now_ns)
         if counted is not None:
+            self._leased(session, body.request, found.lease, chunks - before, loaded_bytes, now_ns)
             return
         took_us = (now_ns - started_ns) // 1000
-        self.recent.add(session.tenant, RequestView(
+        row = RequestView(
             at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
             tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
-        ))
+        )
+        detail = Detail(
+            session.namespace.digest, break_of(self._table, session, keys, found, self._server_ms())
+        )
+        self.recent.add(session.tenant, row, detail)
         if self._bus.wants(e.LookedUp):
             self._bus.publish(e.LookedUp(
                 **session.who, request=body.request, tokens=tokens,
                 hit_tokens=found.hit_tokens, took_us=took_us,
             ))
+        self._leased(session, body.request, found.lease, chunks, loaded_bytes, now_ns, detail)
 
     def _leased(
-        self, session: SessionRecord, request: str, lease: int, chunks: int, bytes_added: int, now_ns: int
+        self, session: SessionRecord, request: str, lease: int, chunks: int, bytes_added: int, now_ns: int,
+        detail: Detail | None = None,
     ) -> None:
+        """`chunks`: those that are new."""
+        if not lease or chunks <= 0:
+            return
         known = self._leases.get(lease)
         if known is None:
-            self._leases.put(lease, _Open(request, chunks, bytes_added, now_ns))
+            self._leases.put(lease, _Open(request, chunks, bytes_added, now_ns, detail))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
         if self._bus.wants(e.Leased):
@@ -119,11 +131,14 @@ class Tally:
         if known is None or known.has_ended:
             return
         known.has_ended = True
+        took_us = (self.now_ns() - known.began_ns) // 1000
+        if known.detail is not None:
+            known.detail.loaded_us = took_us
         if self._bus.wants(e.Loaded):
             self._bus.publish(e.Loaded(
                 **session.who, request=known.name,
                 lease=grant_text(lease), chunks=known.chunks, bytes=known.bytes,
-                took_us=(self.now_ns() - known.began_ns) // 1000,
+                took_us=took_us,
             ))
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
@@ -152,7 +167,7 @@ class Tally:
             at=self._wall_s(), kind="store", session=session.id, label=session.label, request=body.store,
             tokens=tokens, hit_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
             took_us=(now_ns - started_ns) // 1000,
-        ))
+        ), Detail(session.namespace.digest))
         if self._bus.wants(e.Reserved):
             self._bus.publish(e.Reserved(
                 **session.who, store=body.store,
@@ -195,4 +210,4 @@ class Tally:
                 at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
                 tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
                 outcome=view_of(outcome),
-            ))
+            ), Detail(session.namespace.digest))

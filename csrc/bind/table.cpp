@@ -295,6 +295,13 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a)
       .def("hold", call(&Table::hold), "session"_a, "member"_a, "request"_a, "keys"_a, "now_ms"_a)
       .def("peek", call(&Table::peek), "namespace"_a, "keys"_a)
+      .def("chunks_in", call(&Chunks::chunks_in), "namespace"_a)
+      .def("gone", [](BoundTable& t, uint32_t space, const Key& key) {
+        std::optional<Departure> found = call(&Table::departure)(t, space, key);
+        using Told = std::tuple<const char*, uint64_t, uint64_t>;
+        return found ? std::optional<Told>({kGoneNames[static_cast<size_t>(found->why)], found->at_ms, found->used_ms})
+                     : std::nullopt;
+      }, "namespace"_a, "key"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)
       .def("mismatch", call(&Table::mismatch), "session"_a, "grant"_a, "chunks"_a)

@@ -41,6 +41,7 @@ void Chunks::drop_idle(const std::vector<bool>& used) {
     if (has_records || used[space]) continue;
     spaces_.drop(space);
     changes_.forget(space);
+    departures_.forget(space);
   }
 }
 
@@ -343,14 +344,14 @@ void Chunks::unpinned(uint32_t id) {
   if (r.state() == RecordState::kQuarantined) return free_record(id);
   // A temporary chunk goes with its last reader, unless a second request has hit it.
   if (r.state() == RecordState::kReady && r.temporary && r.temp_seen != 0 && r.temp_seen != kTempKept)
-    return take_out(id);
+    return take_out(id, Gone::read);
   offer(id);
 }
 
 // READY or RESERVED → nobody finds the record from now on.
-void Chunks::take_out(uint32_t id) {
+void Chunks::take_out(uint32_t id, Gone why) {
   const Record& r = record(id);
-  if (r.state() == RecordState::kReady) changes_.note(r.space, r.key, false);
+  if (r.state() == RecordState::kReady) note_gone(r, why);
   if (info_[id].kept) set_kept(id, 0);
   if (info_[id].priority != 0) set_wish(id, 0, 0);
   index_.forget(r.space, r.key, id);
@@ -424,6 +425,7 @@ uint64_t Chunks::retire_segment(uint32_t segment, uint32_t max_chunks) {
     KVDOCK_PAUSE("retire.begun");
     slots_.retire_segment(segment);
   }
+  cause_ = Gone::shrunk;
   for (uint32_t id : slots_.records_in(segment)) {
     if (max_chunks == 0) break;
     if (record(id).state() != RecordState::kReady || info_[id].pins || info_[id].kept) continue;

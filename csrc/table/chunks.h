@@ -17,6 +17,7 @@
 
 #include "base/huge_alloc.h"
 #include "table/change_log.h"
+#include "table/departures.h"
 #include "table/key_index.h"
 #include "table/leaf_lists.h"
 #include "table/namespaces.h"
@@ -58,6 +59,14 @@ class Chunks {
 
   Namespaces& namespaces() { return spaces_; }
   const ChangeLog& changes() const { return changes_; }
+  // Why lookups do not find the key any more.
+  std::optional<Departure> departure(uint32_t space, const Key& key) const { return departures_.find(space, key); }
+  void note_gone(const Record& r, Gone why) {
+    changes_.note(r.space, r.key, false);
+    departures_.note(r.space, r.key, why, r.last_used);
+  }
+  void set_now(uint64_t now_ms) { departures_.set_now(now_ms, header_.use_tick); }
+  uint32_t chunks_in(uint32_t space) const { return space < records_in_.size() ? records_in_[space] : 0; }
   const Counters& counters() const { return counters_; }
   const Sums& sums() const { return sums_; }
 
@@ -109,7 +118,7 @@ class Chunks {
   uint64_t held_bytes(uint32_t session) const { return session < held_by_.size() ? held_by_[session] : 0; }
 
   // -- the end of a record
-  void take_out(uint32_t id);
+  void take_out(uint32_t id, Gone why);
 
   // -- eviction, and what an administrator may do
   // The smallest of these: all free bytes; and, for each slot size that a store had to evict for since the last
@@ -254,6 +263,8 @@ class Chunks {
   uint64_t retained_bytes_ = 0;                           // of records with a priority above 0
   std::set<uint64_t> wanted_;  // slot sizes that stores had to make room for
   ChangeLog changes_;
+  Departures departures_;
+  Gone cause_ = Gone::room;  // of what is being evicted
   Counters counters_;
 };
 

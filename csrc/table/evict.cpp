@@ -13,7 +13,7 @@ void Chunks::evict_one(uint32_t id) {
   else policy_->evicted(went, header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
-  take_out(id);
+  take_out(id, cause_);
   ++counters_.evicted_chunks;
   next_.reset();
 }
@@ -62,6 +62,7 @@ std::optional<Choice> Chunks::first_duplicate(F&& first) {
 
 // A duplicate, if there is one: it is worth nothing until its request ends.
 std::optional<Choice> Chunks::least(uint32_t shape) {
+  cause_ = Gone::room;  // a store has no record
   if (auto c = first_duplicate([&] { return duplicates_.first_of_shape(shape); })) return c;
   for (auto& [priority, leaves] : evictions_)
     if (auto c = least_in(priority, leaves, shape)) return c;
@@ -104,6 +105,7 @@ bool Chunks::evict_for(uint64_t bytes) {
 }
 
 bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
+  cause_ = Gone::room;
   wanted_.insert(round_slot(bytes));
   return evict_for(bytes) || evict_self_naming_chain(bytes, chunk);
 }
@@ -149,6 +151,7 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 // The tenant's leaf that is worth least, of the lowest priority that it has; one that an administrator keeps only if
 // there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
+  cause_ = Gone::quota;
   std::optional<Choice> c = first_duplicate([&] { return duplicates_.first_of_tenant(tenant); });
   for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)
     c = it->second.of_tenant(tenant, *policy_, header_.use_tick);
@@ -187,6 +190,7 @@ uint64_t Chunks::room_bytes() const {
 
 // First for the sizes that stores had to make room for: what is free elsewhere is of no use to them.
 uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
+  cause_ = Gone::ahead;
   stale_left_ = kMostStale;
   uint64_t until = counters_.evicted_chunks + max_chunks, before = counters_.evicted_chunks;
   while (counters_.evicted_chunks < until) {
@@ -258,7 +262,7 @@ Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
     if (budget-- == 0) return {taken, id};
     const Record& r = record(id);
     if (r.state() != RecordState::kReady || (space >= 0 && r.space != space)) continue;
-    take_out(id);
+    take_out(id, Gone::cleared);
     ++taken;
   }
   return {taken, -1};

@@ -209,7 +209,7 @@ void Grants::close_reservation(Grant& g) {
   for_each_line(g, [&](const Line& line) {
     if (!chunks_.names_live(line) || chunks_.record(line.record).state() != RecordState::kReserved) return;
     ++aborted_chunks_;
-    chunks_.take_out(line.record);
+    chunks_.take_out(line.record, Gone::deleted);  // it was never found
   });
 }
 

@@ -78,7 +78,7 @@ uint32_t Table::drop_unread(uint32_t space, const std::vector<Key>& keys) {
     const Record& r = chunks_.record(e->ready);
     if (r.temporary && r.temp_seen == 0) ids.push_back(e->ready);
   }
-  return take_out(std::move(ids));
+  return take_out(std::move(ids), Gone::unread);
 }
 
 }  // namespace kvdock

@@ -122,6 +122,7 @@ LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& 
     throw TableError("skip_misaligned", "skip_prefix_tokens is not a multiple of the block size",
                      int64_t(call.skip_tokens), ns.block_tokens);
   Grant* g = current_lease(asker.session, call);
+  chunks_.set_now(now);
 
   Scan s = scan(space, call.keys);
   LookupResult out;

@@ -87,6 +87,7 @@ void Table::repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, 
 
 ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now) {
   Members::Asker asker = members_.asker(session, member);
+  chunks_.set_now(now);
   uint32_t space = members_.session(asker.session).space;
   ReserveResult out;
   if (Grant* g = grants_.of_request(asker.session, GrantKind::kReservation, call.store)) {

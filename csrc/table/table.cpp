@@ -96,6 +96,7 @@ void Table::leave(uint64_t member) {
 
 void Table::tick(uint64_t now) {
   region_.header.clock_ms = now;
+  chunks_.set_now(now);
   Members::Due due = members_.age(now, options_);
   chunks_.expire_kept(now);
   chunks_.expire_wishes(now);
@@ -177,17 +178,17 @@ uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32
     if (!wanted.count(line.index)) return;
     if (chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
   });
-  uint32_t taken = take_out(std::move(ids));
+  uint32_t taken = take_out(std::move(ids), Gone::mismatched);
   counters_.mismatches += taken;
   return taken;
 }
 
 // ---- administration
 
-uint32_t Table::take_out(std::vector<uint32_t> ids) {
+uint32_t Table::take_out(std::vector<uint32_t> ids, Gone why) {
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  for (uint32_t id : ids) chunks_.take_out(id);
+  for (uint32_t id : ids) chunks_.take_out(id, why);
   return static_cast<uint32_t>(ids.size());
 }
 
@@ -196,7 +197,7 @@ uint32_t Table::remove(uint32_t space, const std::vector<Key>& keys) {
   std::vector<uint32_t> ids;
   for (const Key& k : keys)
     if (const KeyEntry* e = chunks_.find(space, k); e && e->ready != kNone) ids.push_back(e->ready);
-  return take_out(std::move(ids));
+  return take_out(std::move(ids), Gone::deleted);
 }
 
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms) {

@@ -68,6 +68,10 @@ class Table {
   // them. It is no use of them. In the result a chunk without parts is not leased.
   LookupResult hold(uint64_t session, uint64_t member, const Id16& request, const std::vector<Key>& keys, uint64_t now);
   uint64_t peek(uint32_t space, const std::vector<Key>& keys);
+  std::optional<Departure> departure(uint32_t space, const Key& key) {
+    chunks_.namespaces().require(space);
+    return chunks_.departure(space, key);
+  }
   // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
   // learns that it missed something.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
@@ -151,7 +155,7 @@ class Table {
   static void require_one_checksum_each(std::vector<NewPart> parts);
   std::vector<NewPart> fresh_parts(const std::vector<Line>& lines, uint32_t rank, const std::vector<PartCommit>& parts);
   CommitResult publish_whole(Grant& g, const std::vector<Line>& lines, uint32_t rank, uint64_t now);
-  uint32_t take_out(std::vector<uint32_t> ids);  // returns how many distinct ones there were
+  uint32_t take_out(std::vector<uint32_t> ids, Gone why);  // returns how many distinct ones there were
 
   uint64_t session_room() const { return static_cast<uint64_t>(cap_bytes(options_.session_cap)); }
   uint64_t total_room() const { return static_cast<uint64_t>(cap_bytes(options_.total_cap)); }

@@ -11,7 +11,7 @@ import pytest
 from api_helpers import Engine, ServerProcess, attach, keys, post, raw, unique
 from paths import ROOT
 
-from kvdock.api.views.history import RecentRequests
+from kvdock.api.views.history import Detail, RecentRequests
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import MAX_OUTCOMES, REASONS, Outcome, view_of
@@ -130,6 +130,9 @@ def test_the_list_stays_as_long_as_it_is_whatever_engines_tell() -> None:
         assert len(views) == 50 and {view.kind for view in views} == {"ended"}
 
 
+NO_DETAIL = Detail(bytes(32))
+
+
 def view(request: str, kind: Any = "lookup", outcome: Outcome | None = None) -> RequestView:
     return RequestView(
         at=0.0, kind=kind, session="s", label="", request=request, tokens=0, hit_tokens=0, chunks=0, bytes=0,
@@ -145,11 +148,11 @@ def test_nothing_is_remembered_of_requests_that_are_not_listed_any_more() -> Non
         for number in range(300):
             name = f"{seed}-{number}"
             for _ in range(number % 3):
-                recent.add("", view(name))
-            recent.add("", view(f"{name}-store", "store"))
+                recent.add("", view(name), NO_DETAIL)
+            recent.add("", view(f"{name}-store", "store"), NO_DETAIL)
             if number % 2:
-                recent.tell("", view(name, "ended", told(name)))
-            recent.tell("", view("the same", "ended", told("the same", why=f"w{number % 5}")))
+                recent.tell("", view(name, "ended", told(name)), NO_DETAIL)
+            recent.tell("", view("the same", "ended", told("the same", why=f"w{number % 5}")), NO_DETAIL)
 
     round_of(0)
     tracemalloc.start()

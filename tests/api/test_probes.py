@@ -293,11 +293,12 @@ def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiven
     """Ids of this server for what examples call by other names; each call gets a lease and a reservation."""
     chain = examples.KEYS
     engine.store(chain, store=unique("s"))
-    lease = engine.lookup(chain, request=unique("r")).lease
+    request = unique("r")
+    lease = engine.lookup(chain, request=request).lease
     granted = engine.reserve(keys(1, unique("new")), store=unique("s"))
     return {
         "SESSION": engine.session, "MEMBER": engine.member, "INSTANCE": unique("engine"), "LEASE": str(lease),
-        "RESERVATION": str(granted.reservation), "LOCK_OFFSET": str(liveness.offset),
+        "REQUEST": request, "RESERVATION": str(granted.reservation), "LOCK_OFFSET": str(liveness.offset),
         "NAMESPACE": engine.attached.namespace, "SOCKET": server.unix.removeprefix("unix:"),
     }
 

@@ -1,0 +1,104 @@
+// Why lookups have ceased to find chunks, and when: what people ask when a request missed.
+//
+// Ownership: it is lost with the process.
+// Invariant: the latest kKept departures are known, each by its key.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "table/layout.h"
+
+namespace kvdock {
+
+// room: a store needed its slot. ahead: the pool had too little free. quota: its tenant's. shrunk: its segment was
+// given back. cleared, deleted: an operator said so. mismatched: a reader found other bytes. unread: it was loaded from
+// a lower tier for a request that has gone. read: for one that has read it.
+enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read };
+constexpr const char* kGoneNames[] = {
+    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read"};
+
+struct Departure {
+  Key key;
+  uint32_t space;
+  Gone why;
+  uint64_t at_ms, used_ms;  // on the server clock; when a request last named it, 0 if that is not known
+};
+
+class Departures {
+ public:
+  static constexpr uint32_t kKept = 1 << 16;
+
+  // The server clock, from calls that have it; and how far uses were counted by then.
+  void set_now(uint64_t now_ms, uint64_t use_tick) {
+    now_ms_ = std::max(now_ms_, now_ms);
+    if (!uses_.empty() && now_ms_ < uses_.back().ms + kUseMs) return;
+    uses_.push_back({use_tick, now_ms_});
+    if (uses_.size() > kUses) uses_.pop_front();
+  }
+
+  void note(uint32_t space, const Key& key, Gone why, uint64_t used_tick) {
+    Departure departure{key, space, why, now_ms_, used_at(used_tick)};
+    auto at = static_cast<uint32_t>(next_ % kKept);
+    if (kept_.size() < kKept) {
+      kept_.push_back(departure);
+    } else {
+      drop(at);
+      kept_[at] = departure;
+    }
+    latest_[hash(space, key)] = at;
+    ++next_;
+  }
+
+  // The latest of that key, if it is known. Keys are digests, so eight bytes of one find it.
+  std::optional<Departure> find(uint32_t space, const Key& key) const {
+    auto it = latest_.find(hash(space, key));
+    if (it == latest_.end()) return std::nullopt;
+    const Departure& found = kept_[it->second];
+    return found.space == space && found.key == key ? std::optional(found) : std::nullopt;
+  }
+
+  // Call it before another namespace gets the number `space`.
+  void forget(uint32_t space) {
+    for (uint32_t at = 0; at < kept_.size(); ++at) {
+      if (kept_[at].space != space) continue;
+      drop(at);
+      kept_[at].space = kNone;
+    }
+  }
+
+ private:
+  struct Use {
+    uint64_t tick, ms;
+  };
+  static constexpr uint64_t kUseMs = 1000;
+  static constexpr size_t kUses = 1 << 14;  // some four hours
+
+  static uint64_t hash(uint32_t space, const Key& key) {
+    uint64_t word;
+    std::memcpy(&word, key.bytes, sizeof word);
+    return word ^ (uint64_t{space} << 40);
+  }
+
+  void drop(uint32_t at) {
+    auto it = latest_.find(hash(kept_[at].space, kept_[at].key));
+    if (it != latest_.end() && it->second == at) latest_.erase(it);
+  }
+
+  uint64_t used_at(uint64_t tick) const {
+    auto is_before = [](const Use& use, uint64_t t) { return use.tick < t; };
+    auto it = std::lower_bound(uses_.begin(), uses_.end(), tick, is_before);
+    return it == uses_.end() ? now_ms_ : it == uses_.begin() && it->tick > tick ? 0 : it->ms;
+  }
+
+  uint64_t now_ms_ = 0, next_ = 0;
+  std::vector<Departure> kept_;
+  std::unordered_map<uint64_t, uint32_t> latest_;  // by hash: where in kept_
+  std::deque<Use> uses_;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,220 @@
+"""Why a request missed: each reason is caused in a real server, and read where people read it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import MIB, ServerProcess, access_file, attach, eventually, keys, raw
+
+from kvdock.api.access.issue import entry
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, PatchConfig, Quota
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.explain import BREAKS, Break, Explanation
+from kvdock.protocol.outcomes import Outcome
+
+LARGE = (s.Group(part_bytes=MIB),)
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix) as made:
+        yield made
+
+
+def broken(client: Client, request: str) -> Break:
+    """Where the only lookup of the request ended."""
+    (story,) = client.explain(request).lookups
+    assert story.broke is not None and story.broke.in_words == BREAKS[story.broke.why]
+    assert story.broke.at_tokens == story.hit_tokens
+    return story.broke
+
+
+def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
+    engine = attach(client, label="engine A")
+    chain = keys(4)
+    engine.store(chain)
+    found = engine.lookup(chain, "r1")
+    engine.release(found.lease, 0)
+    engine.heartbeat(outcomes=[Outcome(
+        request="r1", prompt_tokens=70, local_tokens=16, found_tokens=64, loaded_tokens=48, why="load_failed"
+    )])
+    said = client.explain("r1")
+    (story,) = said.lookups
+    assert (story.tokens, story.hit_tokens, story.chunks, story.bytes, story.broke) == (64, 64, 4, 65536, None)
+    assert story.loaded_us is not None and story.loaded_us > 0 and story.engine == "engine A"
+    assert said.outcome is not None and said.outcome.loaded_tokens == 48 and said.model == "test-model"
+    text = "\n".join(said.sentences)
+    assert "engine A asked for 64 tokens, and the server had the first 64 of them" in text
+    assert "4 chunks (64.0 KiB)" in text and "Not more were loaded: not all of a load came." in text
+    assert "of 70 prompt tokens the engine's own cache had 16, and 48 were loaded" in text
+    engine.close()
+
+
+def test_what_was_never_there_and_the_namespace_that_has_some(client: Client) -> None:
+    engine = attach(client, kv_dtype="bfloat16", cache_salt="a secret")
+    other = attach(client, kv_dtype="float8_e4m3fn", cache_salt="another secret")
+    other.store(keys(2))
+    engine.lookup(keys(2), "r1")
+    said = client.explain("r1")
+    assert broken(client, "r1").why == "unknown" and said.nearest is not None
+    assert said.nearest.namespace == other.attached.namespace
+    assert said.nearest.differs == {"kv_dtype": ["bfloat16", "float8_e4m3fn"], "cache_salt": ["hidden", "hidden"]}
+    assert "kv_dtype: 'bfloat16' here, 'float8_e4m3fn' there" in said.sentences[-1]
+    assert "secret" not in json.dumps(said.sentences)
+    engine.close()
+    other.close()
+
+
+def test_what_stores_pushed_out(client: Client) -> None:
+    engine = attach(client, groups=LARGE)
+    chain = keys(2, "old")
+    engine.store(chain)
+    engine.release(engine.lookup(chain, "before").lease, 0)
+    time.sleep(2.1)  # uses are dated to the second
+    for number in range(20):
+        engine.store(keys(1, f"other {number}"))
+    engine.lookup(chain, "r1")
+    broke = broken(client, "r1")
+    assert broke.why == "room" and broke.at_tokens in (0, 16)
+    assert broke.gone_s is not None and broke.gone_s < 60
+    assert broke.unused_s is not None and 0.5 < broke.unused_s < 60
+    assert "evicted to make room for a store" in client.explain("r1").sentences[1]
+    engine.close()
+
+
+def test_what_was_evicted_ahead() -> None:
+    with ServerProcess(pool_bytes=8 * MIB, segment_bytes=8 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client, groups=LARGE)
+        for number in range(6):
+            engine.store(keys(1, f"{number}"))
+        client.configure(PatchConfig(high_water=0.9, low_water=0.8))
+        eventually(lambda: client.status().counters["evicted_chunks"] >= 5)
+        engine.lookup(keys(1, "0"), "r1")
+        assert broken(client, "r1").why == "ahead"
+        engine.close()
+
+
+def test_what_went_with_its_segment() -> None:
+    with ServerProcess(pool_bytes=8 * MIB, segment_bytes=4 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client, groups=LARGE)
+        for number in range(6):
+            engine.store(keys(1, f"{number}"))
+        client.configure(PatchConfig(pool_bytes=4 * MIB))
+        eventually(lambda: client.status().pool.segments == 1)
+        for number in range(6):
+            engine.lookup(keys(1, f"{number}"), f"r{number}")
+        stories = [client.explain(f"r{number}").lookups[0] for number in range(6)]
+        why = [story.broke.why for story in stories if story.broke is not None]
+        assert why and set(why) == {"shrunk"}
+        engine.close()
+
+
+def test_what_a_quota_pushed_out(tmp_path: Path) -> None:
+    token = "tenant-token-" + "t" * 32
+    entries = [entry("team-a", token, ["engine"], "a")]
+    with (
+        ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server, Client(server.unix) as operator,
+        Client(server.unix, access_token=token) as client,
+    ):
+        operator.configure(PatchConfig(tenants={"a": Quota(chunks=2)}))
+        engine = attach(client)
+        for number in range(4):
+            engine.store(keys(1, f"{number}"))
+        engine.lookup(keys(1, "0"), "r1")
+        assert broken(client, "r1").why == "quota"
+        engine.close()
+
+
+def test_what_operators_took_and_what_was_damaged(client: Client) -> None:
+    engine = attach(client)
+    namespace = engine.attached.namespace
+    for why in ("deleted", "mismatched", "cleared"):
+        engine.store(keys(2, why))
+        if why == "deleted":
+            client.delete(DeleteChunks(namespace=namespace, keys=keys(2, why)[1:]))
+        elif why == "cleared":
+            client.clear(ClearCache(namespace=namespace))
+        else:
+            lease = engine.lookup(keys(2, why), "reads").lease
+            assert lease is not None
+            client.mismatch(s.ReportMismatch(session=engine.session, lease=lease, chunks=[1]))
+            engine.release(lease, 0)
+        engine.lookup(keys(2, why), why)
+        broke = broken(client, why)
+        assert (broke.why, broke.at_tokens) == (why, 0 if why == "cleared" else 16)
+    engine.close()
+
+
+def test_what_another_engine_is_storing(client: Client) -> None:
+    engine, other = attach(client), attach(client)
+    granted = other.reserve(keys(3))
+    engine.lookup(keys(3), "r1")
+    assert broken(client, "r1").why == "being_stored"
+    other.commit(granted)
+    engine.close()
+    other.close()
+
+
+def test_what_a_cap_or_page_locking_held_back() -> None:
+    with ServerProcess(session_cap=0.2) as server, Client(server.unix) as client:
+        engine = attach(client, groups=LARGE)
+        for number in range(8):
+            engine.store(keys(1, f"{number}"))
+        chain = keys(5, "long")
+        for at in range(len(chain)):
+            engine.store(chain[: at + 1])
+        engine.lookup(chain, "r1")
+        broke = broken(client, "r1")
+        assert broke.why == "held_bytes" and broke.at_tokens == 3 * 16
+        engine.close()
+    with ServerProcess(pool_bytes=8 * MIB, segment_bytes=4 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client, groups=LARGE)
+        for number in range(5):
+            engine.store(keys(1, f"{number}"))
+        engine.heartbeat(pinned_through=1)
+        engine.lookup(keys(1, "4"), "r1")
+        assert broken(client, "r1").why == "pinning"
+        engine.close()
+
+
+def test_a_request_that_is_not_known_is_refused_by_name(client: Client) -> None:
+    with pytest.raises(ApiError) as refused:
+        client.explain("nobody's")
+    assert (refused.value.code, refused.value.found) == ("unknown_request", "nobody's")
+
+
+def test_a_tenant_explains_only_its_own(tmp_path: Path) -> None:
+    tokens = {name: f"{name}-token-" + "t" * 32 for name in "ab"}
+    entries = [entry(name, token, ["engine"], name) for name, token in tokens.items()]
+    with ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server:
+        with Client(server.unix, access_token=tokens["a"]) as client:
+            engine = attach(client)
+            engine.lookup(keys(1), "of a")
+            assert client.explain("of a").lookups
+            engine.close()
+        for token, status in ((tokens["a"], 200), (tokens["b"], 404)):
+            asked = {"Authorization": f"Bearer {token}"}
+            assert raw(server.http, "GET", "/v1/requests/of%20a/explain", headers=asked)[0] == status
+
+
+def test_the_latest_of_an_id_is_explained_with_what_it_stored(client: Client) -> None:
+    engine = attach(client)
+    engine.lookup(keys(2), "r")
+    engine.lookup(keys(2), "r", epoch=1)
+    engine.store(keys(2), store="r")
+    said: Explanation = client.explain("r")
+    assert len(said.lookups) == 2 and said.lookups[0].at <= said.lookups[1].at
+    assert "32 tokens were to be stored as r; 0 of them were there already." in said.sentences
+    engine.close()

@@ -52,13 +52,16 @@ class Served:
 
 
 class MooncakeServers:
-    """`client_ttl_s`: a client that is silent for so long is taken for gone."""
+    """`client_ttl_s`: a client that is silent for so long is taken for gone. `peer_bytes`: what the peer keeps.
+    `more`: arguments of the master, the last of a name counts."""
 
-    def __init__(self, folder: Path, client_ttl_s: int = 2) -> None:
+    def __init__(
+        self, folder: Path, client_ttl_s: int = 2, peer_bytes: int = PEER_BYTES, *more: str
+    ) -> None:
         if importlib.util.find_spec("mooncake") is None:
             # .ci/run installs it, and fails where a test skips itself.
             pytest.skip("the package mooncake-transfer-engine-non-cuda is not installed")
-        self._folder, self._client_ttl_s = folder, client_ttl_s
+        self._folder, self._client_ttl_s, self._peer_bytes, self._more = folder, client_ttl_s, peer_bytes, more
         self._client: Any = None
         self._program = _master_program()
         self.port, self._metrics_port = _free_ports(2)
@@ -66,18 +69,18 @@ class MooncakeServers:
         self.start_peer()
 
     def start_master(self) -> None:
-        """It evicts nothing: by itself it does so once after it was full, although there is room again by then, and
-        what a later test has stored is what goes."""
+        """It evicts nothing unless `more` says so: by itself it does so once after it was full, although there is room
+        again by then, and what a later test has stored is what goes."""
         self.master = Served([
             str(self._program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}", "--metrics_host=127.0.0.1",
             f"--metrics_port={self._metrics_port}", f"--client_ttl={self._client_ttl_s}",
             "--put_start_discard_timeout_sec=2", "--eviction_ratio=0", "--eviction_high_watermark_ratio=1",
-            "--logtostderr",
+            "--logtostderr", *self._more,
         ], self._folder / "master.log")
         eventually(lambda: _listens(self.port))
 
     def start_peer(self) -> None:
-        arguments = [sys.executable, str(SUPPORT / "mooncake_peer.py"), f"127.0.0.1:{self.port}", str(PEER_BYTES)]
+        arguments = [sys.executable, str(SUPPORT / "mooncake_peer.py"), f"127.0.0.1:{self.port}", str(self._peer_bytes)]
         self.peer = Served(arguments, self._folder / "peer.log")
         assert self.peer.first_line() == b"0\n"
 

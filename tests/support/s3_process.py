@@ -1,25 +1,70 @@
-"""An S3 server (moto's) for tests: `python s3_process.py PORT FLAG`. While the file FLAG is there it takes no data."""
+"""An S3 server (moto's) for tests: `python s3_process.py PORT FULL HALF LIMIT`.
+
+While the file FULL is there it takes no data. While HALF is there it sends one half of what it is asked for, and the
+other half once the file is gone. Beyond LIMIT bytes of objects it deletes what was stored first, as a rule of a bucket
+would; 0: no limit.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
+from werkzeug.test import Client, EnvironBuilder
+
+LEAST_HALVED = 4096
+"""Answers with fewer bytes come whole."""
 
 
-def main(port: int, flag: Path) -> None:
-    s3 = DomainDispatcherApplication(create_backend_app)
+class Kept:
+    """What was stored, oldest first, and how much it is."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes, self._lock = limit_bytes, threading.Lock()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+
+    def beyond(self, path: str, size: int) -> list[str]:
+        """What has to go after this was stored."""
+        with self._lock:
+            self._sizes.pop(path, None)
+            self._sizes[path] = size
+            gone = []
+            while self._limit_bytes and sum(self._sizes.values()) > self._limit_bytes:
+                gone.append(self._sizes.popitem(last=False)[0])
+            return gone
+
+
+def halved(body: bytes, half: Path) -> Iterator[bytes]:
+    yield body[: len(body) // 2]
+    while half.exists():
+        time.sleep(0.01)  # the test takes it away
+    yield body[len(body) // 2 :]
+
+
+def main(port: int, full: Path, half: Path, limit_bytes: int) -> None:
+    s3, kept = DomainDispatcherApplication(create_backend_app), Kept(limit_bytes)
 
     def limited(environ: dict[str, Any], answer: Any) -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] == "PUT" and flag.exists():
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        size = int(environ.get("CONTENT_LENGTH") or 0)
+        if environ["REQUEST_METHOD"] == "PUT" and full.exists():
+            environ["wsgi.input"].read(size)
             answer("507 Insufficient Storage", [("Content-Type", "text/plain")])
             return [b"full"]
         served: Iterable[bytes] = s3(environ, answer)
+        if environ["REQUEST_METHOD"] == "PUT":
+            for path in kept.beyond(environ["PATH_INFO"], size):
+                signed = [("Authorization", str(environ["HTTP_AUTHORIZATION"]))]
+                Client(s3).open(EnvironBuilder(path, method="DELETE", headers=signed))
+        if environ["REQUEST_METHOD"] == "GET" and half.exists():
+            body = b"".join(served)
+            return halved(body, half) if len(body) >= LEAST_HALVED else [body]
         return served
 
     server = make_server("127.0.0.1", port, limited, threaded=True)
@@ -28,4 +73,4 @@ def main(port: int, flag: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

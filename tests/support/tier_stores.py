@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from urllib.error import HTTPError
 
 from api_helpers import eventually
-from mooncake_servers import MooncakeServers
+from mooncake_servers import PEER_BYTES, MooncakeServers
 from mover_steps import HUNG
-from objects_subject import KEYS, S3Server
+from objects_subject import KEYS, S3Server, environment
 from redis_server import RedisServer
+from tier_helpers import patient
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.tiers import objects, redis
+from kvdock.tiers.mooncake import tier as mooncake
+from kvdock.tiers.record import HEADER_BYTES, PartName
+from kvdock.tiers.tier import Tier
 
 
 class Store(Protocol):
@@ -30,11 +36,25 @@ class Store(Protocol):
     def end(self) -> None: ...
 
 
+class SharedStore(Store, Protocol):
+    """What several servers use. `limit_bytes`: how much it keeps at most; 0: there is no limit."""
+
+    def open(self) -> Tier:
+        """As the mover of one more server does."""
+
+    def damage(self, name: PartName) -> None:
+        """Overwrites a byte of the part, if it is there."""
+
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+
+
 class RedisStore:
     name = "redis"
 
-    def __init__(self, folder: Path) -> None:
-        self._server = RedisServer(folder, str(folder / "sock"))
+    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
+        limit = ("maxmemory-policy allkeys-random", f"maxmemory {limit_bytes}") if limit_bytes else ()
+        self._server = RedisServer(folder, str(folder / "sock"), *limit)
         self.settings: dict[str, object] = {"redis_url": f"unix://{self._server.address}"}
         self.environment: dict[str, str] = {}
 
@@ -45,6 +65,15 @@ class RedisStore:
 
         with redis.Redis(unix_socket_path=str(self._server.address)) as client:
             yield client
+
+    def open(self) -> Tier:
+        return redis.open_tier(str(self.settings["redis_url"]), patient(), {})
+
+    def damage(self, name: PartName) -> None:
+        with self.client() as client:
+            at = HEADER_BYTES + 1
+            for byte in client.getrange(name.text(), at, at):
+                client.setrange(name.text(), at, bytes([byte ^ 1]))
 
     def stop(self) -> None:
         self._server.send(signal.SIGSTOP)
@@ -59,10 +88,21 @@ class RedisStore:
 class S3Store:
     name = "objects"
 
-    def __init__(self, folder: Path) -> None:
-        self._server = S3Server(folder)
+    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
+        self._server = S3Server(folder, limit_bytes)
         self.settings: dict[str, object] = {"objects_url": self._server.url}
         self.environment = KEYS
+
+    def open(self) -> Tier:
+        with environment(KEYS):
+            return objects.open_tier(self._server.url, patient())
+
+    def damage(self, name: PartName) -> None:
+        path = f"/a/prefix/{name.text()}"
+        with suppress(HTTPError):  # it is not there
+            data = bytearray(self._server.call("GET", path))
+            data[HEADER_BYTES + 1] ^= 1
+            self._server.call("PUT", path, bytes(data))
 
     def stop(self) -> None:
         self._server.send(signal.SIGSTOP)
@@ -79,10 +119,20 @@ class MooncakeStore:
 
     name = "mooncake"
 
-    def __init__(self, folder: Path) -> None:
-        self._servers = MooncakeServers(folder, client_ttl_s=600)
+    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
+        evicts = ("--eviction_ratio=0.1", "--default_kv_lease_ttl=100") if limit_bytes else ()
+        self._servers = MooncakeServers(folder, 600, limit_bytes or PEER_BYTES, *evicts)
         self.settings: dict[str, object] = {"mooncake_url": self._servers.url("stall_s=1&master_s=1")}
         self.environment: dict[str, str] = {}
+
+    def open(self) -> Tier:
+        return mooncake.open_tier(str(self.settings["mooncake_url"]), patient())
+
+    def damage(self, name: PartName) -> None:
+        if data := bytearray(self._servers.client.get(name.text())):
+            data[HEADER_BYTES + 1] ^= 1
+            self._servers.client.remove(name.text(), True)
+            self._servers.client.put(name.text(), bytes(data))  # unless a server has put it back already
 
     def stop(self) -> None:
         self._servers.peer.stop()
@@ -119,7 +169,7 @@ STORES = (DiskStore, *SHARED)
 
 
 @contextmanager
-def opened(kind: Callable[[Path], Store], folder: Path) -> Iterator[Store]:
+def opened(kind: Callable[[Path], AnyStore], folder: Path) -> Iterator[AnyStore]:
     store = kind(folder)
     try:
         yield store

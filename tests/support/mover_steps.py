@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ DOWN = ("down.asked", "down.held", "down.writing", "down.written")
 """Before and after chunks are leased, while they are written, and before the lease is released."""
 
 
-HUNG = "KVDOCK_TEST_HUNG"
+HUNG, LATE_STORE_S = "KVDOCK_TEST_HUNG", "KVDOCK_TEST_LATE_STORE_S"
+"""Variables of the mover's environment: see put_hangs()."""
 
 
 def stand(armed: Path, step: str) -> None:
@@ -67,14 +69,40 @@ def put_steps(armed: Path) -> None:
 
 
 def put_hangs(hung: Path) -> None:
-    """Reads of the disk tier do not return while the file `hung` is there."""
+    """Calls of the disk tier do not return while the file `hung` names their kind: "read", "write", "sync" (the index),
+    "stat", or "half": a read that hangs when half of it has come. LATE_STORE_S: how long a store may take."""
+    from kvdock.tiers.disk.folder import FolderLock
+    from kvdock.tiers.disk.index import Index
     from kvdock.tiers.disk.io import Io
+    from kvdock.tiers.mover import write_behind
+    from kvdock.tiers.tier import PAGE_BYTES
 
-    def wait(*_: object) -> None:
-        while hung.exists():
+    def hangs(kind: str) -> bool:
+        try:
+            return kind in hung.read_text().split()
+        except FileNotFoundError:
+            return False
+
+    def wait(kind: str, *_: object) -> None:
+        while hangs(kind):
             time.sleep(0.01)  # the test takes it away
 
-    around(Io, "read", before=wait)
+    read = Io.read
+
+    def read_half(io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+        if hangs("half"):
+            *others, last = buffers
+            read(io, fd, [*others, last[: len(last) // 2 // PAGE_BYTES * PAGE_BYTES]], offset)
+            wait("half")
+        return read(io, fd, buffers, offset)
+
+    vars_of: Any = Io
+    vars_of.read = read_half
+    for owner, name, kind in ((Io, "read", "read"), (Io, "write", "write"), (Index, "_many", "sync"),
+                              (FolderLock, "require", "stat")):
+        around(owner, name, before=partial(wait, kind))
+    if LATE_STORE_S in os.environ:
+        vars(write_behind)["BATCH_S"] = float(os.environ[LATE_STORE_S])
 
 
 def movers_of(server_pid: int) -> list[psutil.Process]:

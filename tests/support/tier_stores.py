@@ -145,17 +145,20 @@ class MooncakeStore:
 
 
 class DiskStore:
-    """Whose reads hang, as those of a mounted file system whose server is gone: the calls do not return."""
+    """Whose calls hang, as those of a mounted file system whose server is gone: they do not return."""
 
     name = "disk"
 
     def __init__(self, folder: Path) -> None:
-        self._hung = folder / "hung"
-        self.settings: dict[str, object] = {"disk_path": str(folder / "disk"), "disk_bytes": 256 << 20}
+        self._hung, self.folder = folder / "hung", folder / "disk"
+        self.settings: dict[str, object] = {"disk_path": str(self.folder), "disk_bytes": 256 << 20}
         self.environment = {HUNG: str(self._hung)}
 
-    def stop(self) -> None:
-        self._hung.touch()
+    def stop(self, kinds: str = "read") -> None:
+        """`kinds`: those of mover_steps.put_hangs()."""
+        new = self._hung.with_suffix(".new")
+        new.write_text(kinds)
+        new.rename(self._hung)
 
     def resume(self) -> None:
         self._hung.unlink()

@@ -36,12 +36,14 @@ R = TypeVar("R")
 
 LATE_S = 0.5
 """A call that has not returned so long after its deadline is a failure."""
+PROBE = "probe"
 MOST_FAILURES = 3
 """In a row: then the breaker opens."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 PROBE_S = 2.0
 SMOOTHING = 0.2
 """The share of the newest call in what is learnt of the tier's speed."""
+UNRETURNED = "a call does not return"
 FAIR_S = 0.04
 """What was given up sooner than this is no failure."""
 COUNTED = (
@@ -107,8 +109,8 @@ class Breaker:
         with self._lock:
             self._failures[kind] += 1
             self.why = why
-            if self._failures[kind] < MOST_FAILURES and not self.is_open:
-                return False
+            if self._failures[kind] < MOST_FAILURES if not self.is_open else kind != PROBE:
+                return False  # calls that began before it opened say nothing new, however late they end
             opens, self.is_open = not self.is_open, True
             self._until_s = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
@@ -120,11 +122,12 @@ class Breaker:
 
 
 @dataclass(eq=False)
-class _Load:
-    """One under way."""
+class _Call:
+    """One under way. `part`: one of those that it loads, if it is a load."""
 
-    parts: Sequence[ToLoad]
+    kind: str
     deadline: Deadline
+    part: ToLoad | None = None
     over_s: float | None = None
     """Since when it is seen to be late, or when it was last counted."""
 
@@ -142,10 +145,10 @@ class Lane:
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
-            for kind, threads in (("ask", 2), ("load", 4), ("store", 2), ("probe", 1))
+            for kind, threads in (("ask", 2), ("load", 4), ("store", 2), (PROBE, 1))
         }
         self._probe: Future[None] | None = None
-        self._loads: set[_Load] = set()
+        self._calls: set[_Call] = set()
         self._learnt_s = -MEASURE_S
         self._stored_last: list[tuple[PartName, int]] = []
         """MEASURED_BYTES of them, with their lengths."""
@@ -172,7 +175,7 @@ class Lane:
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
         self._require_closed()
-        found = self._guarded("store", lambda: self.tier.store(parts, deadline), _failure)
+        found = self._guarded(_Call("store", deadline), lambda: self.tier.store(parts, deadline), _failure)
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
@@ -204,21 +207,20 @@ class Lane:
             self._learn(done_bytes, took_s)
 
     def probe(self) -> None:
-        """Counts loads that do not return, and tries a tier that rests, if it is time, in the background."""
+        """Counts calls that do not return, and tries a tier that rests, if it is time, in the background."""
         now_s = self._clock()
-        with self._lock:
-            over = [load for load in self._loads if load.deadline.is_over and not self.breaker.is_open]
-        for load in over:
-            load.over_s = load.over_s or now_s
-            if now_s - load.over_s > LATE_S:
-                load.over_s = now_s  # and once more if it goes on
-                self._unloaded = load.parts[0]
-                self._fail("load", "a load does not return")
+        for call in [] if self.breaker.is_open else self._late():
+            if call.over_s is None:
+                call.over_s = now_s
+            if now_s - call.over_s > LATE_S:
+                call.over_s = now_s  # and once more if it goes on
+                self._unloaded = call.part or self._unloaded
+                self._fail(call.kind, UNRETURNED)
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
-                self._probe = self._pools["probe"].submit(self._try)
+                self._probe = self._pools[PROBE].submit(self._try)
             elif self._stored_last and now_s - self._learnt_s >= MEASURE_S and not self.breaker.is_open:
-                self._probe = self._pools["probe"].submit(self._measure)
+                self._probe = self._pools[PROBE].submit(self._measure)
 
     def close(self, deadline: Deadline) -> None:
         for pool in self._pools.values():
@@ -237,16 +239,22 @@ class Lane:
     def _call(self, kind: str, deadline: Deadline, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """Waits no longer than the deadline, and a little."""
         self._require_closed()
-        future = self._pools[kind].submit(self._guarded, kind, run, judge)
+        future = self._pools[kind].submit(self._guarded, _Call(kind, deadline), run, judge)
         try:
             return future.result(deadline.left_s + LATE_S)
         except TimeoutError:
-            if not future.cancel():
-                self._fail(kind, "a call does not return")
+            future.cancel()  # one that has begun is counted by probe()
             raise TierError(self.name, "it does not answer in time") from None
 
-    def _guarded(self, kind: str, run: Callable[[], R], judge: Callable[[R], str]) -> R:
+    def _late(self) -> list[_Call]:
+        with self._lock:
+            return [call for call in self._calls if call.deadline.is_over]
+
+    def _guarded(self, call: _Call, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """`judge`: why an answer is a failure all the same, or nothing."""
+        kind = call.kind
+        with self._lock:
+            self._calls.add(call)
         try:
             found = run()
         except StillRunning as error:
@@ -258,6 +266,9 @@ class Lane:
         except Exception as error:  # of the engine's library
             self._fail(kind, f"{type(error).__name__}: {error}")
             raise TierError(self.name, str(error)) from error
+        finally:
+            with self._lock:
+                self._calls.discard(call)
         if why := judge(found):
             self._fail(kind, why)
         else:
@@ -265,7 +276,6 @@ class Lane:
         return found
 
     def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
-        load = _Load(parts, deadline)
         try:
             self._require_closed()
             began_s = self._clock()
@@ -276,9 +286,7 @@ class Lane:
                 self._unloaded = parts[0] if why else self._unloaded
                 return why
 
-            with self._lock:
-                self._loads.add(load)
-            found = self._guarded("load", lambda: self.tier.load(parts, deadline), judge)
+            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
             done_bytes = 0
             for part, loaded in zip(parts, found, strict=True):
                 self.counters[f"load_{loaded.outcome.value}"] += 1
@@ -288,7 +296,6 @@ class Lane:
         finally:
             with self._lock:
                 self.loading_bytes -= bytes_wanted
-                self._loads.discard(load)
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)
@@ -308,7 +315,8 @@ class Lane:
 
         def read(part: ToLoad) -> bool:
             (found,) = self._guarded(
-                "load", lambda: self.tier.load([part], deadline), lambda found: _failure([found[0].outcome])
+                _Call("load", deadline, part), lambda: self.tier.load([part], deadline),
+                lambda found: _failure([found[0].outcome]),
             )
             return found.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == found.checksum
 
@@ -335,8 +343,10 @@ class Lane:
             why = str(error)
         if deadline.is_over:
             why = "it answers too late"
+        if any(call.kind == "store" for call in self._late()):  # nothing else tells whether it stores again
+            why = UNRETURNED
         if why:
-            self.breaker.failed("probe", why)
+            self.breaker.failed(PROBE, why)
             return
         self._unloaded = None
         self.breaker.close()

@@ -1,0 +1,197 @@
+"""When a tier is taken as off, and when it is used again: over a tier in memory that does what the test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from tier_helpers import Part, Parts, eventually
+
+from kvdock.tiers.mover.lanes import FIRST_REST_S, LATE_S, MOST_FAILURES, UNRETURNED, Lane
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
+
+
+class Clock:
+    """It stands still until the test moves it."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class MemoryTier:
+    """A load takes a second. `outcome`: of all that it is asked for. `hangs`: the verbs that do not return before
+    `goes_on` is set."""
+
+    name = "memory"
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.outcome, self.hangs, self.goes_on = Outcome.DONE, set[str](), threading.Event()
+
+    def _stands(self, verb: str) -> None:
+        if verb in self.hangs:
+            assert self.goes_on.wait(30.0)
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        self._stands("exists")
+        return [True] * len(names)
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        self._stands("load")
+        self._clock.now_s += 1.0
+        return [Loaded(self.outcome)] * len(parts)
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        self._stands("store")
+        return [self.outcome] * len(parts)
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.DONE] * len(names)
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, 0)
+
+    def close(self, deadline: Deadline) -> None:
+        self.goes_on.set()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(clock: Clock) -> MemoryTier:
+    return MemoryTier(clock)
+
+
+@pytest.fixture
+def lane(tier: MemoryTier, clock: Clock) -> Iterator[Lane]:
+    made = Lane(tier, clock=clock, lost=lambda error: None)
+    yield made
+    made.close(Deadline(1.0))
+
+
+@pytest.fixture
+def part(parts: Parts) -> Part:
+    return parts.make(4096)
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED])
+def test_answers_that_come_too_late_or_fail_take_a_tier_off(
+    lane: Lane, tier: MemoryTier, clock: Clock, part: Part, verb: str, outcome: Outcome
+) -> None:
+    tier.outcome = outcome
+    calls: dict[str, Callable[[], object]] = {
+        "load": lambda: lane.load([part.to_load()], Deadline(1.0)).result(30.0),
+        "store": lambda: lane.store([part.to_store()], Deadline(1.0)),
+    }
+    for _ in range(MOST_FAILURES):
+        calls[verb]()
+    assert lane.breaker.is_open and lane.counters["failures"] == MOST_FAILURES
+    tier.outcome = Outcome.DONE
+    tried(lane, clock)
+    calls[verb]()  # raises LaneOff if it is not used again
+
+
+def tried(lane: Lane, clock: Clock) -> None:
+    """A probe was made, and has ended."""
+    clock.now_s += 100.0
+    lane.probe()
+    probe = lane._probe
+    assert probe is not None
+    probe.result(30.0)
+
+
+@pytest.mark.parametrize("verb", ["exists", "load", "store"])
+def test_calls_that_do_not_return_take_a_tier_off(
+    lane: Lane, tier: MemoryTier, clock: Clock, part: Part, verb: str
+) -> None:
+    tier.hangs = {verb}
+    calls: dict[str, Callable[[], object]] = {
+        "exists": lambda: lane.exists([part.name], Deadline(0.0)),
+        "load": lambda: lane.load([part.to_load()], Deadline(0.0)).result(30.0),
+        "store": lambda: lane.store([part.to_store()], Deadline(0.0)),
+    }
+
+    def call() -> None:
+        try:
+            calls[verb]()
+        except TierError:
+            assert verb == "exists"  # which waits no longer
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    eventually(lambda: bool(lane._late()))
+    lane.probe()
+    seen = []
+    for _ in range(MOST_FAILURES):
+        clock.now_s += 2 * LATE_S
+        lane.probe()
+        seen.append(lane.breaker.is_open)
+    assert seen == [False] * (MOST_FAILURES - 1) + [True] and lane.breaker.why == UNRETURNED
+    tier.goes_on.set()
+    calling.join()
+    eventually(lambda: not lane._late())
+    tried(lane, clock)
+    assert not lane.breaker.is_open
+
+
+def test_a_tier_whose_store_does_not_return_stays_off(
+    lane: Lane, tier: MemoryTier, clock: Clock, part: Part
+) -> None:
+    tier.hangs = {"store"}
+    storing = threading.Thread(target=lambda: lane.store([part.to_store()], Deadline(0.0)))
+    storing.start()
+    eventually(lambda: bool(lane._late()))
+    for _ in range(MOST_FAILURES + 1):
+        clock.now_s += 2 * LATE_S
+        lane.probe()
+    assert lane.breaker.is_open
+    tried(lane, clock)
+    was_open = lane.breaker.is_open
+    tier.goes_on.set()
+    storing.join()
+    tried(lane, clock)
+    assert (was_open, lane.breaker.is_open) == (True, False)
+
+
+def test_calls_that_end_late_do_not_keep_a_tier_off(lane: Lane, tier: MemoryTier, clock: Clock, part: Part) -> None:
+    tier.hangs, tier.outcome = {"load"}, Outcome.LATE
+    loads = [lane.load([part.to_load()], Deadline(0.0)) for _ in range(4)]
+    eventually(lambda: len(lane._late()) == len(loads))
+    for _ in range(MOST_FAILURES):
+        lane.probe()
+        clock.now_s += 2 * LATE_S
+    assert lane.breaker.is_open
+    tier.goes_on.set()
+    for one in loads:
+        one.result(30.0)
+    tier.outcome = Outcome.DONE
+    clock.now_s += FIRST_REST_S
+    lane.probe()
+    eventually(lambda: not lane.breaker.is_open)
+
+
+def test_one_question_that_hangs_behind_others_does_not_take_a_tier_off(
+    lane: Lane, tier: MemoryTier, part: Part
+) -> None:
+    """Both threads are busy with what is not late yet."""
+    tier.hangs = {"exists"}
+    busy = [threading.Thread(target=lambda: lane.exists([part.name], Deadline(30.0))) for _ in range(2)]
+    for one in busy:
+        one.start()
+    for _ in range(MOST_FAILURES):
+        with pytest.raises(TierError):
+            lane.exists([part.name], Deadline(0.0))
+    assert not lane.breaker.is_open and lane.counters["failures"] == 0
+    tier.goes_on.set()
+    for one in busy:
+        one.join()

@@ -39,6 +39,8 @@ FRAME_BYTES = 4 << 20
 """So much of keys goes in one frame."""
 NEWS_S = 0.1
 """How late news may be for which nobody waits."""
+GRACE_S = 5.0
+"""So long after its wait a request may ask for what has come: an engine asks in its own time."""
 MOST_TICKETS = 4096
 """So many requests may wait at once; others compute."""
 MOST_KNOWN = 1 << 21
@@ -353,7 +355,7 @@ class TierDesk:
 
     def _end_late(self) -> None:
         now_s = self._now_s()
-        for number in [number for number, ticket in self._tickets.items() if ticket.until_s < now_s]:
+        for number in [number for number, ticket in self._tickets.items() if ticket.until_s + GRACE_S < now_s]:
             self._end(number, "expired")
 
     def _end(self, number: int, how: WaitOutcome, *, is_told: bool = False) -> None:

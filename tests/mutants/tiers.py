@@ -7,7 +7,8 @@ from .mutant import Mutant
 DISK = "tests/tiers/test_disk.py"
 LOG = "tests/tiers/test_disk_log.py"
 AHEAD = "tests/tiers/test_ahead.py"
-FROZEN = "tests/tiers/test_frozen.py"
+LANES = "tests/tiers/test_lanes.py"
+RANDOM = "tests/tiers/test_servers_at_random.py"
 SHARED = "tests/tiers/test_shared_stores.py"
 
 MUTANTS = (
@@ -60,12 +61,53 @@ MUTANTS = (
     Mutant(
         "L10", "answers that come too late are no failure", "tiers/mover/lanes.py",
         "if why := judge(found):", "if (why := judge(found)) and False:",
-        (FROZEN, "-k", "redis"), "test_a_store_that_stands_still_costs_the_wait_at_most_and_nothing_once_it_is_off",
+        (LANES,), "test_answers_that_come_too_late_or_fail_take_a_tier_off",
     ),
     Mutant(
-        "L11", "loads that do not return are no failure", "tiers/mover/lanes.py",
-        "            if now_s - load.over_s > LATE_S:\n", "            if False:\n",
-        (FROZEN, "-k", "disk"), "test_a_store_that_stands_still_costs_the_wait_at_most_and_nothing_once_it_is_off",
+        "L11", "calls that do not return are no failure", "tiers/mover/lanes.py",
+        "            if now_s - call.over_s > LATE_S:\n", "            if False:\n",
+        (LANES,), "test_calls_that_do_not_return_take_a_tier_off",
+    ),
+    Mutant(
+        "L12", "a tier whose store hangs is used again at once", "tiers/mover/lanes.py",
+        'if any(call.kind == "store" for call in self._late()):', "if False:",
+        (LANES,), "test_a_tier_whose_store_does_not_return_stays_off",
+    ),
+    Mutant(
+        "L13", "every call that ends late keeps a tier off for longer", "tiers/mover/lanes.py",
+        "else kind != PROBE:", "else False:",
+        (LANES,), "test_calls_that_end_late_do_not_keep_a_tier_off",
+    ),
+    Mutant(
+        "L14", "a slot is given back while a load may write to it", "tiers/mover/fetches.py",
+        "found = lane.load(loads, fetch.deadline).result()\n        except TierError:",
+        "found = lane.load(loads, fetch.deadline).result(fetch.deadline.left_s)\n"
+        "        except (TierError, TimeoutError):",
+        ("tests/tiers/test_frozen_midway.py", "-k", "disk"),
+        "test_a_store_that_freezes_in_the_midst_of_a_part_harms_nobody",
+    ),
+    Mutant(
+        "L15", "a server waits for a mover that hangs", "api/tiers/process.py",
+        "await asyncio.wait_for(process.wait(), self._drain_s + END_S)", "await process.wait()",
+        ("tests/tiers/test_hung_disk.py", "-k", "ends", "--timeout", "60"),
+        "test_a_server_whose_disk_hangs_ends_and_the_next_one_finds_what_was_stored",
+    ),
+    Mutant(
+        "L16", "bytes are not compared with their checksum", "tiers/mover/fetches.py",
+        "loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum",
+        "loaded.outcome is Outcome.DONE",
+        (RANDOM, "-k", "every_hit and redis"), "test_every_hit_is_what_was_stored_and_every_server_works_on",
+    ),
+    Mutant(
+        "L17", "a damaged part stays for other servers to find", "tiers/mover/fetches.py",
+        "                lane.delete([load.name])\n", "                pass\n",
+        (RANDOM, "-k", "has_deleted and redis"), "test_a_server_whose_part_another_one_has_deleted_sees_a_miss",
+    ),
+    Mutant(
+        "L18", "what has come is taken from a request as soon as its wait is over", "api/tiers/desk.py",
+        "ticket.until_s + GRACE_S < now_s", "ticket.until_s < now_s",
+        ("tests/tiers/test_mover.py", "-k", "soon_after"),
+        "test_a_request_that_asks_soon_after_its_wait_has_what_has_come",
     ),
     Mutant(
         "L20", "what came for a request that is gone stays", "api/tiers/desk.py",

@@ -6,6 +6,7 @@ killed there, or goes on. The steps are put around the functions that make them:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -27,8 +28,12 @@ DOWN = ("down.asked", "down.held", "down.writing", "down.written")
 """Before and after chunks are leased, while they are written, and before the lease is released."""
 
 
+COPYING, LEAST_COPY = "up.copying", 1 << 20
+"""A step in the midst of a copy from Mooncake, of one with so many bytes."""
 HUNG, LATE_STORE_S = "KVDOCK_TEST_HUNG", "KVDOCK_TEST_LATE_STORE_S"
 """Variables of the mover's environment: see put_hangs()."""
+BEGUN = ".begun"
+"""The file beside one that says "half" has this suffix, and is there once half has come."""
 
 
 def stand(armed: Path, step: str) -> None:
@@ -60,6 +65,21 @@ def put_steps(armed: Path) -> None:
     around(Client, "reserve", before=lambda *_: at("up.asked"), after=at, point="up.reserved")
     for of_a_load in ((DiskTier, "_end_load"), (Wire, "value_into"), (_Sink, "take"), (Library, "read")):
         around(*of_a_load, after=at, point="up.loading")
+    def copies(library: Library, name: str, address: int, length: int, offset: int) -> None:
+        """While the copy is made: once an eighth of it has come."""
+        if length < LEAST_COPY or not (armed.exists() and armed.read_text() == COPYING):
+            return
+        place = (ctypes.c_char * 64).from_address(address + length // 8)
+        place.raw = bytes(64)  # what the slot had before may be the same
+
+        def watch() -> None:
+            while place.raw == bytes(64):
+                time.sleep(0)
+            at(COPYING)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    around(Library, "read", before=copies)
     around(Fetches, "_commit", before=lambda *_: at("up.hashed"), after=at, point="up.committed")
     around(Fetches, "_read", after=at, point="up.read")
     around(Client, "commit", before=second)
@@ -93,6 +113,7 @@ def put_hangs(hung: Path) -> None:
         if hangs("half"):
             *others, last = buffers
             read(io, fd, [*others, last[: len(last) // 2 // PAGE_BYTES * PAGE_BYTES]], offset)
+            hung.with_suffix(BEGUN).touch()
             wait("half")
         return read(io, fd, buffers, offset)
 

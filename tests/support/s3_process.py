@@ -19,6 +19,8 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 from werkzeug.test import Client, EnvironBuilder
 
+BEGUN = ".begun"
+"""The file beside HALF with this suffix is there once half of something was sent."""
 LEAST_HALVED = 4096
 """Answers with fewer bytes come whole."""
 
@@ -43,6 +45,7 @@ class Kept:
 
 def halved(body: bytes, half: Path) -> Iterator[bytes]:
     yield body[: len(body) // 2]
+    half.with_suffix(BEGUN).touch()
     while half.exists():
         time.sleep(0.01)  # the test takes it away
     yield body[len(body) // 2 :]

@@ -255,3 +255,13 @@ def test_a_tier_is_measured_by_what_it_stored(engine: TierEngine) -> None:
     (before,) = engine.client.status().tiers
     eventually(lambda: engine.client.status().tiers[0].load_bytes_per_s != FIRST_RATE, 30.0)
     assert before.counters["loaded_bytes"] == 0 == engine.client.status().tiers[0].counters["loaded_bytes"]
+
+
+def test_a_request_that_asks_soon_after_its_wait_has_what_has_come(engine: TierEngine) -> None:
+    keys = stored_and_gone(engine, 4)
+    assert engine.lookup(keys, "slow", 0.3).pending is not None
+    time.sleep(0.8)  # an engine is busy with something else
+    found = engine.lookup(keys, "slow", 0.3)
+    assert found.hit_tokens == 4 * CHUNK_TOKENS and found.pending is None
+    engine.read(keys, found)
+    engine.release(found)

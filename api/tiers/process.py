@@ -27,6 +27,8 @@ POOL_BATCHES = 64
 """A batch takes no larger share of a small pool."""
 END_S = 3.0
 """How long it may take to end beyond the time that it has to write."""
+KILL_S = 2.0
+"""How long it may take to end when it is killed. It does not end while a call of its storage hangs in the kernel."""
 PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
 
 
@@ -96,4 +98,7 @@ class MoverProcess:
         except TimeoutError:
             log.warning("the mover of lower tiers has not ended in time: it is killed")
             process.kill()
-            await process.wait()
+            try:
+                await asyncio.wait_for(process.wait(), KILL_S)
+            except TimeoutError:
+                log.error("the mover of lower tiers (process %d) hangs in its storage: it is left behind", process.pid)

@@ -110,6 +110,12 @@ MUTANTS = (
         "test_a_request_that_asks_soon_after_its_wait_has_what_has_come",
     ),
     Mutant(
+        "L19", "a server waits for a mover that cannot be killed", "api/tiers/process.py",
+        "await asyncio.wait_for(process.wait(), KILL_S)", "await process.wait()",
+        ("tests/tiers/test_hung_disk.py", "-k", "kernel", "--timeout", "50"),
+        "test_a_server_ends_whose_mover_hangs_in_the_kernel_and_cannot_be_killed",
+    ),
+    Mutant(
         "L20", "what came for a request that is gone stays", "api/tiers/desk.py",
         "self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])", "pass",
         (AHEAD, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",

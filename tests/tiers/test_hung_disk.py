@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
 import pytest
 from api_helpers import MIB, eventually, unique
+from hung_mount import hung_mount
 from mover_steps import LATE_STORE_S, SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_stores import DiskStore, clear_once_written, clear_pool, has_state, opened
@@ -121,3 +122,26 @@ def is_used_again(server: SteppedServer, engine: TierEngine, keys: list[bytes]) 
         return found.hit_tokens == len(keys) * CHUNK_TOKENS
 
     eventually(comes, 30.0)
+
+
+def test_a_server_ends_whose_mover_hangs_in_the_kernel_and_cannot_be_killed(tmp_path: Path) -> None:
+    """The file system hangs from the beginning: the tier is never opened."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    with hung_mount(mount) as asked, SteppedServer(
+        tmp_path / "armed", pool_bytes=8 * MIB, segment_bytes=8 * MIB, tier_asks=1, heartbeat_s=0.1,
+        tier_drain_s=0.5, disk_path=str(mount / "disk"), disk_bytes=64 * MIB,
+    ) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        has_state(server.unix, "off")
+        mover = server.mover()
+        assert asked.wait(30.0)
+        keys = engine.chain(8)
+        engine.store(keys)
+        assert engine.lookup(engine.chain(1), "none", 20.0).pending is None
+        reads_all(engine, keys, "stored")
+        engine.close()
+        assert server.stop() == 0
+        assert "it is left behind" in server.log_text() and psutil.pid_exists(mover.pid)
+        assert not server.shared_memory()
+    eventually(lambda: not psutil.pid_exists(mover.pid), 30.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tier_helpers import Part, Parts, eventually
 
-from kvdock.tiers.mover.lanes import FIRST_REST_S, LATE_S, MOST_FAILURES, UNRETURNED, Lane
+from kvdock.tiers.mover.lanes import FIRST_REST_S, LATE_S, LONGEST_REST_S, MOST_FAILURES, UNRETURNED, Lane
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
 
@@ -101,9 +101,9 @@ def test_answers_that_come_too_late_or_fail_take_a_tier_off(
     calls[verb]()  # raises LaneOff if it is not used again
 
 
-def tried(lane: Lane, clock: Clock) -> None:
-    """A probe was made, and has ended."""
-    clock.now_s += 100.0
+def tried(lane: Lane, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:
+    """A probe was made after that rest, and has ended."""
+    clock.now_s += rest_s
     lane.probe()
     probe = lane._probe
     assert probe is not None
@@ -175,9 +175,8 @@ def test_calls_that_end_late_do_not_keep_a_tier_off(lane: Lane, tier: MemoryTier
     for one in loads:
         one.result(30.0)
     tier.outcome = Outcome.DONE
-    clock.now_s += FIRST_REST_S
-    lane.probe()
-    eventually(lambda: not lane.breaker.is_open)
+    tried(lane, clock, FIRST_REST_S)
+    assert not lane.breaker.is_open
 
 
 def test_one_question_that_hangs_behind_others_does_not_take_a_tier_off(

@@ -130,6 +130,14 @@ def movers_of(server_pid: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(server_pid).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Also while nobody has asked for its status yet: a mover whose server is gone waits seconds for that."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def use(program: tuple[str, ...], environment: dict[str, str]) -> None:
     """In a server's process: this is its mover from now on, started again at once whenever it has ended."""
     from kvdock.api.tiers import process
@@ -169,6 +177,9 @@ if __name__ == "__main__":
     put_steps(Path(sys.argv[1]))
     if HUNG in os.environ:
         put_hangs(Path(os.environ[HUNG]))
+    from kvdock.tiers.mover import run
+
+    vars(run)["REPORT_S"] = 0.02  # what a test waits for to be told, it is told soon
     from kvdock.tiers.mover.__main__ import main
 
     sys.exit(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import MIB, eventually
-from mover_steps import DOWN, UP, SteppedServer
+from mover_steps import DOWN, UP, SteppedServer, has_ended
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 
 from kvdock.client.client import Client
@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_meanwhile_leaves_nothing_and_the_next_goes_on(f
         first.process.kill()
         first.process.wait(PATIENCE_S)
         mover.send_signal(signal.SIGCONT)
-        mover.wait(PATIENCE_S)
+        eventually(lambda: has_ended(mover), PATIENCE_S)
         engine.close()
     with made(folder) as server:
         assert server.pool_id == first.pool_id

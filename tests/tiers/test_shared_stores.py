@@ -7,12 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it has no stubs here
 import pytest
 from api_helpers import MIB, ServerProcess, eventually, unique
 from connector_helpers import engine_over
 from engine_helpers import prompt, run_one, sampling
-from mover_steps import SteppedServer, movers_of
+from mover_steps import SteppedServer, has_ended, movers_of
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_stores import SHARED, RedisStore, Store, clear_once_written, clear_pool, has_state, opened
@@ -59,7 +58,7 @@ def kill(server: ServerProcess) -> None:
     for mover in movers:
         mover.send_signal(signal.SIGKILL)
     server.process.wait(30.0)
-    psutil.wait_procs(movers, 30.0)
+    eventually(lambda: all(map(has_ended, movers)), 30.0)
     for name in shm.pool_objects().get(server.pool_id, []):
         Path(f"{shm.SHM_DIR}{name}").unlink(missing_ok=True)
 

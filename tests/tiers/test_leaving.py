@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from api_helpers import MIB, ServerProcess, eventually
+from api_helpers import MIB, eventually
+from mover_steps import SteppedServer
 from redis_server import RedisServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, POOL_CHUNKS, SETTINGS, flood, is_served, is_written, written
@@ -28,8 +29,8 @@ def test_chunks_that_a_tier_was_not_there_for_are_written_before_they_go(tmp_pat
     redis = RedisServer(tmp_path / "redis", str(tmp_path / "redis.sock"))
     settings = {name: value for name, value in SETTINGS.items() if not name.startswith("disk")}
     try:
-        with ServerProcess(
-            **settings, redis_url=f"unix://{tmp_path}/redis.sock", tier_queue_bytes=MIB
+        with SteppedServer(
+            tmp_path / "armed", {}, **settings, redis_url=f"unix://{tmp_path}/redis.sock", tier_queue_bytes=MIB
         ) as server:
             engine = TierEngine(server.unix, manifest(PART))
             is_served(server, 1)

@@ -9,6 +9,7 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
 from kvdock.api.events.bus import Bus
+from kvdock.api.events.durations import Durations
 from kvdock.api.events.log import EventLog
 from kvdock.api.events.stream import EventStream
 from kvdock.api.http.handlers import Handlers
@@ -59,7 +60,8 @@ def build(
     )
     bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation)
-    for observer in (EventLog(), stream):
+    durations = Durations()
+    for observer in (EventLog(), stream, durations):
         if observer.name in settings.observers:
             bus.subscribe(observer)
     bus.open()
@@ -85,7 +87,8 @@ def build(
         reports=reports,
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
-        metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus, now_s=now_s),
+        metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
+                        durations=durations, missed=tally.missed, now_s=now_s),
         stream=stream if stream.name in settings.observers else None,
         body_limit_bytes=settings.body_limit_bytes,
         body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),

@@ -66,7 +66,7 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
-Observer = Literal["log", "stream"]
+Observer = Literal["log", "stream", "metrics"]
 """Subscribers of the event bus (api/events/)."""
 
 

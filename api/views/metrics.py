@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from kvdock.api.access.peer import NOBODY, Peer
 from kvdock.api.events.bus import Bus
+from kvdock.api.events.durations import Durations
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.views.history import Counters
@@ -23,6 +24,8 @@ from kvdock.api.views.reports import Reports
 from kvdock.api.views.tier_metrics import of_mover, of_tiers
 from kvdock.api.views.timing import Meter, Timings
 from kvdock.protocol.admin_schemas import TenantView
+from kvdock.protocol.events import Event, Loaded, Stored
+from kvdock.protocol.explain import BREAKS
 from kvdock.protocol.reports import Status
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
@@ -37,10 +40,11 @@ class Metrics:
 
     def __init__(
         self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, bus: Bus,
-        now_s: Callable[[], float],
+        durations: Durations, missed: Mapping[str, int], now_s: Callable[[], float],
     ) -> None:
+        """`missed`: tokens that lookups asked for and did not get, by why."""
         self._pool, self._quotas, self._reports, self._meter, self._pulse = pool, quotas, reports, meter, pulse
-        self._bus, self._now_s = bus, now_s
+        self._bus, self._durations, self._missed, self._now_s = bus, durations, missed, now_s
         self._process = ProcessCollector(registry=None)
         self._text, self._made_s = b"", -FRESH_S
         self._tenants: asyncio.Task[bytes] | None = None
@@ -91,7 +95,10 @@ class Metrics:
         if status.mover is not None:
             yield from of_mover(status.mover)
             yield from of_tiers(status.tiers)
+        yield _requested(status, self._missed)
         yield _times(self._meter.timings)
+        yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
+        yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
         events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
         for kind, count in sorted(self._bus.published.items()):
             events.add_metric([kind], count)
@@ -117,6 +124,10 @@ class Metrics:
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+
+    def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:
+        buckets, total_s = self._durations.view(kind)
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total_s)
 
 
 def used_by(tenants: Mapping[str, TenantView]) -> bytes:
@@ -152,6 +163,17 @@ def _hits(status: Status) -> Metric:
     hits.add_metric(["memory"], status.counters["hit_tokens"])
     hits.add_metric(["none"], status.counters["lookup_tokens"] - status.counters["hit_tokens"])
     return hits
+
+
+def _requested(status: Status, missed: Mapping[str, int]) -> Metric:
+    """Every token looked up, by what became of it: the samples sum to kvdock_lookup_tokens_total."""
+    requested = CounterMetricFamily(
+        "kvdock_requested_tokens", "Tokens looked up: found, or by why they were not", labels=["outcome"]
+    )
+    requested.add_metric(["found"], status.counters["hit_tokens"])
+    for why in BREAKS:
+        requested.add_metric([why], missed.get(why, 0))
+    return requested
 
 
 def _times(timings: Timings) -> Metric:

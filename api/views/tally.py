@@ -5,6 +5,7 @@ It remembers a bounded number of requests and grants. A repeat of a forgotten on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ class Tally:
         the table's clock."""
         self.counters = counters
         self.recent = recent
+        self.missed: Counter[str] = Counter()
+        """Tokens that lookups asked for and did not get, by why."""
         self.now_ns = perf_ns
         self._table = table
         self._wall_s, self._server_ms, self._bus = wall_s, server_ms, bus
@@ -96,9 +99,10 @@ class Tally:
             at=self._wall_s(), kind="lookup", session=session.id, label=session.label, request=body.request,
             tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
         )
-        detail = Detail(
-            session.namespace.digest, break_of(self._table, session, keys, found, self._server_ms())
-        )
+        broke = break_of(self._table, session, keys, found, self._server_ms())
+        if broke is not None:
+            self.missed[broke.why] += tokens - found.hit_tokens
+        detail = Detail(session.namespace.digest, broke)
         self.recent.add(session.tenant, row, detail)
         if self._bus.wants(e.LookedUp):
             self._bus.publish(e.LookedUp(

@@ -344,3 +344,25 @@ def test_segments_are_told_of_in_words() -> None:
     assert said.template % said.values(Grown(segment=1, bytes=MIB, allocated_bytes=3 * MIB)) == (
         "segment 1 added: the pool has 3.0 MiB"
     )
+
+
+def test_loads_and_stores_are_timed_and_requested_tokens_sum_up(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    engine.store(keys(3))
+    engine.release(engine.lookup(keys(5), "r").lease, 0)
+    client.delete(DeleteChunks(namespace=engine.attached.namespace, keys=keys(3)[1:]))
+    engine.lookup(keys(3), "again")
+    found: dict[str, float] = {}
+
+    def scraped() -> bool:
+        lines = raw(server.http, "GET", "/metrics")[2].decode().splitlines()
+        found.update({line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line[0] != "#"})
+        return found["kvdock_lookup_tokens_total"] == 8 * 16 and found["kvdock_load_seconds_count"] == 1
+
+    eventually(scraped)
+    assert found["kvdock_store_seconds_count"] == 1 and found["kvdock_load_seconds_sum"] > 0
+    requested = {name: value for name, value in found.items() if name.startswith("kvdock_requested_tokens_total")}
+    assert sum(requested.values()) == 8 * 16
+    label = "kvdock_requested_tokens_total{{outcome=\"{}\"}}".format
+    assert [requested[label(why)] for why in ("found", "unknown", "deleted")] == [4 * 16, 2 * 16, 2 * 16]
+    engine.close()

@@ -42,7 +42,7 @@ ROOMS = {
     ),
     "api/events": Room(may=("protocol", "api.events", "api.log"), never=("fastapi", "starlette")),
     "api/views": Room(
-        may=("_core", "protocol", "api.access", "api.events.bus", "api.pool", "api.views", "api.clock", "api.convert",
+        may=("_core", "protocol", "api.access", "api.events", "api.pool", "api.views", "api.clock", "api.convert",
              "api.settings"),
         never=("fastapi", "starlette"),
     ),

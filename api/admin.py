@@ -1,4 +1,4 @@
-"""What an operator may do: clear, delete, pin, change limits. None of it frees what an engine still holds.
+"""What an operator may do: clear, delete, evict, pin, change limits. None of it frees what an engine still holds.
 
 Every call is idempotent: one repeated because its answer was lost leaves the same state.
 Long walks go in slices of the table, with other calls answered in between.
@@ -26,15 +26,19 @@ from kvdock.protocol.admin_schemas import (
     Config,
     DeleteChunks,
     Deleted,
+    EvictChunks,
+    Evicted,
     PatchConfig,
     PinChunks,
     Pinned,
     Quota,
 )
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import KEY_BYTES
 
 CLEAR_SLICE_RECORDS = 1024
 KEYS_SLICE = 256
+EVICT_SLICE = 16
 ALL_NAMESPACES = -1
 
 
@@ -65,6 +69,26 @@ class Admin:
             chunks += self._pool.table.delete(space, keys)
             await asyncio.sleep(0)
         return Deleted(chunks=chunks)
+
+    async def evict(self, body: EvictChunks) -> Evicted:
+        """Raises ApiError(bad_argument)."""
+        table, wanted = self._pool.table, body.free_bytes
+        if wanted > self._pool.limit_bytes:
+            raise ApiError(
+                "bad_argument", "more than the pool may have", found=wanted, wanted=f"at most {self._pool.limit_bytes}"
+            )
+        missing = wanted - table.free_bytes()  # engines that store meanwhile do not raise it: the call would never end
+        chunks = freed = evictions = 0
+        while freed < missing:
+            before = table.free_bytes()
+            gone = table.evict(wanted, 1)  # one at a time, so that few too many go
+            if not gone:
+                break
+            chunks, freed = chunks + gone, freed + table.free_bytes() - before
+            evictions += 1
+            if evictions % EVICT_SLICE == 0:
+                await asyncio.sleep(0)
+        return Evicted(chunks=chunks, bytes=freed, free_bytes=table.free_bytes())
 
     async def pin(self, body: PinChunks) -> Pinned:
         """Raises ApiError: unknown_namespace, invalid_body."""

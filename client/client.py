@@ -225,6 +225,10 @@ class Client:
     def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
         return self._do(c.DELETE, body, timeout_s)
 
+    def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
+        """Gives the memory of many chunks back, one after the other: give it time."""
+        return self._do(c.EVICT, body, timeout_s)
+
     def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
         """`duration_s` 0 unpins."""
         return self._do(c.PIN, body, timeout_s)

@@ -225,6 +225,7 @@ class AsyncHttpClient:
     explain = _awaited(Client.explain)
     clear = _awaited(Client.clear)
     delete = _awaited(Client.delete)
+    evict = _awaited(Client.evict)
     pin = _awaited(Client.pin)
     config = _awaited(Client.config)
     configure = _awaited(Client.configure)

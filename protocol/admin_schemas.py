@@ -63,6 +63,23 @@ class Deleted(Answer, kw_only=True):
     """Taken out of use by this call; the other keys were not READY."""
 
 
+class EvictChunks(Body, kw_only=True):
+    """Evicts what is worth least until so much is free: as much as was missing when the call began, and no more. What is
+    leased, being written or pinned stays."""
+
+    free_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
+    """Of what is allocated; at most the pool's limit."""
+
+
+class Evicted(Answer, kw_only=True):
+    chunks: int
+    """Evicted by this call."""
+    bytes: int
+    """Freed by this call."""
+    free_bytes: int
+    """Free afterwards. Less than was asked for: nothing more may be evicted."""
+
+
 class PinChunks(Body, kw_only=True):
     """Keeps chunks from being evicted for a while. Clear, delete, mismatches and a full quota of their tenant still
     take them out of use."""

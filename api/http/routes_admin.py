@@ -1,4 +1,4 @@
-"""The routes that operators call: clear, delete, pin, limits. Each may be repeated."""
+"""The routes that operators call: clear, delete, evict, pin, limits. Each may be repeated."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ _add(
     c.DELETE, a.DeleteChunks, Admin.delete, "delete_chunks", "Take some stored chunks out of use",
     "Like clear, for some keys.",
     retry=IDEMPOTENT, errors=("unknown_namespace",),
+)
+_add(
+    c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict what is worth least until so much is free",
+    "In the order in which the pool itself would make room. What engines hold or write stays, and so do pinned chunks "
+    "and what precedes them in their prefix; then the answer's `free_bytes` is less than was asked for. What no lower "
+    "tier has is lost.",
+    retry=IDEMPOTENT, errors=("bad_argument",),
 )
 _add(
     c.PIN, a.PinChunks, Admin.pin, "pin_chunks", "Keep chunks from being evicted for a while",

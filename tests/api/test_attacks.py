@@ -49,7 +49,8 @@ def test_nobody_stores_zeros_in_another_engines_name(server: ServerProcess, vict
 def test_nobody_takes_the_cache_the_session_or_the_settings_away(server: ServerProcess, victim: Engine) -> None:
     victim.store(keys(2, "mine"))
     for method, path, body in (
-        ("POST", "/v1/cache/clear", {}), ("PATCH", "/v1/config", {"session_grants": 1}),
+        ("POST", "/v1/cache/clear", {}), ("POST", "/v1/cache/evict", {"free_bytes": 1 << 20}),
+        ("PATCH", "/v1/config", {"session_grants": 1}),
         ("DELETE", f"/v1/sessions/{victim.session}", None),
         ("POST", f"/v1/sessions/{victim.session}/heartbeat", {"member": victim.member}),
         ("POST", "/v1/chunks/delete", {"namespace": victim.attached.namespace, "keys": keys(2, "mine")}),

@@ -50,7 +50,7 @@ def public(kind: type) -> dict[str, Callable[..., Any]]:
 
 def test_the_three_clients_have_the_same_calls() -> None:
     sync, engines, awaited = public(HttpClient), public(Client), public(AsyncHttpClient)
-    assert set(sync) == set(engines) == set(awaited) and len(sync) == 31
+    assert set(sync) == set(engines) == set(awaited) and len(sync) == 32
     for name, method in sync.items():
         assert inspect.signature(method) == inspect.signature(awaited[name]) == inspect.signature(engines[name]), name
         assert inspect.iscoroutinefunction(awaited[name]) is (name != "release_later")
@@ -133,6 +133,7 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             assert space in {view.namespace for view in (await client.namespaces(limit=100)).namespaces}
             kept = a.PinChunks(namespace=space, keys=names, duration_s=60.0)
             assert (await client.pin(kept)).chunks == 1, "the other was found to be damaged"
+            assert (await client.evict(a.EvictChunks(free_bytes=1))).chunks == 0
             assert (await client.delete(a.DeleteChunks(namespace=space, keys=names))).chunks == 1
             with pytest.raises(ApiError) as unknown:
                 await client.clear(a.ClearCache(namespace="0" * len(space)))

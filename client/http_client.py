@@ -129,8 +129,9 @@ class AsyncHttpClient:
     ) -> None:
         """As client.Client's. `http` keeps its own transport."""
         self._headers = {**_HEADERS, **authorization(access_token)}
-        self.address, self.timeout_s = address, timeout_s
-        self._parsed, self._answers = Address.parse(address), Answers(address)
+        self._parsed = Address.parse(address)
+        self.address, self.timeout_s = self._parsed.text, timeout_s
+        self._answers = Answers(self.address)
         uds = self._parsed.socket_path or None
         self._http = http or httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=uds, retries=1))
         self._releases = ReleaseQueue()

@@ -30,6 +30,7 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([2-5]\d\d)[ \r]")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*(?=\r\n)", re.IGNORECASE)
 _CODED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*\bclose\b", re.IGNORECASE)
+_HOST_AND_PORT = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", re.ASCII)
 _END = b"\r\n\r\n"
 
 
@@ -41,22 +42,29 @@ class Address(NamedTuple):
     """`unix:/path` or `http://host:port`."""
 
     text: str
+    """In one of these forms, whichever it was given in."""
     socket_path: str
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError naming the text."""
-        if text.startswith("unix:"):
+        """People also write `host:port` and `/path`. Raises ValueError naming the text."""
+        wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
+        if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
             if path.startswith("/"):
-                return cls(text, path, "", 0)
-        else:
-            url = urlsplit(text)
-            if url.scheme == "http" and url.hostname and url.path in ("", "/") and not url.query:
-                return cls(text, "", url.hostname, url.port or 80)
-        raise ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
+                return cls(text if text.startswith("unix:") else f"unix:{text}", path, "", 0)
+            raise wrong
+        spelled = f"http://{text}" if _HOST_AND_PORT.fullmatch(text) else text
+        try:
+            url = urlsplit(spelled)
+            port = url.port
+        except ValueError as error:  # a port out of range, a bracket without its end
+            raise wrong from error
+        if url.scheme == "http" and url.hostname and url.path in ("", "/") and not url.query:
+            return cls(spelled, "", url.hostname, 80 if port is None else port)
+        raise wrong
 
     @property
     def authority(self) -> str:

@@ -20,10 +20,25 @@ from kvdock.protocol.wire_types import Body
 OK = b'{"status":"ok","reasons":[]}'
 
 
-@pytest.mark.parametrize("text", ["", "kvdock.sock", "unix:relative", "https://localhost:1", "http://h/path", "tcp:1"])
+@pytest.mark.parametrize("text", [
+    "", "kvdock.sock", "unix:relative", "https://localhost:1", "http://h/path", "tcp://h:1", "localhost", "localhost:",
+    "localhost:99999", "[::1:7410", "http://h:99999",
+])
 def test_an_address_of_another_form_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(ValueError, match="wanted unix:/path or http://host:port"):
         Address.parse(text)
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("localhost:7410", ("http://localhost:7410", "", "localhost", 7410)),
+    ("127.0.0.1:80", ("http://127.0.0.1:80", "", "127.0.0.1", 80)),
+    ("[::1]:7410", ("http://[::1]:7410", "", "::1", 7410)),
+    ("http://h:1/", ("http://h:1/", "", "h", 1)),
+    ("/run/kvdock.sock", ("unix:/run/kvdock.sock", "/run/kvdock.sock", "", 0)),
+    ("unix:///run/kvdock.sock", ("unix:///run/kvdock.sock", "/run/kvdock.sock", "", 0)),
+])
+def test_an_address_may_be_written_as_people_write_it(text: str, wanted: tuple[str, str, str, int]) -> None:
+    assert Address.parse(text) == wanted
 
 
 def test_nobody_listening_is_unavailable(tmp_path: Path) -> None:
@@ -179,6 +194,6 @@ def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
         for name, method in inspect.getmembers(Client)
         if not name.startswith("_") and callable(method) and "body" in inspect.signature(method).parameters
     }
-    assert len(bodies) == 15
+    assert len(bodies) == 16
     rooms = {"s": s, "a": a, "t": t}
     assert all(issubclass(getattr(rooms[text[0]], text[2:]), Body) for text in bodies.values()), bodies

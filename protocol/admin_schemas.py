@@ -64,11 +64,11 @@ class Deleted(Answer, kw_only=True):
 
 
 class EvictChunks(Body, kw_only=True):
-    """Evicts what is worth least until so much is free: as much as was missing when the call began, and no more. What is
+    """Evicts what is worth least until so much is free, but no more than was missing when the call began. What is
     leased, being written or pinned stays."""
 
     free_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-    """Of what is allocated; at most the pool's limit."""
+    """Bytes of what is allocated; at most the pool's limit."""
 
 
 class Evicted(Answer, kw_only=True):

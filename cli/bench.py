@@ -24,6 +24,7 @@ from rich.table import Table
 from kvdock import _core
 from kvdock.cli.operator import delete, print_json, reached
 from kvdock.cli.outcome import FAILED, CommandError
+from kvdock.cli.screen import say
 from kvdock.cli.words import size
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
@@ -91,7 +92,7 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
     if as_json:
         print_json(console, figures)
     else:
-        console.print(_table(figures))
+        say(console, _table(figures))
 
 
 class _Engine:
@@ -146,7 +147,7 @@ class _Engine:
         finally:
             offer.attachment.release()
             self._scheduler.finished(REQUEST)
-            delete(self._people, offer.attachment.namespace.hex(), keys)
+            delete(self._people, offer.attachment.namespace.hex(), [key.hex() for key in keys])
 
     def find(self) -> None:
         """Looks up what was stored. Raises CommandError unless all of it is there. `load` uses the lease; otherwise it

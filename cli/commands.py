@@ -1,48 +1,69 @@
 """The options and the help of the commands that ask a running server or this machine.
 
 Each command imports what it needs when it runs, so that `--help` and completion load neither rich nor the server.
+cli/commands_change.py has those that change a running server.
 """
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from kvdock.cli.outcome import FAILED, WRONG, CommandError, ctrl_c_waits
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from kvdock.cli.options import (
+    AsJson,
+    Keys,
+    ListAll,
+    ListLimit,
+    Namespace,
+    Server,
+    TokensFile,
+    console,
+)
+from kvdock.cli.outcome import FAILED, CommandError, ctrl_c_waits
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """engine.config.PRESETS, without importing torch for it."""
 
-Server = Annotated[str, typer.Option(
-    "--server", metavar="ADDRESS", show_default=False,
-    help="unix:/path or http://host:port; by default this user's socket. A server that wants an access token gets the "
-    "one in the file that KVDOCK_ACCESS_TOKEN_FILE names.",
-)]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-ListLimit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N.")]
-ListAll = Annotated[bool, typer.Option("--all", help="Show all.")]
-Namespace = Annotated[str, typer.Option(
-    "--namespace", metavar="HEX", help="The namespace, or its first hex digits.", show_default=False,
-)]
 
+def status(
+    server: Server = "",
+    everything: Annotated[bool, typer.Option(
+        "--all", help="Also every counter with its meaning, zeros included, and the engines.",
+    )] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show whether the server is up and helps.
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def status(server: Server = "", as_json: AsJson = False) -> None:
-    """Show what the server holds, and for which engines."""
+    First the hit rate and rates of the last minute, of the whole history and since the start; then the pool, the
+    engines and lower tiers; then what has been counted, without zeros. `--json` has all of it.
+    """
     from kvdock.cli.status import show_status
 
-    show_status(server, as_json=as_json, console=_console())
+    show_status(server, everything=everything, as_json=as_json, console=console())
+
+
+def top(
+    server: Server = "",
+    interval_s: Annotated[float, typer.Option(
+        "--interval", min=0.2, max=3600.0, metavar="SECONDS", help="How often the picture is drawn anew.",
+    )] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One picture, and end.")] = False,
+    as_json: Annotated[bool, typer.Option(
+        "--json", help="One JSON object per interval, each on a line of its own; with --once a single one.",
+    )] = False,
+) -> None:
+    """Watch the server: hit rate, pool, engines, requests.
+
+    `q` or Ctrl-C ends it. If the server is lost, the last picture stays, and the server is asked again every interval.
+    Where standard output is no terminal, one picture is printed. What is said of an engine's hits and bytes comes from
+    the last requests that the server remembers (its setting `recent_requests`).
+    """
+    from kvdock.cli.top import show_top
+
+    show_top(server, interval_s=interval_s, once=once, as_json=as_json, console=console())
 
 
 def doctor(
@@ -57,20 +78,11 @@ def doctor(
     """
     from kvdock.cli.doctor import doctor as examine
 
-    return examine(os.environ, config=config, as_json=as_json, console=_console())
+    return examine(os.environ, config=config, as_json=as_json, console=console())
 
 
 def lookup(
-    namespace: Namespace = "",
-    keys: Annotated[list[str] | None, typer.Option(
-        "--keys", metavar="HEX", help="Chunk keys of 64 hex digits, in order; separated by commas, or several --keys.",
-        show_default=False,
-    )] = None,
-    tokens_file: Annotated[str, typer.Option(
-        "--tokens-file", metavar="FILE", help="File of token ids: a JSON list, or numbers; - is standard input.",
-        show_default=False,
-    )] = "",
-    server: Server = "",
+    namespace: Namespace = "", keys: Keys = None, tokens_file: TokensFile = "", server: Server = "",
     as_json: AsJson = False,
 ) -> None:
     """Show how many tokens of a prompt are stored. Takes no lease.
@@ -78,26 +90,9 @@ def lookup(
     --namespace may be left out if the server has exactly one.
     """
     from kvdock.cli.lookup import show_lookup
+    from kvdock.cli.prompts import Prompt
 
-    show_lookup(
-        server, namespace=namespace, keys=keys or [], tokens_file=tokens_file, as_json=as_json, console=_console()
-    )
-
-
-def clear(
-    namespace: Namespace = "",
-    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    server: Server = "",
-    as_json: AsJson = False,
-) -> None:
-    """Remove stored chunks.
-
-    Engines that are loading a chunk finish; its memory is freed afterwards.
-    """
-    from kvdock.cli.clear import clear_cache
-
-    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=_console())
+    show_lookup(server, Prompt(namespace, keys or [], tokens_file), as_json=as_json, console=console())
 
 
 def sessions(
@@ -106,7 +101,7 @@ def sessions(
     """List the attached engines and what they hold."""
     from kvdock.cli.lists import show_sessions
 
-    show_sessions(server, limit=None if everything else limit, as_json=as_json, console=_console())
+    show_sessions(server, limit=None if everything else limit, as_json=as_json, console=console())
 
 
 def leases(
@@ -115,7 +110,7 @@ def leases(
     """List open leases and reservations, oldest first."""
     from kvdock.cli.lists import show_leases
 
-    show_leases(server, limit=None if everything else limit, as_json=as_json, console=_console())
+    show_leases(server, limit=None if everything else limit, as_json=as_json, console=console())
 
 
 def requests(
@@ -135,43 +130,8 @@ def requests(
     from kvdock.cli.lists import show_requests
 
     show_requests(
-        server, begins=begins, limit=None if everything else limit, as_json=as_json, console=_console()
+        server, begins=begins, limit=None if everything else limit, as_json=as_json, console=console()
     )
-
-
-def access_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; the server's log names it.")],
-    access_file: Annotated[str, typer.Option(
-        "--access-file", metavar="FILE", help="The server's; made if it is missing. [KVDOCK_ACCESS_FILE]",
-        show_default=False,
-    )] = "",
-    scopes: Annotated[list[str], typer.Option(
-        "--scope", metavar="SCOPE", help="What it may do: health, read, engine or admin; may be given several times.",
-    )] = ["read"],  # noqa: B006  # typer shows it as the default, and nothing changes it
-    tenant: Annotated[str, typer.Option(
-        "--tenant", metavar="TENANT", help="Whose sessions and chunks it uses; the server's own if left out.",
-        show_default=False,
-    )] = "",
-) -> None:
-    """Make an access token and print it, once.
-
-    The server's access file gets its name, digest and scopes; a running server notices. Keep what is printed in a file
-    with mode 0600 and name that in KVDOCK_ACCESS_TOKEN_FILE, or give it to the status page when it asks.
-    """
-    from kvdock.api.access.issue import add_token
-    from kvdock.api.errors import AccessFileError
-    from kvdock.api.settings import effective
-    from kvdock.protocol.calls import INCLUDED
-
-    path = access_file or effective(os.environ).settings.access_file
-    if not path:
-        raise CommandError("name the server's access file: --access-file FILE", WRONG)
-    if wrong := [scope for scope in scopes if scope not in INCLUDED]:
-        raise CommandError(f"--scope: found {wrong[0]!r}, wanted {', '.join(INCLUDED)}", WRONG)
-    try:
-        typer.echo(add_token(path, name, scopes, tenant))
-    except AccessFileError as error:
-        raise CommandError(f"{error}; it stays as it was", WRONG) from error
 
 
 def bench(
@@ -188,7 +148,7 @@ def bench(
     """
     from kvdock.cli.bench import run_bench
 
-    run_bench(server, rounds=rounds, mib=mib, threads=threads, as_json=as_json, console=_console())
+    run_bench(server, rounds=rounds, mib=mib, threads=threads, as_json=as_json, console=console())
 
 
 def demo(
@@ -198,9 +158,12 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object, and end.")] = False,
     preset: Annotated[Preset, typer.Option(help="Size of the engines' model.")] = "small",
     turns: Annotated[int, typer.Option(min=1, metavar="N", help="Questions to ask.")] = 4,
-    pool_bytes: Annotated[str, typer.Option(metavar="BYTES", help="Size of the server's pool.")] = "1GiB",
+    pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of the server's pool.")] = "1GiB",
 ) -> int:
-    """Run a server, two small engines that share it, and the status page."""
+    """Run a server and two small engines that share it.
+
+    It says where the status page is, and ends with Ctrl-C.
+    """
     # The engines are processes of their own: a missing package is reported here, before anything starts.
     missing = [name for name in ("torch", "numpy") if find_spec(name) is None]
     if missing:

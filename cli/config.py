@@ -9,6 +9,7 @@ from rich.text import Text
 from kvdock.api.settings import Effective
 from kvdock.cli.meanings import exact_bytes
 from kvdock.cli.operator import print_json
+from kvdock.cli.screen import say
 from kvdock.cli.words import printable
 
 
@@ -27,4 +28,4 @@ def show_config(effective: Effective, *, as_json: bool, console: Console) -> Non
         style = "" if origin.source == "default" else "bold"
         table.add_row(name, Text(printable(value) or "(empty)", style=style, overflow="fold"),
                       Text(printable(place), overflow="fold"))
-    console.print(table)
+    say(console, table)

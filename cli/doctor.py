@@ -23,6 +23,7 @@ from kvdock.api.settings import Settings, effective
 from kvdock.cli.doctor_machine import Finding, Machine, machine_findings
 from kvdock.cli.operator import TIMEOUT_S, print_json
 from kvdock.cli.outcome import DONE, FAILED
+from kvdock.cli.screen import say
 from kvdock.cli.words import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.datapath.tuning import Calibration, cached_tunings
@@ -44,7 +45,7 @@ def doctor(
     if as_json:
         print_json(console, {"ok": not problems, "checks": findings})
     else:
-        console.print(_table(findings))
+        say(console, _table(findings))
     return FAILED if problems else DONE
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdock.cli.operator import first, print_json, reached
+from kvdock.cli.screen import say
 from kvdock.cli.words import duration, printable, size
 from kvdock.protocol.reports import Leases, LeaseView, Requests, RequestView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
@@ -24,7 +25,7 @@ def show_sessions(server: str, *, limit: int | None, as_json: bool, console: Con
     if as_json:
         print_json(console, Sessions(sessions=sessions, next=following))
         return
-    console.print(sessions_table(sessions) if sessions else "no engine is attached")
+    say(console, sessions_table(sessions) if sessions else "no engine is attached")
     _say_more(console, following)
 
 
@@ -37,7 +38,7 @@ def show_leases(server: str, *, limit: int | None, as_json: bool, console: Conso
     if as_json:
         print_json(console, Leases(leases=leases, next=following))
         return
-    console.print(_leases_table(leases, engines) if leases else "no engine holds a lease or a reservation")
+    say(console, _leases_table(leases, engines) if leases else "no engine holds a lease or a reservation")
     _say_more(console, following)
 
 
@@ -50,7 +51,7 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
         print_json(console, Requests(requests=requests, next=following))
         return
     nothing = "none of the last requests has an id that begins so" if begins else "no engine has asked for anything yet"
-    console.print(_requests_table(requests) if requests else nothing)
+    say(console, _requests_table(requests) if requests else nothing)
     _say_more(console, following)
 
 
@@ -96,7 +97,7 @@ def _table(title: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) 
 
 def _say_more(console: Console, following: str | None) -> None:
     if following is not None:
-        console.print("… and more: --limit N or --all")
+        say(console, "… and more: --limit N or --all")
 
 
 def _member(view: MemberView) -> str:

@@ -11,26 +11,50 @@ import sys
 from importlib.metadata import version
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvdock.api.errors import SettingsError, StartupError
-from kvdock.cli import commands
-from kvdock.cli.outcome import DONE, FAILED, INTERRUPTED, WRONG, CommandError
-from kvdock.cli.serve import config, serve
+from kvdock.cli import commands, commands_change as change
+from kvdock.cli.help import Command, Group
+from kvdock.cli.outcome import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    WRONG,
+    CommandError,
+    problem_of_command,
+    wants_json,
+)
+from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
 EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by Ctrl-C."
+GROUPS = {
+    "Run": (serve, commands.demo, commands.doctor, commands.bench),
+    "Look": (
+        commands.status, commands.top, commands.requests, commands.sessions, commands.leases, commands.lookup,
+    ),
+    "Change": (change.keep, change.evict, change.clear, change.access_token),
+}
+"""The commands as `--help` groups them; `config` is beside the last ones."""
+
 
 app = typer.Typer(
-    pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
+    cls=Group, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="The KV-cache server that every LLM inference engine on a machine shares.",
 )
-for command in (
-    serve, commands.status, commands.doctor, commands.lookup, commands.clear, commands.sessions, commands.leases,
-    commands.requests, commands.access_token, commands.bench, commands.demo, config,
-):
-    app.command(command.__name__.replace("_", "-"), epilog=EPILOG)(command)
+for group, members in GROUPS.items():
+    for command in members:
+        app.command(
+            command.__name__.replace("_", "-"), cls=Command, epilog=EPILOG, rich_help_panel=group,
+        )(command)
+settings = typer.Typer(cls=Group, rich_markup_mode=None, epilog=EPILOG)
+settings.callback(invoke_without_command=True)(config)
+settings.command("get", cls=Command, epilog=EPILOG)(config_get)
+settings.command("set", cls=Command, epilog=EPILOG)(config_set)
+app.add_typer(settings, name="config", rich_help_panel="Change")
 
 
 @app.callback(invoke_without_command=True)
@@ -56,16 +80,19 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(result if isinstance(result, int) else DONE)
     except typer.TyperException as error:
-        _fail(error.format_message(), getattr(error, "exit_code", WRONG))
+        _fail(error, error.format_message(), getattr(error, "exit_code", WRONG))
     except CommandError as error:
-        _fail(str(error), error.exit_code)
+        _fail(error, str(error), error.exit_code)
     except SettingsError as error:
-        _fail(str(error), WRONG)
+        _fail(error, str(error), WRONG)
     except (StartupError, ApiError, ServerUnavailable) as error:
-        _fail(str(error), FAILED)
-    except (KeyboardInterrupt, typer.Abort):
+        _fail(error, str(error), FAILED)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        sys.exit(FAILED)
+    except (KeyboardInterrupt, typer.Abort) as error:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # people press it again
-        typer.echo("kvdock: stopped", err=True)
+        _say(error, "stopped", INTERRUPTED)
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # after a KeyboardInterrupt within exec(), Python's own end has another status
 
@@ -76,6 +103,13 @@ def _names_a_shell(arguments: list[str]) -> bool:
     return len(arguments) == 2 and arguments[0] in asked and not arguments[1].startswith("-")
 
 
-def _fail(sentence: str, exit_code: int) -> None:
+def _fail(error: BaseException, sentence: str, exit_status: int) -> None:
+    _say(error, sentence, exit_status)
+    sys.exit(exit_status)
+
+
+def _say(error: BaseException, sentence: str, exit_status: int) -> None:
+    """For people on standard error; for programs that asked for JSON on standard output as well."""
     typer.echo(f"kvdock: {sentence}", err=True)
-    sys.exit(exit_code)
+    if wants_json(sys.argv[1:]):
+        typer.echo(msgspec.json.encode(problem_of_command(error, sentence, exit_status)))

@@ -5,6 +5,9 @@ Invariant: the names are those of api.settings.Settings, in the same order (test
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal, get_args, get_origin, get_type_hints
+
 import msgspec
 
 from kvdock.api.settings import Settings
@@ -79,6 +82,22 @@ COMPUTED_DEFAULTS: dict[str, str] = {
     "prefault_threads": "half of the cores, at most 8",
 }
 
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Pool": ("pool_bytes", "segment_bytes", "growth", "eviction", "prefault_threads", "grow_water", "low_water",
+             "high_water", "table_records", "table_grants"),
+    "Where it listens, and to whom": ("host", "port", "socket_path", "access_file", "allowed_hosts",
+                                      "body_limit_bytes", "tcp_connections"),
+    "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
+                                       "tenant_namespaces", "tenant_sessions", "tenant_grants"),
+    "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_asks",
+                    "tier_queue_bytes", "tier_keep", "tier_drain_s"),
+    "How it begins and ends": ("adopt", "drain_s", "on_exit"),
+    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "watch_s"),
+    "What it remembers for people": ("history_interval_s", "history_values", "recent_requests"),
+}
+"""The settings as `--help` groups them."""
+OTHER_GROUP = "Other settings"
+
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -88,6 +107,22 @@ def default_text(name: str) -> str:
     if default is msgspec.NODEFAULT:
         return COMPUTED_DEFAULTS[name]
     return exact_bytes(default) if name.endswith("_bytes") else str(default)
+
+
+def group_of(name: str) -> str:
+    return next((group for group, names in GROUPS.items() if name in names), OTHER_GROUP)
+
+
+def in_groups(names: Iterable[str]) -> list[str]:
+    """The settings' names, in the order in which `--help` shows them."""
+    shown = [name for group in GROUPS.values() for name in group]
+    return sorted(names, key=lambda name: shown.index(name) if name in shown else len(shown))
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The words that a setting may have; empty for numbers, sizes and free text."""
+    hint = get_type_hints(Settings).get(name)
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def exact_bytes(size_bytes: int) -> str:

@@ -29,12 +29,17 @@ LONG_TIMEOUT_S = 120.0
 """For calls that walk the whole table."""
 
 
-def delete(client: Client, namespace: str, keys: Sequence[bytes]) -> int:
+def parts_of(keys: Sequence[str]) -> Iterator[list[str]]:
+    """As many keys at a time as one call takes."""
+    for start in range(0, len(keys), MAX_KEYS):
+        yield list(keys[start : start + MAX_KEYS])
+
+
+def delete(client: Client, namespace: str, keys: Sequence[str]) -> int:
     """Deletes any number of chunks; returns how many were stored."""
-    parts = ([key.hex() for key in keys[start : start + MAX_KEYS]] for start in range(0, len(keys), MAX_KEYS))
     return sum(
         client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S).chunks
-        for part in parts
+        for part in parts_of(keys)
     )
 
 
@@ -42,6 +47,15 @@ def default_address() -> str:
     """What KVDOCK_ADDRESS names, else where `kvdock serve` listens when started with the same environment. Raises
     SettingsError."""
     return os.environ.get(ADDRESS_VARIABLE) or f"unix:{effective(os.environ).settings.socket_path}"
+
+
+def open_client(address: str, timeout_s: float) -> Client:
+    """As `reached`, and what the server answers is the caller's business."""
+    try:
+        token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
+        return Client(address or default_address(), timeout_s=timeout_s, packed=False, access_token=token)
+    except ValueError as error:
+        raise CommandError(str(error), WRONG) from error
 
 
 @contextmanager
@@ -52,12 +66,7 @@ def reached(address: str) -> Iterator[Client]:
     Raises CommandError for a malformed address, a token file that cannot be used, and when the server does not answer a
     call within the block.
     """
-    try:
-        token = read_token(os.environ.get(TOKEN_FILE_VARIABLE, ""))
-        client = Client(address or default_address(), timeout_s=TIMEOUT_S, packed=False, access_token=token)
-    except ValueError as error:
-        raise CommandError(str(error), WRONG) from error
-    with client:
+    with open_client(address, TIMEOUT_S) as client:
         try:
             yield client
         except ApiError as error:

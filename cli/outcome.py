@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one sentence when something went wrong.
+"""How a command ends: its exit status, and one sentence when something went wrong; with `--json` also one object.
 
 Scripts rely on the exit statuses:
 
@@ -11,14 +11,29 @@ Scripts rely on the exit statuses:
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
+
+import msgspec
+
+from kvdock.api.errors import SettingsError, StartupError
+from kvdock.protocol.errors import CODES, ApiError, KvdockError, ServerUnavailable
 
 DONE: Final = 0
 FAILED: Final = 1
 WRONG: Final = 2
 INTERRUPTED: Final = 130
+
+TITLES: Final = {
+    "failed": "The command failed",
+    "usage": "The command was asked for wrongly",
+    "wrong_setting": "A setting is wrong",
+    "cannot_start": "The server cannot start",
+    "no_server": "No server answers",
+    "interrupted": "The command was interrupted",
+}
+"""Codes of problems that no server answered with. `cannot_start` stands for the codes of StartupError."""
 
 
 class CommandError(Exception):
@@ -27,6 +42,53 @@ class CommandError(Exception):
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+class CommandProblem(msgspec.Struct, kw_only=True):
+    """What `--json` prints when a command fails: RFC 9457 problem details, as the API's, and the exit status."""
+
+    type: str = "about:blank"
+    """For a refusal its entry on the server's /docs page."""
+    title: str
+    status: int | None = None
+    """The HTTP status; None: no server answered."""
+    detail: str
+    """The sentence on standard error."""
+    code: str
+    instance: str = ""
+    found: Any = None
+    wanted: Any = None
+    exit_status: int
+
+
+def problem_of_command(error: BaseException, sentence: str, exit_status: int) -> CommandProblem:
+    """`error`, or the error that caused it, says what it is; `sentence` and the status are what the person gets."""
+    cause = error.__cause__ if isinstance(error, CommandError) else error
+    if isinstance(cause, ApiError):
+        title = CODES[cause.code].title if cause.code in CODES else cause.code
+        return CommandProblem(
+            type=f"/docs#{cause.code}", title=title, status=cause.status, detail=sentence, code=cause.code,
+            found=cause.found, wanted=cause.wanted, exit_status=exit_status,
+        )
+    if isinstance(cause, StartupError):
+        return CommandProblem(
+            title=TITLES["cannot_start"], detail=sentence, code=cause.code, exit_status=exit_status
+        )
+    code = _code_of(cause, exit_status)
+    return CommandProblem(title=TITLES[code], detail=sentence, code=code, exit_status=exit_status)
+
+
+def _code_of(error: BaseException | None, exit_status: int) -> str:
+    kinds: dict[type[KvdockError], str] = {ServerUnavailable: "no_server", SettingsError: "wrong_setting"}
+    named = [code for kind, code in kinds.items() if isinstance(error, kind)]
+    by_status = {WRONG: "usage", INTERRUPTED: "interrupted"}
+    return named[0] if named else by_status.get(exit_status, "failed")
+
+
+def wants_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON. It may be one that cannot be parsed."""
+    options = list(arguments)
+    return "--json" in (options[: options.index("--")] if "--" in options else options)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`kvdock serve` and `kvdock config`: the server in this process, and the settings it would have.
+"""`kvdock serve` and `kvdock config`: the server in this process, the settings it would have, and a running one's.
 
 The flags are made from the Settings struct, so a new setting has its flag, its KVDOCK_… variable and its default
 without a line here. When the server ends, its pool is removed, unless `--on-exit=keep` or another server takes it over.
@@ -10,14 +10,17 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 
 from kvdock.api.errors import StartupError
 from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
-from kvdock.cli.meanings import MEANINGS, default_text
+from kvdock.cli.help import COMMON
+from kvdock.cli.meanings import MEANINGS, choices_of, default_text, group_of, in_groups
+from kvdock.cli.options import AsJson, Server, console
 from kvdock.cli.outcome import ctrl_c_waits
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ LEAVING_S = 10.0
 """How long a server that was asked to leave may take, beyond draining."""
 
 
-def serve(config: str | None, takeover: bool, **flags: str | None) -> None:
+def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None) -> None:
     """Serve KV memory to the engines of this machine.
 
     Every flag can also be set in the environment (--pool-bytes as KVDOCK_POOL_BYTES) or in a TOML file (as
@@ -54,7 +57,7 @@ def serve(config: str | None, takeover: bool, **flags: str | None) -> None:
     def announce(addresses: Addresses) -> None:
         nonlocal announced
         announced = True
-        typer.echo(ready_line(addresses))
+        typer.echo(ready_object(addresses) if as_json else ready_line(addresses))
 
     server = Server(settings, announce, read)
     for number in ending_signals():  # for its start and its clean-up; in between it has its own
@@ -75,43 +78,104 @@ def make_room(settings: Settings) -> None:
         typer.echo(f"process {pid} has left its pool at {settings.socket_path}", err=True)
 
 
-def config(config: str | None, as_json: bool, **flags: str | None) -> None:
-    """Show every setting and its source.
+class ConfigOptions(NamedTuple):
+    """What stands between `config` and `get` or `set`."""
 
-    These are the settings that `kvdock serve` would use with the same flags, environment and file. Flags win over the
-    environment, which wins over the file.
+    server: str = ""
+    as_json: bool = False
+
+
+def config(
+    context: typer.Context, server: str, config: str | None, as_json: bool, **flags: str | None
+) -> None:
+    """Show settings, or change a running server's.
+
+    Without --server these are the settings that `kvdock serve` would use with the same flags, environment and file, and
+    where each comes from; every flag of `kvdock serve` may be given. With --server, as with `kvdock config get`, they
+    are those of the server that runs there.
     """
-    from rich.console import Console
-
+    if context.invoked_subcommand is not None:
+        context.obj = ConfigOptions(server, as_json)
+        return
+    if server:
+        config_get(context, server, as_json)
+        return
     from kvdock.cli.config import show_config
 
-    show_config(effective(os.environ, config=config, flags=flags), as_json=as_json, console=Console())
+    show_config(effective(os.environ, config=config, flags=flags), as_json=as_json, console=console())
+
+
+def config_get(context: typer.Context, server: Server = "", as_json: AsJson = False) -> None:
+    """Show the running server's settings and limits.
+
+    First those that can be changed live, with their value now; then those that are fixed until it is started anew.
+    """
+    from kvdock.cli.live_config import show_live_config
+
+    before = context.obj or ConfigOptions()
+    show_live_config(server or before.server, as_json=as_json or before.as_json, console=console())
+
+
+def config_set(
+    context: typer.Context,
+    changes: Annotated[list[str], typer.Argument(
+        metavar="NAME=VALUE", help="Settings that can be changed live, as `kvdock config get` lists them; `tenants` "
+        "takes quotas as JSON.",
+    )],
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Change the running server's limits.
+
+    All changes take effect, or none. They last until the server ends. Sizes may be written 512MiB or 4GiB. A smaller
+    pool gives memory back as engines release it.
+    """
+    from kvdock.cli.live_config import change_live_config
+
+    before = context.obj or ConfigOptions()
+    change_live_config(server or before.server, changes, as_json=as_json or before.as_json, console=console())
 
 
 def ready_line(addresses: Addresses) -> str:
     return f"kvdock is ready: engines at {addresses.unix}, HTTP at {addresses.http} (status page {addresses.http}/)"
 
 
-_METAVARS = {
-    "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "threads": "N", "records": "N", "grants": "N", "heartbeats": "N",
-    "values": "N", "requests": "N", "connections": "N", "growth": "demand|ahead",
-    "adopt": "auto|never|require", "exit": "remove|keep",
+def ready_object(addresses: Addresses) -> str:
+    """What `serve --json` prints instead."""
+    shown = {"unix": addresses.unix, "http": addresses.http, "pool_id": f"{addresses.pool_id:016x}"}
+    return msgspec.json.encode(shown).decode()
+
+
+_UNIT_METAVARS = {
+    "bytes": "SIZE", "s": "SECONDS", "water": "SHARE", "cap": "SHARE", "url": "URL", "path": "PATH", "file": "FILE",
+    "host": "HOST", "port": "PORT", "hosts": "HOSTS",
 }
-"""By the last word of a setting's name, where that word in capitals would not say what to write."""
+"""By the last word of a setting's name."""
 
 
-def _setting(name: str) -> inspect.Parameter:
+def metavar_of(name: str) -> str:
+    """What to write for a setting: its choices, or its unit."""
+    if choices := choices_of(name):
+        return "|".join(choices)
+    return _UNIT_METAVARS.get(name.rpartition("_")[2], "N")
+
+
+def _setting(name: str, *, hidden: bool = False) -> inspect.Parameter:
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         help=f"{MEANINGS.get(name, '')} [{ENV_PREFIX}{name.upper()}]",
         show_default=default_text(name) or False,
-        metavar=_METAVARS.get(last := name.rpartition("_")[2], last.upper()),
+        metavar=metavar_of(name),
+        rich_help_panel=group_of(name),
+        hidden=hidden,
     )
     return _parameter(name, None, Annotated[str | None, option])
 
 
-def _parameter(name: str, default: object, annotation: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _parameter(
+    name: str, default: object, annotation: object, kind: Any = inspect.Parameter.KEYWORD_ONLY
+) -> inspect.Parameter:
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 _CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
@@ -120,16 +184,22 @@ _CONFIG = _parameter("config", None, Annotated[str | None, typer.Option(
 _TAKEOVER = _parameter("takeover", False, Annotated[bool, typer.Option(
     "--takeover", help="Ask the server at the socket to end, and take over its pool.",
 )])
-_AS_JSON = _parameter("as_json", False, Annotated[bool, typer.Option("--json", help="Print one JSON object.")])
+_SERVE_JSON = _parameter("as_json", False, Annotated[bool, typer.Option(
+    "--json", help="Say where it serves as one JSON object; say so too if it cannot start.", rich_help_panel=COMMON,
+)])
+_AS_JSON = _parameter("as_json", False, AsJson)
+_SERVER = _parameter("server", "", Server)
+_CONTEXT = _parameter("context", inspect.Parameter.empty, typer.Context)
 
 
-def _give_flags(command: Callable[..., None], *others: inspect.Parameter) -> None:
+def _give_flags(command: Callable[..., None], *others: inspect.Parameter, hidden: bool = False) -> None:
     """Typer reads a function's signature: the command gets one parameter per setting."""
-    parameters = [*(_setting(name) for name in Settings.__struct_fields__), *others]
+    settings = (_setting(name, hidden=hidden) for name in in_groups(Settings.__struct_fields__))
+    parameters = [*others, *settings]
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__.clear()
     command.__annotations__.update({parameter.name: parameter.annotation for parameter in parameters})
 
 
-_give_flags(serve, _CONFIG, _TAKEOVER)
-_give_flags(config, _CONFIG, _AS_JSON)
+_give_flags(serve, _CONFIG, _TAKEOVER, _SERVE_JSON)
+_give_flags(config, _CONTEXT, _CONFIG, _SERVER, _AS_JSON, hidden=True)

@@ -8,3 +8,22 @@ from kvdock.protocol.words import duration as duration, size as size
 def printable(text: str) -> str:
     """Without control characters: engines choose their labels, and no label may control the terminal."""
     return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """1 lease, 2 leases."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def percent(share: float | None) -> str:
+    """0.7824 → 78.2 %; what was not measured is a dash."""
+    return "-" if share is None else f"{100 * share:.1f} %" if share < 0.9995 else "100 %"
+
+
+def brief(amount: float) -> str:
+    """Four digits at most: 12345 → 12.3 k."""
+    for unit in ("", " k", " M", " G"):
+        if amount < 999.5:
+            return f"{amount:.0f}{unit}" if amount >= 99.95 or amount == int(amount) else f"{amount:.1f}{unit}"
+        amount /= 1000
+    return f"{amount:.1f} T"

@@ -100,7 +100,7 @@ def test_flags_win_over_the_environment_and_both_over_defaults(tmp_path: Path) -
     (["serve", "--pool-bytes", "4 gigs"], "'4 gigs'"),
     (["serve", "--pool-bytes", "1MiB", "--segment-bytes", "2MiB"], "segment_bytes=2097152"),
     (["swerve"], "swerve"),
-    (["status", "--server", "localhost:7410"], "'localhost:7410'"),
+    (["status", "--server", "localhost"], "'localhost'"),
     (["demo", "--turns", "0"], "--turns"),
 ])
 def test_a_wrong_word_is_refused_by_name(args: list[str], found: str) -> None:
@@ -143,16 +143,8 @@ def test_status_shows_what_the_server_holds_and_for_whom(server: ServerProcess, 
         engine.close()
     assert (done.returncode, done.stderr) == (0, "")
     assert "32.0 KiB in 2 chunks" in done.stdout
-    assert "32.0 KiB by 1 leases and 0 reservations" in done.stdout
+    assert "32.0 KiB by 1 lease and 0 reservations" in done.stdout
     assert "left �[31mengine" in done.stdout and "\x1b" not in done.stdout
-
-
-def test_status_as_json_is_the_servers_own_answer(server: ServerProcess) -> None:
-    done = kvdock("status", "--json", "--server", server.http)
-    answer = json.loads(done.stdout)
-    own = json.loads(raw(server.http, "GET", "/v1/status")[2])
-    assert done.returncode == 0 and set(answer) == set(own)
-    assert answer["pool_id"] == own["pool_id"] and answer["chunks"] == own["chunks"]
 
 
 def test_status_asks_where_serve_listens_by_default(server: ServerProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import forks
+
+from kvdock.cli.outcome import CommandProblem
 
 KVDOCK = (sys.executable, "-m", "kvdock")
 SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")
@@ -28,10 +31,15 @@ def kvdock(*args: str, stdin: str | None = None, **environ: str) -> subprocess.C
 
 
 def refusal(done: subprocess.CompletedProcess[str], exit_code: int) -> str:
-    """The one sentence on stderr; nothing on stdout."""
-    assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+    """The one sentence on stderr. On stdout the same as a problem, if JSON was asked for; else nothing."""
     lines = done.stderr.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("kvdock: "), done.stderr
+    assert done.returncode == exit_code and len(lines) == 1 and lines[0].startswith("kvdock: "), (done, exit_code)
+    if "--json" in done.args:
+        problem = json.loads(done.stdout)
+        assert set(problem) == set(CommandProblem.__struct_fields__) and problem["title"] and problem["code"]
+        assert (problem["detail"], problem["exit_status"]) == (lines[0].removeprefix("kvdock: "), exit_code)
+    else:
+        assert done.stdout == ""
     return lines[0]
 
 

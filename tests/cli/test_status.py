@@ -1,0 +1,137 @@
+"""`kvdock status`: first whether the server helps, then what it holds; without zeros, no blanks at line ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from api_helpers import MIB, ServerProcess, attach, eventually, keys, raw, unique
+from cli_helpers import kvdock
+
+from kvdock.api.views.history import Counters
+from kvdock.cli.counters import GROUPS, folded, meaning_of
+from kvdock.cli.figures import rates_of
+from kvdock.cli.words import brief, counted, percent
+from kvdock.client.client import Client
+from kvdock.protocol.reports import Series, Stats
+
+
+@pytest.fixture
+def fresh() -> Iterator[ServerProcess]:
+    """A server whose history is long enough for rates after a second."""
+    with ServerProcess(history_interval_s=0.2, missed_heartbeats=3, heartbeat_s=1.0) as server:
+        yield server
+
+
+def first_line(server: ServerProcess, **environ: str) -> str:
+    return kvdock("status", "--server", server.unix, **environ).stdout.splitlines()[0]
+
+
+def test_the_first_line_says_whether_it_helps(fresh: ServerProcess) -> None:
+    assert first_line(fresh) == "kvdock is up and ready; no engine has looked anything up yet"
+    with Client(fresh.unix) as client:
+        engine = attach(client, label="helped")
+        engine.store(keys(3, "stored"))
+        engine.lookup(keys(4, "stored"))
+        eventually(lambda: "helping: 75.0 % of the tokens looked up in the last " in first_line(fresh))
+        engine.heartbeat()
+        said = kvdock("status", "--server", fresh.unix).stdout
+        rows = {line.split("  ")[0]: line.split() for line in reversed(said.splitlines()) if line}
+        assert rows["hit rate"][-2:] == ["75.0", "%"]
+        assert rows["looked up"][-2:] == ["64", "tok"] and rows["found"][-2:] == ["48", "tok"]
+        assert rows["stored"][-2:] == ["48.0", "KiB"] and "1 engine attached, live: helped" in said
+        assert "since the start\n" in said and "mismatch" not in said and "trouble" not in said
+        eventually(lambda: "suspect (helped is suspect)" in kvdock("status", "--server", fresh.unix).stdout)
+        engine.close()
+
+
+def test_a_server_that_is_not_ready_says_why(tmp_path: Path) -> None:
+    with ServerProcess(pool_bytes=MIB, segment_bytes=MIB) as server, Client(server.unix) as client:
+        engine = attach(client)
+        engine.reserve(keys(100, "all of it"))
+        assert first_line(server).startswith("kvdock is up, but not ready: every byte of the pool is held by engines")
+        engine.close()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_no_line_is_too_wide_or_ends_in_blanks(fresh: ServerProcess, columns: int) -> None:
+    with Client(fresh.unix) as client:
+        engine = attach(client, label=unique("an-engine-with-quite-a-long-name"))
+        engine.store(keys(3))
+        engine.lookup(keys(3))
+        for command in (["status"], ["status", "--all"], ["sessions"], ["requests"], ["leases"], ["config", "get"]):
+            said = kvdock(*command, "--server", fresh.unix, COLUMNS=str(columns)).stdout
+            wrong = [line for line in said.splitlines() if len(line) > columns or line != line.rstrip()]
+            assert said and not wrong, (command, wrong)
+        engine.close()
+
+
+def test_json_has_the_servers_answer_and_the_rates(fresh: ServerProcess) -> None:
+    with Client(fresh.unix) as client:
+        engine = attach(client)
+        engine.store(keys(1))
+        engine.lookup(keys(2))
+
+        def figures() -> dict[str, object]:
+            found: dict[str, object] = json.loads(kvdock("status", "--json", "--server", fresh.unix).stdout)
+            return found
+
+        eventually(lambda: figures()["rates"] != [])
+        found, own = figures(), json.loads(raw(fresh.unix, "GET", "/v1/status")[2])
+        assert set(found) == set(own) | {"hit_rate", "rates"} and found["hit_rate"] == 0.5
+        assert isinstance(found["rates"], list) and found["rates"][-1]["hit_rate"] == 0.5
+        engine.close()
+
+
+def test_without_an_access_token_totals_are_shown_and_nobodys_name(fresh: ServerProcess) -> None:
+    with Client(fresh.unix) as client:
+        engine = attach(client, label="secretive")
+        said = kvdock("status", "--server", fresh.http.removeprefix("http://")).stdout
+        assert "1 attached; their names need an access token" in said and "secretive" not in said
+        engine.close()
+
+
+def test_all_shows_every_counter_with_its_meaning(fresh: ServerProcess) -> None:
+    said = kvdock("status", "--all", "--server", fresh.unix).stdout
+    for name in Counters.__struct_fields__:
+        assert f"\n{name} " in said and meaning_of(name) in said
+
+
+def test_every_counter_is_in_one_group_and_only_what_counts_is_said() -> None:
+    named = [name for group in GROUPS.values() for name in group]
+    assert sorted(named) == sorted(Counters.__struct_fields__)
+    counted_so_far = msgspec.structs.asdict(Counters(lookups=1, stored_bytes=2048, reservations=1, mismatches=2))
+    assert dict(folded(counted_so_far | {"of_tomorrow": 3})) == {
+        "lookups": "1 made", "stored": "2.0 KiB, 1 reservation", "trouble": "2 chunks with a wrong checksum",
+        "others": "3 of tomorrow",
+    }
+
+
+def series(**values: list[float | None]) -> Stats:
+    shown = [Series(name=name, title="", unit="per_s", chart="", values=list(found)) for name, found in values.items()]
+    return Stats(interval_s=1.0, age_s=0.0, series=shown)
+
+
+def test_rates_are_of_the_last_minute_and_of_all_that_is_remembered() -> None:
+    asked: list[float | None] = [100.0] * 240 + [None] + [50.0] * 59
+    minute, whole = rates_of(series(lookup_tokens=asked, hit_tokens=[0.0] * 240 + [None] + [25.0] * 59))
+    assert (minute.seconds, minute.hit_rate, minute.lookup_tokens_per_s) == (60.0, 0.5, 50.0)
+    assert whole.seconds == 300.0 and whole.hit_rate == pytest.approx(25 * 59 / (24000 + 50 * 59))
+    idle, = rates_of(series(lookup_tokens=[0.0] * 30, hit_tokens=[0.0] * 30))
+    assert (idle.seconds, idle.hit_rate, idle.lookup_tokens_per_s) == (30.0, None, 0.0)
+    assert rates_of(series(lookup_tokens=[])) == []
+
+
+@pytest.mark.parametrize(("amount", "text"), [
+    (0, "0"), (0.25, "0.2"), (12.34, "12.3"), (999.4, "999"), (1000, "1 k"), (12345, "12.3 k"), (2.5e6, "2.5 M"),
+])
+def test_amounts_in_words(amount: float, text: str) -> None:
+    assert brief(amount) == text
+
+
+def test_counts_and_shares_in_words() -> None:
+    assert (counted(1, "lease"), counted(1200, "lease")) == ("1 lease", "1,200 leases")
+    assert (percent(None), percent(0.7824), percent(0.9999), percent(1.0)) == ("-", "78.2 %", "100 %", "100 %")

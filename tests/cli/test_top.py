@@ -1,0 +1,223 @@
+"""`kvdock top` on a real terminal: what it shows at each width, how it ends, and what it does without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
+from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
+from pty_screen import ENTER, LEAVE, PtyProgram
+
+from kvdock.cli.top_view import Look, pool_bar, sparkline
+from kvdock.client.client import Client
+from kvdock.protocol.reports import PoolView
+
+
+@pytest.fixture
+def engine(client: Client) -> Iterator[Engine]:
+    """It has stored 3 chunks and found 3 of 4, and holds them."""
+    attached = attach(client, label="watched \x1b[31m", model=unique("model"))
+    attached.store(keys(3, "top"))
+    attached.lookup(keys(4, "top"), request=f"cmpl-{attached.member}")
+    yield attached
+    client.leave(attached.session, attached.member)
+    attached.close()
+
+
+def environ() -> dict[str, str]:
+    """A common terminal's, whose size is asked of it."""
+    found = clean_environ(TERM="xterm-256color", LANG="C.UTF-8")
+    return {name: text for name, text in found.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "ENV")}
+
+
+def watching(address: str, columns: int = 100, rows: int = 30) -> PtyProgram:
+    return PtyProgram([*KVDOCK, "top", "--server", address, "--interval", "0.2"], environ(), columns, rows)
+
+
+def has(text: str, shown: list[str]) -> bool:
+    return any(text in line for line in shown)
+
+
+def test_top_shows_the_server_its_engines_and_their_requests(server: ServerProcess, engine: Engine) -> None:
+    with watching(server.unix, 120) as program:
+        request = f"cmpl-{engine.member}"
+        shown = program.wait_for(lambda lines: has(request, lines) and has("% since start", lines))
+        assert shown[0].startswith("kvdock ready  up ") and server.unix in shown[0]
+        row, = (line.split() for line in shown if line.startswith("watched"))
+        assert row == ["watched", "�[31m", "live", "75.0", "%", "48.0", "KiB", "48.0", "KiB", "48.0", "KiB"]
+        assert has(" of 16.0 MiB used (", shown) and has("48.0 KiB by 1 lease, 0 reservations", shown)
+        asked, = (line.split() for line in shown if request in line)
+        assert asked[1] == "lookup" and asked[-2:] == ["64", "48"]
+        engine.lookup(keys(2, "top"), request="cmpl-later")
+        program.wait_for(lambda lines: has("cmpl-later", lines))
+        program.press("q")
+        assert program.ended() == 0
+
+
+@pytest.mark.parametrize("size", [(40, 15), (40, 24), (80, 24), (120, 40), (20, 5)])
+def test_a_picture_fits_the_window_and_follows_it(server: ServerProcess, engine: Engine, size: tuple[int, int]) -> None:
+    with watching(server.unix, *size) as program:
+        shown = program.wait_for(lambda lines: has("hit rate", lines))
+        assert len(shown) <= size[1] and max(map(len, shown)) <= size[0]
+        assert not any(line != line.rstrip() for line in shown)
+        program.resize(33, 8)
+        program.wait_for(lambda lines: len(lines) == 8 and max(map(len, lines)) <= 33)
+        program.press("Q")
+        assert program.ended() == 0
+
+
+@pytest.mark.parametrize("how", ["q", "\x03", signal.SIGTERM, signal.SIGHUP])
+def test_it_ends_cleanly_and_the_terminal_is_as_it_was(server: ServerProcess, how: str | signal.Signals) -> None:
+    with watching(server.unix) as program:
+        program.wait_for(lambda lines: has("hit rate", lines))
+        assert program.settings() != program.before, "keys come without Return"
+        if isinstance(how, str):
+            program.press(how)
+        else:
+            program.process.send_signal(how)
+        assert program.ended() == 0
+        assert program.settings() == program.before
+        assert (program.text.count(ENTER), program.text.count(LEAVE)) == (1, 1)
+        assert program.text.endswith("\x1b[?25h\x1b[?1049l") and "Traceback" not in program.text
+
+
+def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(server: ServerProcess) -> None:
+    """Under a shell: a program that no shell waits for cannot be stopped so."""
+    with PtyProgram(["sh", "-i"], environ()) as shell:
+        shell.press(f"{shlex.join([*KVDOCK, 'top', '--server', server.unix, '--interval', '0.2'])}\n")
+        shell.wait_for(lambda lines: has("hit rate", lines))
+        shell.press("\x1a")
+        eventually(lambda: "Stopped" in shell.text.rpartition(LEAVE)[2])
+        assert shell.settings() == shell.before
+        drawn = shell.pictures()
+        shell.press("fg\n")
+        eventually(lambda: shell.pictures() > drawn and shell.text.rpartition(ENTER)[2].count(LEAVE) == 0)
+        assert shell.settings() != shell.before
+        shell.press("q")
+        eventually(lambda: shell.settings() == shell.before)
+        shell.press("exit\n")
+        assert shell.ended() == 0
+
+
+def test_a_lost_server_is_said_and_comes_back(tmp_path: Path) -> None:
+    fixed = {"socket_path": str(tmp_path / "s.sock")}
+    address = f"unix:{tmp_path}/s.sock"
+    with watching(address) as program:
+        shown = program.wait_for(lambda lines: has("no answer", lines))
+        assert has("trying again", shown) and not has("hit rate", shown), "there was none yet"
+        with ServerProcess(**fixed) as server:
+            program.wait_for(lambda lines: has("kvdock ready", lines))
+            server.stop()
+            shown = program.wait_for(lambda lines: has("no answer since", lines))
+            assert has("hit rate", shown), "the last picture stays"
+        with ServerProcess(**fixed):
+            program.wait_for(lambda lines: has("kvdock ready", lines) and not has("no answer", lines))
+        program.press("q")
+        assert program.ended() == 0
+
+
+def test_a_server_that_hangs_does_not_hold_the_keys(server: ServerProcess) -> None:
+    with watching(server.unix) as program:
+        program.wait_for(lambda lines: has("kvdock ready", lines))
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            program.wait_for(lambda lines: has("no answer within", lines))
+            program.press("q")
+            assert program.ended() == 0
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_without_an_access_token_it_shows_totals(server: ServerProcess, engine: Engine) -> None:
+    with watching(server.http.removeprefix("http://")) as program:
+        shown = program.wait_for(lambda lines: has("an access token shows them", lines))
+        assert has("1 engine attached", shown) and not has("watched", shown) and not has("cmpl-", shown)
+        program.press("q")
+        assert program.ended() == 0
+
+
+def test_without_a_terminal_it_is_one_picture(server: ServerProcess, engine: Engine) -> None:
+    for arguments in ([], ["--once"]):
+        done = kvdock("top", *arguments, "--server", server.unix, COLUMNS="80")
+        assert (done.returncode, done.stderr) == (0, "") and "\x1b" not in done.stdout
+        lines = done.stdout.splitlines()
+        assert lines[0].startswith("kvdock ready") and "watched" in done.stdout
+        assert not [line for line in lines if len(line) > 80 or line != line.rstrip()]
+
+
+def test_json_once_is_one_object_and_a_failure_is_a_problem(
+    server: ServerProcess, engine: Engine, tmp_path: Path
+) -> None:
+    found = json.loads(kvdock("top", "--once", "--json", "--server", server.unix).stdout)
+    assert found["reachable"] and found["problem"] is None and 0 < found["hit_rate"] < 1
+    figures, = found["engines"]
+    assert (figures["looked_up_tokens"], figures["hit_tokens"], figures["state"]) == (64, 48, "live")
+    assert (figures["loaded_bytes"], figures["stored_bytes"]) == (3 * 16384, 3 * 16384)
+    assert found["status"]["pool_id"] == f"{server.pool_id:016x}" and len(found["requests"]) >= 2
+    for more in ([], ["--once"], ["--once", "--json"]):
+        said = refusal(kvdock("top", *more, "--server", f"unix:{tmp_path}/nobody.sock"), 1)
+        assert "no server answers" in said
+    assert "--interval" in refusal(kvdock("top", "--interval", "0", "--json"), 2)
+
+
+def test_json_is_an_object_for_each_interval_server_or_not(tmp_path: Path) -> None:
+    command = [*KVDOCK, "top", "--json", "--interval", "0.2", "--server", f"{tmp_path}/s.sock"]
+    with subprocess.Popen(
+        command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+
+        def until(reachable: bool) -> dict[str, object]:
+            assert process.stdout is not None
+            for line in process.stdout:
+                tick: dict[str, object] = json.loads(line)
+                if tick["reachable"] is reachable:
+                    return tick
+            raise AssertionError("it ended")
+
+        try:
+            problem = until(False)["problem"]
+            assert isinstance(problem, dict) and problem["code"] == "no_server"
+            with ServerProcess(socket_path=str(tmp_path / "s.sock")):
+                assert until(True)["rates"] is not None
+            assert until(False)["status"] is None
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=TIMEOUT_S)
+            assert (process.returncode, stderr) == (0, "")
+        finally:
+            process.kill()
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(server: ServerProcess) -> None:
+    command = [*KVDOCK, "top", "--json", "--interval", "0.2", "--server", server.unix]
+    with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(TIMEOUT_S) == 1 and process.stderr.read() == b""
+
+
+# --------------------------------------------------------------------------- its parts
+
+
+@pytest.mark.parametrize(("values", "columns", "drawn"), [
+    ([0.0, 0.5, 1.0, None], 10, "▁▅█·"), ([1.0, 0.0, None, None, 0.5, None], 3, "▅·▅"), ([], 5, ""),
+    ([0.0, 1.0, 1.0], 2, "▁█"),
+])
+def test_a_sparkline_keeps_the_newest_on_the_right(values: list[float | None], columns: int, drawn: str) -> None:
+    assert sparkline(values, columns, plain=False) == drawn
+    assert sparkline(values, columns, plain=True).isascii()
+
+
+def test_a_pool_bar_shows_what_is_stored_what_is_on_its_way_and_what_is_free() -> None:
+    pool = PoolView(limit_bytes=100, allocated_bytes=100, prefaulted_bytes=100, free_bytes=50, reserved_bytes=10,
+                    ready_bytes=30, quarantined_bytes=10, held_bytes=0, segments=1)
+    assert pool_bar(pool, 10, plain=True) == "###++....." and pool_bar(pool, 10, plain=False) == "███▒▒·····"
+    assert Look(60, 20).narrow and not Look(80, 20).narrow

@@ -24,6 +24,11 @@ MUTANTS = (
         ("tests/api/test_people.py", "-k", "headers"), "test_every_answer_has_the_security_headers",
     ),
     Mutant(
+        "P11b", "an eviction of some bytes evicts all that may go", "api/admin.py",
+        "            gone = table.evict(wanted, 1)", "            gone = table.evict(self._pool.limit_bytes, 1 << 20)",
+        ("tests/api/test_evict.py",), "test_evict_frees_what_is_missing_and_takes_the_oldest_first",
+    ),
+    Mutant(
         "P12", "unknown fields of a body are accepted", "protocol/wire_types.py",
         "class Body(msgspec.Struct, forbid_unknown_fields=True)", "class Body(msgspec.Struct)",
         ("tests/api/test_errors.py", "-k", "problem_with_its_code"), "test_a_refused_call_is_a_problem_with_its_code",

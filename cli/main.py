@@ -5,6 +5,7 @@ A failure that a person can do something about is one sentence on stderr; cli/ou
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -73,6 +74,9 @@ def main() -> None:
     if _names_a_shell(sys.argv[1:]):
         # By default typer detects the calling shell; with this variable it takes the shell as an argument.
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a label or a bar that the terminal cannot show ends no command
+            stream.reconfigure(errors="replace")
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         result = app(prog_name="kvdock", standalone_mode=False)

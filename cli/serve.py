@@ -22,6 +22,7 @@ from kvdock.cli.help import COMMON
 from kvdock.cli.meanings import MEANINGS, choices_of, default_text, group_of, in_groups
 from kvdock.cli.options import AsJson, Server, console
 from kvdock.cli.outcome import ctrl_c_waits
+from kvdock.protocol.admin_schemas import Limits
 
 if TYPE_CHECKING:
     from kvdock.api.server import Addresses
@@ -116,11 +117,19 @@ def config_get(context: typer.Context, server: Server = "", as_json: AsJson = Fa
     show_live_config(server or before.server, as_json=as_json or before.as_json, console=console())
 
 
+def complete_change(incomplete: str) -> list[str]:
+    """For the shell: `pool` → `pool_bytes=`, `eviction=` → its choices."""
+    name, equals, _ = incomplete.partition("=")
+    if equals:
+        return [f"{name}={choice}" for choice in choices_of(name)]
+    return [f"{live}=" for live in Limits.__struct_fields__ if live.startswith(incomplete)]
+
+
 def config_set(
     context: typer.Context,
     changes: Annotated[list[str], typer.Argument(
         metavar="NAME=VALUE", help="Settings that can be changed live, as `kvdock config get` lists them; `tenants` "
-        "takes quotas as JSON.",
+        "takes quotas as JSON.", autocompletion=complete_change,
     )],
     server: Server = "",
     as_json: AsJson = False,

@@ -52,7 +52,8 @@ class Tick(msgspec.Struct, kw_only=True):
 def show_top(server: str, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
     """Returns when the person ends it. Raises CommandError for a wrong address, and, for one picture, when no server
     answers; ApiError."""
-    if once or not (as_json or console.is_terminal):
+    live = as_json or (sys.stdout.isatty() and not console.is_dumb_terminal)
+    if once or not live:
         with reached(server) as client:
             shown = snapshot(client)
             if as_json:

@@ -191,6 +191,8 @@ def test_completion_finds_the_shell_that_asks() -> None:
 
 @pytest.mark.parametrize(("words", "wanted"), [
     ("kvdock se", {"serve", "sessions"}), ("kvdock doctor --j", {"--json"}), ("kvdock serve --on-", {"--on-exit"}),
+    ("kvdock config set po", {"pool_bytes="}), ("kvdock config se", {"set"}),
+    ("kvdock config set tier_keep=", {"tier_keep=shared", "tier_keep=always"}),
 ])
 def test_completion_completes_commands_and_flags(words: str, wanted: set[str]) -> None:
     at = str(len(words.split()) - 1)

@@ -152,6 +152,25 @@ def test_without_a_terminal_it_is_one_picture(server: ServerProcess, engine: Eng
         assert not [line for line in lines if len(line) > 80 or line != line.rstrip()]
 
 
+@pytest.mark.parametrize("environ", [
+    {"PYTHONIOENCODING": "ascii"}, {"FORCE_COLOR": "1"}, {"TERM": "dumb"},
+])
+def test_one_picture_needs_neither_block_characters_nor_a_terminal(
+    server: ServerProcess, engine: Engine, environ: dict[str, str]
+) -> None:
+    command = [*KVDOCK, "top", "--server", server.unix]
+    done = subprocess.run(command, env=clean_environ(**environ), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (0, "") and "hit rate" in done.stdout and ENTER not in done.stdout
+    assert done.stdout.isascii() or "ascii" not in environ.values()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_one_picture(server: ServerProcess) -> None:
+    command = [*KVDOCK, "top", "--server", server.unix]
+    with PtyProgram(command, {**environ(), "TERM": "dumb"}) as program:
+        assert program.ended() == 0
+        assert "hit rate" in program.text and "\x1b" not in program.text
+
+
 def test_json_once_is_one_object_and_a_failure_is_a_problem(
     server: ServerProcess, engine: Engine, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import MoverView, PoolView, Status, TierView
 from kvdock.protocol.schemas import SessionView
+from kvdock.protocol.tier_schemas import MOVER_LABEL
 
 SILENT_S = 5.0
 """A mover that tells of its tiers less often hangs, or is starting."""
@@ -56,9 +57,10 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
 
 
 def attached(client: Client) -> list[SessionView] | None:
-    """None: the caller may see totals only."""
+    """The engines' sessions, without those of the server's mover. None: the caller may see totals only."""
     try:
-        return first(client.sessions, lambda page: page.sessions)[0]
+        sessions = first(client.sessions, lambda page: page.sessions)[0]
+        return [view for view in sessions if view.label != MOVER_LABEL]
     except ApiError as error:
         if error.code in NO_TOKEN:
             return None
@@ -102,8 +104,8 @@ def _overview(
     if sessions and len(sessions) <= 8:
         rows["engines"] += f": {', '.join(view.label or view.instance for view in sessions)}"
     rows |= {f"tier {tier.name}": tier_in_words(tier) for tier in status.tiers}
-    if status.mover is not None:
-        rows["lower tiers"] = _mover(status.mover)
+    if status.mover is not None and (said := _mover(status.mover)):
+        rows["lower tiers"] = said
     rows["server"] = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if status.reasons:
         rows["state"] = ", ".join([status.status, *status.reasons])
@@ -177,7 +179,9 @@ def _mover(mover: MoverView) -> str:
         f"{count:,} {how} after {mover.wait_s[how] / count:.2f} s on average"
         for how, count in mover.waits.items() if count
     )
-    said = [f"requests that wait now: {mover.waiting}", f"that have waited: {waits or 'none'}"]
+    said = [f"requests that wait now: {mover.waiting}"] if mover.waiting else []
+    if waits:
+        said.append(f"requests that have waited: {waits}")
     if mover.restarts:
         said.append(f"times that the mover ended and was started again: {mover.restarts}")
     if mover.silent_s > SILENT_S:

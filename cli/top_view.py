@@ -83,7 +83,8 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
     clock = time.strftime("%H:%M:%S", time.localtime(shown.at)) if shown else ""
     if trouble:
         since = f" since {clock}" if shown else ""
-        return [Text(f"kvdock: no answer{since}, trying again", style="bold red"), Text(trouble, style="red")]
+        hint = [] if shown else [Text(), Text("`kvdock serve` starts a server; q ends this")]
+        return [Text(f"kvdock: no answer{since}, trying again", style="bold red"), Text(trouble, style="red"), *hint]
     assert shown is not None
     status = shown.status
     health = Text("ready", style="green") if status.status == "ok" else Text("not ready", style="bold red")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from kvdock.protocol.schemas import Part
 from kvdock.protocol.wire_types import Answer, Body, Carried, Carrier, Hex64, Keys, Name, StoreKeys
 
+MOVER_LABEL: Final = "lower tiers"
+"""The label of the mover's own sessions, for people alone: an engine may have the same."""
 MAX_AFTER_S = 3600.0
 MAX_PREFETCH_S = 600.0
 

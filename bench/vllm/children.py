@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.client.client import Client
-from kvdock.tiers.mover.places import LABEL
+from kvdock.protocol.tier_schemas import MOVER_LABEL
 
 START_S = 150.0
 CPU_SLOWER = 5
@@ -256,7 +256,7 @@ def wait_until_pinned(address: str) -> None:
             segments = max((segment.id + 1 for segment in client.segments().segments), default=0)
             pinned = [
                 member.pinned_through or 0 for session in client.sessions().sessions for member in session.members
-                if member.state == "live" and member.ranks and session.label != LABEL
+                if member.state == "live" and member.ranks and session.label != MOVER_LABEL
             ]
             if pool.allocated_bytes != grown:
                 grown, since = pool.allocated_bytes, time.monotonic()

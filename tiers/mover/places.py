@@ -14,12 +14,12 @@ from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.protocol.mover_schemas import ServedNamespace
 from kvdock.protocol.schemas import Changes, Manifest
+from kvdock.protocol.tier_schemas import MOVER_LABEL
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import pages_bytes
 
 log = logging.getLogger("kvdock.tiers")
 
-LABEL = "lower tiers"
 LINGER_S = 5.0
 CHANGES_OF_SERVER = 1 << 32
 """The numbers of a server's changes begin with a multiple of it (csrc/table/lookup.cpp, changes)."""
@@ -116,7 +116,7 @@ class Places:
     def _open(self, digest: bytes, manifest: Manifest) -> None:
         identity = Identity(
             instance=f"{self._instance}-{digest.hex()[:12]}", member="mover", ranks=tuple(range(manifest.writers)),
-            label=LABEL,
+            label=MOVER_LABEL,
         )
         session = EngineSession(self._client, manifest, identity)
         place = Place(digest, manifest, session)

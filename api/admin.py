@@ -77,18 +77,18 @@ class Admin:
             raise ApiError(
                 "bad_argument", "more than the pool may have", found=wanted, wanted=f"at most {self._pool.limit_bytes}"
             )
-        missing = wanted - table.free_bytes()  # engines that store meanwhile do not raise it: the call would never end
+        missing = wanted - self._pool.free_bytes  # engines that store meanwhile do not raise it: the call would never end
         chunks = freed = evictions = 0
         while freed < missing:
             before = table.free_bytes()
-            gone = table.evict(wanted, 1)  # one at a time, so that few too many go
+            gone = table.evict(before + missing - freed, 1)  # one at a time, so that few too many go
             if not gone:
                 break
             chunks, freed = chunks + gone, freed + table.free_bytes() - before
             evictions += 1
             if evictions % EVICT_SLICE == 0:
                 await asyncio.sleep(0)
-        return Evicted(chunks=chunks, bytes=freed, free_bytes=table.free_bytes())
+        return Evicted(chunks=chunks, bytes=freed, free_bytes=self._pool.free_bytes)
 
     async def pin(self, body: PinChunks) -> Pinned:
         """Raises ApiError: unknown_namespace, invalid_body."""

@@ -69,7 +69,8 @@ def evict(
     amount = parse_bytes(bytes_text or free_text)
     with reached(server) as client:
         status = client.status()
-        free, ready = status.pool.free_bytes, status.pool.ready_bytes
+        pool, ready = status.pool, status.pool.ready_bytes
+        free = pool.free_bytes + max(0, pool.limit_bytes - pool.allocated_bytes)  # as the server counts
         wanted = free + amount if bytes_text else amount
         missing = max(0, wanted - free)
         if not yes and missing:

@@ -68,7 +68,7 @@ class EvictChunks(Body, kw_only=True):
     leased, being written or pinned stays."""
 
     free_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
-    """Bytes of what is allocated; at most the pool's limit."""
+    """What the pool may still grow by counts as free. At most the pool's limit."""
 
 
 class Evicted(Answer, kw_only=True):
@@ -77,7 +77,7 @@ class Evicted(Answer, kw_only=True):
     bytes: int
     """Freed by this call."""
     free_bytes: int
-    """Free afterwards. Less than was asked for: nothing more may be evicted."""
+    """Free afterwards, as in the call. Less than was asked for: nothing more may be evicted."""
 
 
 class PinChunks(Body, kw_only=True):

@@ -52,9 +52,9 @@ _add(
 )
 _add(
     c.EVICT, a.EvictChunks, Admin.evict, "evict", "Evict what is worth least until so much is free",
-    "In the order in which the pool itself would make room. What engines hold or write stays, and so do pinned chunks "
-    "and what precedes them in their prefix; then the answer's `free_bytes` is less than was asked for. What no lower "
-    "tier has is lost.",
+    "In the order in which the pool itself would make room. Memory that the pool may still grow by is free. What "
+    "engines hold or write stays, and so do pinned chunks and what precedes them in their prefix; then the answer's "
+    "`free_bytes` is less than was asked for. What no lower tier has is lost.",
     retry=IDEMPOTENT, errors=("bad_argument",),
 )
 _add(

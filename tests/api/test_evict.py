@@ -37,6 +37,21 @@ def test_evict_frees_what_is_missing_and_takes_the_oldest_first() -> None:
         engine.close()
 
 
+def test_what_the_pool_may_grow_by_is_free() -> None:
+    with ServerProcess(pool_bytes=32 * MIB) as server, Client(server.unix) as client:
+        engine = attach(client)
+        chain = keys(8, "grows")
+        engine.store(chain)
+        done = ok(server.http, "POST", "/v1/cache/evict", {"free_bytes": 24 * MIB})
+        assert (done["chunks"], done["free_bytes"]) == (0, free_bytes(server) + 16 * MIB)
+        wanted = done["free_bytes"] + CHUNK_BYTES
+        assert ok(server.http, "POST", "/v1/cache/evict", {"free_bytes": wanted}) == {
+            "chunks": 1, "bytes": CHUNK_BYTES, "free_bytes": wanted
+        }
+        assert hit_tokens(engine, chain) == 7 * 16
+        engine.close()
+
+
 def test_evict_leaves_what_is_held_written_or_pinned() -> None:
     with ServerProcess() as server, Client(server.unix) as client:
         engine = attach(client)

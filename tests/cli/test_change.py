@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_helpers import MIB, Engine, ServerProcess, attach, keys, raw, unique
-from cli_helpers import kvdock, refusal
+from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, raw, unique
+from cli_helpers import KVDOCK, clean_environ, kvdock, refusal
+from pty_screen import PtyProgram
 
 from kvdock.cli.live_config import LIVE
 from kvdock.client.client import Client
@@ -142,6 +143,20 @@ def test_evict_by_size_asks_and_a_pool_is_not_that_large(server: ServerProcess, 
     assert "add --yes" in refusal(kvdock("evict", "--bytes", "1MiB", "--server", server.unix), 2)
     said = refusal(kvdock("evict", "--free", "1GiB", "--yes", "--json", "--server", server.unix), 1)
     assert "bad_argument" in said and f"wanted at most {16 * MIB}" in said
+
+
+@pytest.mark.parametrize(("typed", "exit_code", "left"), [("n", 1, 2), ("y", 0, 0)])
+def test_evict_asks_a_person_and_says_what_will_be_lost(
+    server: ServerProcess, engine: Engine, typed: str, exit_code: int, left: int
+) -> None:
+    chain = keys(2, unique("asked"))
+    engine.store(chain)
+    with PtyProgram([*KVDOCK, "evict", "--bytes", "32KiB", "--server", server.unix], clean_environ()) as program:
+        eventually(lambda: "[y/N]" in program.text)
+        said = " ".join(program.text.split())
+        assert "Evict 32.0 KiB of the 32.0 KiB that are stored, those worth least first, at unix:" in said
+        program.press(f"{typed}\n")
+        assert program.ended() == exit_code and stored(engine, chain) == left
 
 
 # --------------------------------------------------------------------------- config

@@ -77,7 +77,7 @@ class Admin:
             raise ApiError(
                 "bad_argument", "more than the pool may have", found=wanted, wanted=f"at most {self._pool.limit_bytes}"
             )
-        missing = wanted - self._pool.free_bytes  # engines that store meanwhile do not raise it: the call would never end
+        missing = wanted - self._pool.free_bytes  # stores do not raise it meanwhile: the call would never end
         chunks = freed = evictions = 0
         while freed < missing:
             before = table.free_bytes()

@@ -95,6 +95,37 @@ def lookup(
     show_lookup(server, Prompt(namespace, keys or [], tokens_file), as_json=as_json, console=console())
 
 
+def explain(
+    request: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as its engine names it.")],
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say why a recent request found what it found.
+
+    What its lookups asked for, where the prefix ends and why, what loading took, and what its engine told of it.
+    """
+    from kvdock.cli.story import show_explanation
+
+    show_explanation(server, request=request, as_json=as_json, console=console())
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes; Ctrl-C ends it.")] = False,
+    kinds: Annotated[str, typer.Option(
+        "--kinds", metavar="KIND,…", help="Only these: attached, left, dead, evicted and others.", show_default=False,
+    )] = "",
+    server: Server = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event, each on a line.")] = False,
+) -> None:
+    """Show what has happened in the server lately.
+
+    With --follow it waits for a server that ends, and goes on with the next one at the same address.
+    """
+    from kvdock.cli.story import show_events
+
+    show_events(server, kinds=kinds, follow=follow, as_json=as_json)
+
+
 def sessions(
     server: Server = "", as_json: AsJson = False, limit: ListLimit = 100, everything: ListAll = False
 ) -> None:

@@ -24,6 +24,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock top --once", "one picture"),
         ("kvdock top --json --interval 10 >> kvdock.log", "an object every 10 s"),
     ),
+    "explain": (
+        ("kvdock explain cmpl-7f3a", "why it missed"),
+        ("kvdock explain cmpl-7f3a --json", "all figures"),
+    ),
+    "events": (
+        ("kvdock events", "what has happened lately"),
+        ("kvdock events --follow --kinds attached,left,dead", "engines that come and go"),
+    ),
     "doctor": (
         ("kvdock doctor", "what helps or hinders here"),
         ("kvdock doctor --config /etc/kvdock.toml", "before a server starts with it"),

@@ -34,7 +34,8 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, commands.demo, commands.doctor, commands.bench),
     "Look": (
-        commands.status, commands.top, commands.requests, commands.sessions, commands.leases, commands.lookup,
+        commands.status, commands.top, commands.requests, commands.explain, commands.events, commands.sessions,
+        commands.leases, commands.lookup,
     ),
     "Change": (change.keep, change.evict, change.clear, change.access_token),
 }

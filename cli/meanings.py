@@ -93,6 +93,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
                     "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "How it begins and ends": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "watch_s"),
+    "What it tells": ("log_level", "log_format", "observe"),
     "What it remembers for people": ("history_interval_s", "history_values", "recent_requests"),
 }
 """The settings as `--help` groups them."""

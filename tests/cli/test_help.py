@@ -114,7 +114,7 @@ def problem(done: subprocess.CompletedProcess[str], exit_status: int) -> dict[st
 @pytest.mark.parametrize("path", sorted(set(paths()) - {"doctor", "demo", "serve", "config", "access-token", "bench"}))
 def test_each_command_that_finds_no_server_prints_a_problem(path: str, tmp_path: Path) -> None:
     needs = {"lookup": ["--keys", "ab" * 32], "keep": ["--keys", "ab" * 32], "evict": ["--bytes", "1MiB", "--yes"],
-             "clear": ["--all", "--yes"], "config set": ["session_grants=9"], "top": ["--once"]}
+             "clear": ["--all", "--yes"], "config set": ["session_grants=9"], "top": ["--once"], "explain": ["r-1"]}
     arguments = [*path.split(), *needs.get(path, []), "--json", "--server", f"unix:{tmp_path}/nobody.sock"]
     found = problem(kvdock(*arguments), 1)
     assert (found["code"], found["title"], found["status"]) == ("no_server", "No server answers", None)

@@ -1,0 +1,76 @@
+"""`kvdock explain` and `kvdock events`: why a request missed, and what happens in the server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvdock.api.events.log import SENTENCES
+from kvdock.cli.operator import default_address, print_json, reached
+from kvdock.cli.outcome import WRONG, CommandError
+from kvdock.cli.screen import say
+from kvdock.cli.words import printable
+from kvdock.client.events import Told, read_events
+from kvdock.client.transport import Address
+from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
+from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.events import KINDS, Event
+
+RETRY_S = 1.0
+
+
+def show_explanation(server: str, *, request: str, as_json: bool, console: Console) -> None:
+    """Raises CommandError, ApiError."""
+    with reached(server) as client:
+        found = client.explain(request)
+    if as_json:
+        print_json(console, found)
+        return
+    for sentence in found.sentences:
+        say(console, printable(sentence))
+
+
+def show_events(server: str, *, kinds: str, follow: bool, as_json: bool) -> None:
+    """One line an event. Raises CommandError, ApiError, ServerUnavailable."""
+    try:
+        address = Address.parse(server or default_address())
+    except ValueError as error:
+        raise CommandError(str(error), WRONG) from error
+    for told in _told(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), kinds, follow=follow):
+        typer.echo(msgspec.json.encode(told.event).decode() if as_json else line_of(told.event))
+
+
+def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[Told]:
+    """First what is kept. If it follows, it then waits for what comes, and for the next server once this one ends."""
+    last_id = ""
+    for told in read_events(address, token, kinds=kinds):
+        last_id = told.id
+        yield told
+    while follow:
+        try:
+            for told in read_events(address, token, kinds=kinds, follow=True, last_id=last_id):
+                last_id = told.id
+                yield told
+        except ServerUnavailable:
+            time.sleep(RETRY_S)  # and once more
+
+
+def line_of(event: dict[str, Any]) -> str:
+    """The log's sentence, where it has one; else the event's fields."""
+    when = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+    return f"{when} {event['kind']:<14} {printable(_words(event))}"
+
+
+def _words(event: dict[str, Any]) -> str:
+    kind = KINDS.get(event["kind"])
+    if kind in SENTENCES:
+        made, sentence = msgspec.convert(event, kind), SENTENCES[kind]
+        return sentence.template_of(made) % sentence.values(made)
+    shown = {name: value for name, value in event.items() if name not in ("kind", *Event.__struct_fields__)}
+    return " ".join(f"{name}={value}" for name, value in shown.items() if value not in (None, ""))

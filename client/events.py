@@ -1,0 +1,61 @@
+"""Reads a server's events: what `GET /v1/events` streams, one by one."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+
+from kvdock.client.transport import Address
+from kvdock.protocol.access_token import authorization
+from kvdock.protocol.calls import EVENTS
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.reports import Problem
+
+SILENCE_S = 60.0
+"""The server says something every 15 s, if only that nothing has happened."""
+
+
+class Told(NamedTuple):
+    id: str
+    """To come back with: the stream goes on behind it."""
+    event: dict[str, Any]
+    """As docs/events.md has it."""
+
+
+def read_events(
+    address: Address, access_token: str = "", *, kinds: str = "", follow: bool = False, last_id: str = ""
+) -> Iterator[Told]:
+    """What is kept, or what came after `last_id`; with `follow` then what comes, until the server drains. `kinds`:
+    separated by commas; '' is all. Raises ApiError, and ServerUnavailable when there is no server or it is lost."""
+    query = {"kinds": kinds} if kinds else {}
+    if follow:
+        query["follow"] = "true"
+    headers = {**authorization(access_token), **({"Last-Event-ID": last_id} if last_id else {})}
+    connection = http.client.HTTPConnection(address.authority)
+    try:
+        connection.sock = address.connect(SILENCE_S)
+        connection.request("GET", f"{EVENTS.path}?{urlencode(query)}" if query else EVENTS.path, headers=headers)
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            raise ApiError.from_problem(msgspec.json.decode(answer.read(), type=Problem))
+        yield from _events(answer)
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerUnavailable(f"{address.text}: {error}") from error
+    finally:
+        connection.close()
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[Told]:
+    fields: dict[str, str] = {}
+    for raw in iter(answer.readline, b""):
+        line = raw.decode().rstrip("\n")
+        if line and line[0] != ":":
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif not line and "data" in fields:
+            yield Told(fields["id"], msgspec.json.decode(fields["data"]))
+            fields = {}

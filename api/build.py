@@ -22,6 +22,7 @@ from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
+from kvdock.api.views.curve import Curves
 from kvdock.api.views.explain import Explainer
 from kvdock.api.views.history import SERIES, TIER_SERIES, Counters, History, RecentRequests
 from kvdock.api.views.metrics import Metrics
@@ -66,9 +67,10 @@ def build(
             bus.subscribe(observer)
     bus.open()
     meter = Meter(counters, Timings(), perf_ns, {}, bus.publish)
+    curves = Curves(pool, now_s)
     tally = Tally(
-        pool.table, counters, RecentRequests(settings.recent_requests), bus, keep=4 * settings.table_grants,
-        perf_ns=perf_ns, wall_s=wall_s, server_ms=clock.now_ms,
+        pool.table, counters, RecentRequests(settings.recent_requests), bus, curves,
+        keep=4 * settings.table_grants, perf_ns=perf_ns, wall_s=wall_s, server_ms=clock.now_ms,
     )
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
     reports = Reports(
@@ -76,7 +78,7 @@ def build(
         history=History(
             settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers
         ),
-        tiers=lambda: desk.reports, mover=desk.view, wall_s=wall_s,
+        curves=curves, tiers=lambda: desk.reports, mover=desk.view, wall_s=wall_s,
     )
     handlers = Handlers(
         service=CacheService(

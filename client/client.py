@@ -23,6 +23,7 @@ from kvdock.client.transport import Address, Transport
 from kvdock.protocol import admin_schemas as a, calls as c, schemas as s, tier_schemas as t
 from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
+from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
@@ -204,6 +205,10 @@ class Client:
 
     def stats(self, *, timeout_s: float | None = None) -> Stats:
         return self._do(c.STATS, None, timeout_s)
+
+    def curve(self, *, timeout_s: float | None = None) -> Curve:
+        """Which share of the tokens pools of other sizes would find."""
+        return self._do(c.CURVE, None, timeout_s)
 
     def requests(
         self, *, limit: int | None = None, cursor: str | None = None, request: str = "", timeout_s: float | None = None

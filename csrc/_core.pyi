@@ -23,7 +23,6 @@ CONVERSATION_ENDED: Final[int]
 
 class TableError(Exception):
     """A refused call: `code` is stable (docs list them), `found` and `wanted` name the values."""
-
     code: str
     found: object
     wanted: object
@@ -70,7 +69,6 @@ class GrantView:
     opened_ms: int
     place: int  # rises from the oldest grant to the youngest; ids do not, as their cells are used again
     closed: bool
-
 class MemberView:
     member: int
     session: int
@@ -81,7 +79,6 @@ class MemberView:
     heartbeat_ms: int
     lock_offset: int
     pinned_through: int | None
-
 class SessionView:
     session: int
     nonce: bytes
@@ -90,10 +87,8 @@ class SessionView:
     reservations: int
     held_bytes: int
     opened_ms: int
-
 class TenantView:
     """What a tenant uses: of records that are not free, and of grants that have a holder."""
-
     tenant: bytes
     bytes: int  # in slots
     chunks: int
@@ -102,6 +97,36 @@ class TenantView:
     grants: int
     quota_bytes: int | None  # None: no limit
     quota_chunks: int | None
+
+# ------------------------------------------------------------------ curve (csrc/curve/, csrc/bind/curve.cpp)
+
+POOL_FACTORS: Final[list[float]]
+class CurveSums:
+    """What lookups asked for. Namespaces are added: `+=`."""
+    lookups: int
+    samples: int  # sampled chunks
+    asked: int  # tokens
+    missed: int  # tokens, by the real pool
+    found_at: list[float]  # shares of `asked`, by POOL_FACTORS; empty if nothing was asked for
+    found_ever: float | None  # without bound
+    def __init__(self) -> None: ...
+    def __iadd__(self, other: CurveSums) -> CurveSums: ...
+
+class Curve:
+    """Simulated pools of other sizes (csrc/curve/curve.h). Keeps the GIL; not thread-safe. Raises TableError."""
+    share: float  # of all chunks that are sampled now
+    entries: int  # chunks in all simulated pools
+    remembered: int  # chunks that are remembered as asked for
+    rooms: list[float | None]  # sampled chunks of the present mean size that each pool has room for; None: it has none
+    all: CurveSums
+    def __init__(
+        self, policy: str, pool_bytes: int, *, salt: int, most_share: float, most_entries: int, most_work: float
+    ) -> None: ...
+    def set_space(self, space: int, chunk_tokens: int, chunk_bytes: int) -> None: ...
+    def looked_up(self, space: int, keys: bytes, found: int) -> None: ...  # `found`: chunks
+    def stored(self, space: int, keys: bytes) -> None: ...
+    def of_space(self, space: int) -> CurveSums: ...
+    def check(self) -> None: ...
 
 class Table:
     """Chunks, grants and members of one pool: docs/lifetime_protocol.md, in one flat region.
@@ -263,19 +288,15 @@ class Table:
 
 class LayoutError(ValueError):
     """Strides that no copy can follow; `found` and `wanted` name the values."""
-
     found: object
     wanted: object
-
 class CopyError(ValueError):
     """Block ids, lengths, skips or addresses outside a layout; nothing was copied."""
-
     found: object
     wanted: object
 
 class Mapping:
     """A shared mapping of an open file or shared-memory object; MADV_DONTFORK; keeps no descriptor."""
-
     address: int
     bytes: int
     def __init__(self, fd: int, bytes: int, *, writable: bool = True) -> None: ...
@@ -286,10 +307,8 @@ class Mapping:
     def advise_huge(self) -> bool: ...
     def close(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
-
 class MemberLock:
     """An open-file-description lock on one byte, kept by a mapping: it ends with the address space."""
-
     offset: int
     def __init__(self, path: str, offset: int, *, with_children: bool = False) -> None:
         """BlockingIOError when someone else holds the byte. `with_children`: forked children keep it, too."""
@@ -304,25 +323,19 @@ SLOT_ALIGN: Final[int]
 
 def segment_header_write(mapping: Mapping, pool_id: int, segment: int, data_offset: int) -> None:
     """Writes the header, version last (release)."""
-
 def segment_header_read(mapping: Mapping) -> tuple[str, dict[str, int]]:
     """('ok' | 'not_ready' | 'wrong_version' | 'corrupt', fields found)."""
-
 def set_checksum_keys(nh: bytes, level2: bytes) -> None:
     """nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones."""
-
 def checksum(data: Buffer) -> int:
     """The checksum of contiguous bytes of any length. CopyError when the keys are too short for it."""
-
 def cpu_paths() -> list[str]:
     """Names of the copy loops this processor can run, fastest first; 'scalar' runs anywhere."""
-
 def use_cpu_path(name: str) -> None:
     """For tests and measurements: all later copies use that loop; '' goes back to the fastest."""
 
 class PagedLayout:
     """Paged KV as strides. planes: (base address, block stride, run bytes, run count, run stride)."""
-
     block_bytes: int  # of one block over all planes
     num_blocks: int
     block_tokens: int
@@ -333,12 +346,10 @@ class PagedLayout:
 def gather(layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, *, threads: int) -> list[int]:
     """Paged → slots. slots: uint64 addresses [n]; block_ids: int64, flat; starts: int64 [n+1].
     Returns each part's checksum. Refuses ids outside 0..num_blocks-1 before any byte moves."""
-
 def scatter(
     layout: PagedLayout, slots: Buffer, block_ids: Buffer, starts: Buffer, skips: Buffer, *, threads: int
 ) -> list[int]:
     """Slots → paged; the first skips[i] blocks of part i are hashed but never written."""
-
 def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> None:
     """The benchmark's yardstick: libc memcpy of equal pieces. to, from_: uint64 addresses [n], unchecked."""
 
@@ -346,7 +357,6 @@ def memcpy_pieces(to: Buffer, from_: Buffer, bytes: int, *, threads: int) -> Non
 
 class CudaError(RuntimeError):
     """The driver refused, or there is none: `found` and `wanted` name the values."""
-
     found: object
     wanted: object
 
@@ -361,10 +371,7 @@ class CudaDevice:
 
 def cuda_unavailable() -> str:
     """"" when a GPU can be used, else one sentence that says why not."""
-
-def cuda_devices() -> list[CudaDevice]:
-    """Raises CudaError when there is no driver or GPU."""
-
+def cuda_devices() -> list[CudaDevice]: ...  # raises CudaError when there is no driver or GPU
 def cuda_kernels() -> list[str]:
     """What the copy kernels were compiled for; empty when nvcc was missing at build time."""
 
@@ -377,26 +384,20 @@ class CudaSlotMemory:
 
     def __init__(self, *, device: int, address: int, bytes: int, host: bool) -> None: ...
     def close(self) -> None: ...
-
 class CudaBuffer:
     """Memory for slots, page-locked on the host or on the device, freed with the object."""
-
     address: int
     bytes: int
     def __init__(self, *, device: int, bytes: int, host: bool) -> None: ...
-
 class CudaStopwatch:
     """A stream of its own; times what is ordered between start and stop."""
-
     stream: int
     def __init__(self, *, device: int) -> None: ...
     def start(self) -> None: ...
-    def stop_ms(self) -> float:
-        """Waits for the stream."""
+    def stop_ms(self) -> float: ...  # waits for the stream
     def copy(self, to: int, from_: int, bytes: int, *, to_device: bool) -> None:
         """One plain asynchronous copy between host and device on the stream."""
     def fill(self, address: int, value: int, bytes: int) -> None: ...
-
 class CudaCopy:
     def done(self) -> bool: ...
     def took_s(self) -> float | None: ...
@@ -444,7 +445,5 @@ class CudaCopier:
         """`bands`: ascending plane indices at which each band ends; the last equals the number of planes; empty: one
         band. The copy is verified once `verified_after` bands have been copied and the CPU has hashed the others in
         the slots; 0: when it has ended."""
-    def fileno(self) -> int:
-        """An eventfd that counts the copies that have ended."""
-    def close(self) -> None:
-        """Waits for what was submitted; later calls raise CopyError."""
+    def fileno(self) -> int: ...  # an eventfd that counts the copies that have ended
+    def close(self) -> None: ...  # waits for what was submitted; later calls raise CopyError

@@ -9,6 +9,7 @@ from typing import Final, Generic, Literal, TypeVar
 from urllib.parse import quote, urlencode
 
 from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
+from kvdock.protocol.curve import Curve
 from kvdock.protocol.explain import Explanation
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 
@@ -77,6 +78,7 @@ PREFETCH = Call("POST", "/v1/prefetches", t.PrefetchAnswer, "engine")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
+CURVE = Call("GET", "/v1/curve", Curve, "read")
 EVENTS = Call("GET", "/v1/events", str, "read")
 REQUESTS = Call("GET", "/v1/requests", Requests, "read")
 EXPLAIN = Call("GET", "/v1/requests/{request}/explain", Explanation, "read")

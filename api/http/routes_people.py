@@ -132,6 +132,15 @@ async def stats(request: Request) -> Response:
     return answer(handlers_of(request).reports.stats())
 
 
+@_route(
+    c.CURVE, "pool", "What if the pool were larger or smaller",
+    "The share of tokens that lookups would find in pools of 1/4 to 8 times the size, and in one without bound, as "
+    "simulated pools under the same eviction policy say. docs/observe.md tells how far they are right.",
+)
+async def curve(request: Request) -> Response:
+    return answer(handlers_of(request).reports.curve(peer_of_call(request)))
+
+
 _list(
     c.NAMESPACES, "pool", "list_namespaces", "Manifests that engines have attached with", Reports.namespaces,
 )

@@ -15,12 +15,14 @@ from kvdock.api.clock import ServerClock
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Names, Registry, SessionRecord
+from kvdock.api.views.curve import Curves
 from kvdock.api.views.history import History
 from kvdock.api.views.paging import page_of
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
+from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import (
     ChunkCounts,
@@ -48,7 +50,7 @@ class Reports:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
-        history: History, tiers: Callable[[], list[TierView]], mover: Callable[[], MoverView | None],
+        history: History, curves: Curves, tiers: Callable[[], list[TierView]], mover: Callable[[], MoverView | None],
         wall_s: Callable[[], float],
     ) -> None:
         """`tiers`: as the mover has told of them. Neither this nor `mover` waits for it. `wall_s` dates the status."""
@@ -57,7 +59,7 @@ class Reports:
         self._clock, self._wall_s = clock, wall_s
         self._started_ms = clock.now_ms()
         self._probes, self._tally, self._history, self._tiers = probes, tally, history, tiers
-        self._mover = mover
+        self._mover, self._curves = mover, curves
 
     # ---------------------------------------------------------------- the server at a glance
 
@@ -118,6 +120,9 @@ class Reports:
 
     def stats(self) -> Stats:
         return self._history.view(self._clock.now_ms() / 1000)
+
+    def curve(self, peer: Peer) -> Curve:
+        return self._curves.view(peer)
 
     def sample(self) -> None:
         """Takes one more value of each series. The keeper calls it once per interval."""

@@ -14,6 +14,7 @@ from kvdock.api.convert import grant_text
 from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import Recent, SessionRecord
 from kvdock.api.views.breaks import break_of
+from kvdock.api.views.curve import Curves
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, Detail, RecentRequests
 from kvdock.protocol import events as e
 from kvdock.protocol.outcomes import view_of
@@ -42,8 +43,8 @@ class Tally:
     """`counters` may be raised directly; lookups and reservations are counted here."""
 
     def __init__(
-        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, *, keep: int,
-        perf_ns: Callable[[], int], wall_s: Callable[[], float], server_ms: Callable[[], int],
+        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, curves: Curves, *,
+        keep: int, perf_ns: Callable[[], int], wall_s: Callable[[], float], server_ms: Callable[[], int],
     ) -> None:
         """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them; `server_ms`:
         the table's clock."""
@@ -51,6 +52,7 @@ class Tally:
         self.recent = recent
         self.missed: Counter[str] = Counter()
         """Tokens that lookups asked for and did not get, by why."""
+        self._curves = curves
         self.now_ns = perf_ns
         self._table = table
         self._wall_s, self._server_ms, self._bus = wall_s, server_ms, bus
@@ -81,6 +83,7 @@ class Tally:
             counters.unpinned_lookups += found.unpinned_tokens > 0
             counters.unpinned_tokens += found.unpinned_tokens
             counters.unpinned_chunks += -(-found.unpinned_tokens // manifest.chunk_tokens)
+            self._curves.looked_up(session.namespace, keys, found.hit_tokens)
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
@@ -165,6 +168,8 @@ class Tally:
         now_ns = self.now_ns()
         if granted.grant:
             self._stores.put(granted.grant, _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns))
+        if not body.temporary:
+            self._curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
         tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens
         self.recent.add(session.tenant, RequestView(

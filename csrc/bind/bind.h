@@ -7,6 +7,7 @@ namespace kvdock {
 
 void bind_bytes(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
+void bind_curve(pybind11::module_& m);
 void bind_table(pybind11::module_& m);
 
 }  // namespace kvdock

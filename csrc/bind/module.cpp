@@ -22,6 +22,7 @@ PYBIND11_MODULE(_core, m) {
   kvdock::bind_bytes(m);
   kvdock::bind_cuda(m);
   kvdock::bind_table(m);
+  kvdock::bind_curve(m);
 #ifdef KVDOCK_PAUSE_POINTS
   m.def("pause_at", &kvdock::pause_at, pybind11::call_guard<pybind11::gil_scoped_release>());
 #endif

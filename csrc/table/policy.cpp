@@ -2,6 +2,7 @@
 #include "table/policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <list>
 #include <unordered_map>
 
@@ -16,6 +17,7 @@ namespace {
 class Lru : public Policy {
  public:
   const char* name() const override { return "lru"; }
+  void see_share(double) override {}
   void asked(uint64_t, uint64_t, size_t) override {}
   uint8_t stored(const Chunk&, std::optional<uint8_t>) override { return 0; }
   uint8_t used(const Chunk&, uint64_t) override { return 0; }
@@ -36,7 +38,10 @@ class Lru : public Policy {
 class Arc : public Policy {
  public:
   const char* name() const override { return "arc"; }
-  void asked(uint64_t, uint64_t resident, size_t) override { room_ = resident; }
+  void see_share(double share) override { share_ = share; }
+  void asked(uint64_t, uint64_t resident, size_t) override {
+    room_ = static_cast<uint64_t>(std::llround(share_ * static_cast<double>(resident)));
+  }
 
   uint8_t stored(const Chunk& chunk, std::optional<uint8_t>) override {
     uint8_t kind = aside_.take(chunk).value_or(kOnce);
@@ -73,8 +78,11 @@ class Arc : public Policy {
   }
 
   double worth(uint8_t, uint64_t used, uint64_t) const override { return static_cast<double>(used); }
+  bool lets_go_first(uint8_t kind) const override {
+    return kind == (count_[kOnce] > 0 && static_cast<double>(count_[kOnce]) > once_room_ ? kOnce : kAgain);
+  }
   std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const override {
-    uint8_t from = count_[kOnce] > 0 && static_cast<double>(count_[kOnce]) > once_room_ ? kOnce : kAgain;
+    uint8_t from = lets_go_first(kOnce) ? kOnce : kAgain;
     if (leaves[from].empty()) from = 1 - from;
     if (leaves[from].empty()) return std::nullopt;
     const Leaf& leaf = *leaves[from].begin();
@@ -96,7 +104,7 @@ class Arc : public Policy {
   void forget_oldest(uint8_t kind) { forget(ghosts_.find(gone_[kind].front())); }
 
   uint64_t room_ = 0;
-  double once_room_ = 0;
+  double share_ = 1, once_room_ = 0;
   uint64_t count_[2] = {};
   std::list<uint64_t> gone_[2];  // names, the first that went first
   Ghosts ghosts_;

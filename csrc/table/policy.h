@@ -71,6 +71,9 @@ class Policy {
  public:
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
+  // It hears of such a share of all chunks only, chosen by their keys (csrc/curve/). `resident` counts all nevertheless,
+  // and ticks do.
+  virtual void see_share(double share) = 0;
 
   // A lookup with so many `keys` has come. The uses of the chunks that it found follow. `resident`: chunks in the pool.
   virtual void asked(uint64_t tick, uint64_t resident, size_t keys) = 0;
@@ -84,6 +87,8 @@ class Policy {
   virtual void set_aside(const Chunk& chunk) = 0;  // a duplicate, which is to come back
 
   virtual double worth(uint8_t kind, uint64_t used, uint64_t tick) const = 0;
+  // Leaves of that kind, whatever others are worth.
+  virtual bool lets_go_first(uint8_t) const { return false; }
   virtual std::optional<Choice> least(const Leaves& leaves, uint64_t tick) const = 0;
 };
 

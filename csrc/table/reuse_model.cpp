@@ -12,7 +12,6 @@ namespace {
 constexpr double kCommonPrior = 683, kKindPrior = 171, kFactorPrior = 10.7, kScalePrior = 2.1;
 constexpr double kNear = 32;           // ticks: what is younger is not taken for ever more likely to be used
 constexpr double kKept = 511.0 / 512;  // of the counts, each time that it learns
-constexpr double kNobodyLeft = 1e-3;
 
 }  // namespace
 
@@ -67,20 +66,30 @@ void ReuseModel::learn(const Counts& alive, double together) {
       double rate = (hits_[kind][k] + prior * common[k] * own / usual) / (lived[kind][k] + prior);
       reused[k] = rate * width(k) / (1 + rate * width(k));
     }
-    for (int k = 0; k < kBins; ++k) {
-      double left = 1, gain = 0, cost = 0, best = 0;
-      for (int j = k; j < kBins && left > kNobodyLeft; ++j) {
-        gain += left * reused[j];
-        cost += left * width(j) * (1 - reused[j] / 2);
-        best = std::max(best, gain / cost);
-        left *= 1 - reused[j];
-      }
-      worth_[kind][k] = best;
-    }
+    rank(reused, kind);
   }
   for (Counts* counts : {&ends_, &hits_})
     for (auto& row : *counts)
       for (double& count : row) count *= kKept;
+}
+
+// The best time to keep a chunk from a bin on is that bin's alone, or longer by the best time from the next bin on if
+// that has the higher rate: so the bins after it are joined to stretches, each of a lower rate than the one before it.
+void ReuseModel::rank(const std::array<double, kBins>& reused, int kind) {
+  struct Stretch {
+    double gain, cost, left;  // of a chunk that reaches it
+  };
+  std::array<Stretch, kBins> after;
+  int count = 0;
+  for (int k = kBins - 1; k >= 0; --k) {
+    Stretch best{reused[k], width(k) * (1 - reused[k] / 2), 1 - reused[k]};
+    while (count > 0 && after[count - 1].gain * best.cost > best.gain * after[count - 1].cost) {
+      const Stretch& next = after[--count];
+      best = {best.gain + best.left * next.gain, best.cost + best.left * next.cost, best.left * next.left};
+    }
+    worth_[kind][k] = best.gain / best.cost;
+    after[count++] = best;
+  }
 }
 
 double ReuseModel::worth(uint8_t kind, uint64_t age) const {

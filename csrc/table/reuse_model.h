@@ -36,6 +36,7 @@ class ReuseModel {
   uint64_t stretch_from(uint64_t age) const;
 
  private:
+  void rank(const std::array<double, kBins>& reused, int kind);
   double width(int bin) const { return low_[bin + 1] - low_[bin]; }
   double middle(int bin) const { return (low_[bin] + low_[bin + 1]) / 2; }
 

@@ -19,14 +19,21 @@ void ReusePolicy::asked(uint64_t tick, uint64_t resident, size_t keys) {
   resident_ = resident;
   keys_ += (static_cast<double>(keys) - keys_) * (keys_ == 0 ? 1 : kNewestLookup);
   if (tick < next_learn_) return;
-  next_learn_ = tick + std::max(kLearnTicks, resident / kLearnShare);
+  uint64_t usual = std::max(kLearnTicks, resident / kLearnShare);
+  auto seldom = static_cast<uint64_t>(static_cast<double>(kLearnTicks) / share_);
+  next_learn_ = tick + std::max(usual, seldom);
   learn(tick);
 }
 
 void ReusePolicy::learn(uint64_t tick) {
   ReuseModel::Counts alive{};
   for (const Sample& one : samples_) alive[one.kind][ReuseModel::bin_of(tick - std::min(tick, one.used))] += 1;
-  model_.learn(alive, std::max(1.0, keys_));
+  double seen = share_ * static_cast<double>(one_in_of_all_) / static_cast<double>(one_in_);  // of what it would see
+  while (static_cast<double>(samples_.size()) > seen * kMostSamples) {
+    one_in_of_all_ *= 2;
+    seen *= 2;
+  }
+  model_.learn(alive, std::max(1.0, keys_) * seen);
 }
 
 uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> line) {
@@ -78,7 +85,8 @@ void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
   sample_of(chunk.record) = kNone;
   if (place != kNone) samples_[place].record = kNone;
   ghosts_in_order_.emplace_back(chunk.name, chunk.used);
-  while (ghosts_in_order_.size() > resident_) close_oldest_ghost(tick);
+  auto most = static_cast<size_t>(share_ * static_cast<double>(resident_));
+  while (ghosts_in_order_.size() > most) close_oldest_ghost(tick);
 }
 
 void ReusePolicy::close_oldest_ghost(uint64_t tick) {
@@ -131,6 +139,7 @@ void ReusePolicy::drop_sample(uint32_t place) {
 
 void ReusePolicy::sample_fewer() {
   one_in_ *= 2;
+  one_in_of_all_ = std::max(one_in_of_all_, one_in_);
   for (uint32_t at = static_cast<uint32_t>(samples_.size()); at-- > 0;)
     if (!is_sampled(samples_[at].name)) drop_sample(at);
 }

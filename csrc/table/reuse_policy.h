@@ -21,6 +21,7 @@ namespace kvdock {
 class ReusePolicy : public Policy {
  public:
   const char* name() const override { return "adaptive"; }
+  void see_share(double share) override { share_ = share; }
   void asked(uint64_t tick, uint64_t resident, size_t keys) override;
   uint8_t stored(const Chunk& chunk, std::optional<uint8_t> line) override;
   uint8_t used(const Chunk& chunk, uint64_t tick) override;
@@ -60,6 +61,8 @@ class ReusePolicy : public Policy {
 
   ReuseModel model_;
   uint64_t resident_ = 0, next_learn_ = 0, one_in_ = 1;
+  uint64_t one_in_of_all_ = 1;  // what one_in_ would be if it heard of all chunks
+  double share_ = 1;
   double keys_ = 0;  // of a lookup, the mean of the last ones
   std::vector<Sample> samples_;
   std::vector<uint32_t> sample_of_;  // by record

@@ -12,9 +12,10 @@ BELOW = {
     "base": {"base"},
     "segment": {"base", "segment"},
     "table": {"base", "segment", "table"},
+    "curve": {"base", "table", "curve"},
     "copy": {"base", "copy"},
     "cuda": {"base", "copy", "cuda"},
-    "bind": {"base", "segment", "table", "copy", "cuda", "bind"},
+    "bind": {"base", "segment", "table", "curve", "copy", "cuda", "bind"},
 }
 """The rooms of csrc that each of them may include."""
 NATIVE = (".cpp", ".h", ".cu")

@@ -1,0 +1,144 @@
+"""What if the pool were larger, or smaller: the hit shares that simulated pools of other sizes have with the lookups of
+this server (csrc/curve/). All of it is bounded, and costs a lookup a few microseconds.
+
+Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvdock._core import POOL_FACTORS, SLOT_ALIGN, Curve as Simulated, CurveSums
+from kvdock.api.access.peer import Peer
+from kvdock.api.pool.pool import Pool
+from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.curve import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
+
+MOST_SHARE = 1.0
+"""The share of chunks that is sampled at first: as long as there are few of them, nothing need be estimated."""
+MOST_ENTRIES = 16384
+"""Chunks in all simulated pools together; as many are remembered for the one without bound."""
+MOST_WORK = 20.0
+"""What a lookup costs on average, in chunks that are stored in a simulated pool: each is about 0.2 µs."""
+MOST_NAMESPACES = 256
+ENOUGH_SAMPLES = 500
+"""Chunks; fewer would say more about the samples than about the pool."""
+ENOUGH_ROOM = 16
+"""Sampled chunks that a simulated pool must have room for: below that, one prompt is all of it."""
+
+
+@dataclass(slots=True)
+class _Space:
+    record: NamespaceRecord
+    number: int
+
+
+class Curves:
+    """Counts what lookups ask for, and says what they would find."""
+
+    def __init__(self, pool: Pool, now_s: Callable[[], float]) -> None:
+        self._pool, self._now_s = pool, now_s
+        self._salt = int.from_bytes(hashlib.blake2b(pool.secret, digest_size=8, person=b"kvdock curve").digest())
+        self._begin(pool.limits)
+
+    def _begin(self, limits: Limits) -> None:
+        self._limits = limits
+        self._began_s = self._now_s()
+        self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
+        """By the namespace's digest, the one that was asked longest ago first."""
+        self._simulated = Simulated(
+            limits.eviction, limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE, most_entries=MOST_ENTRIES,
+            most_work=MOST_WORK,
+        )
+
+    # ---------------------------------------------------------------- counting
+
+    def looked_up(self, namespace: NamespaceRecord, keys: bytes, hit_tokens: int) -> None:
+        """Not for a repeat of the same lookup. What is missing is taken to be stored afterwards."""
+        self._simulated.looked_up(self._number(namespace), keys, hit_tokens // namespace.manifest.chunk_tokens)
+
+    def stored(self, namespace: NamespaceRecord, keys: bytes) -> None:
+        self._simulated.stored(self._number(namespace), keys)
+
+    def _number(self, namespace: NamespaceRecord) -> int:
+        limits = self._pool.limits
+        if limits is not self._limits:
+            if (limits.pool_bytes, limits.eviction) != (self._limits.pool_bytes, self._limits.eviction):
+                self._begin(limits)
+            self._limits = limits
+        space = self._spaces.get(namespace.digest)
+        if space is None:
+            space = self._add(namespace)
+        self._spaces.move_to_end(namespace.digest)
+        return space.number
+
+    def _add(self, namespace: NamespaceRecord) -> _Space:
+        number = len(self._spaces)
+        if number == MOST_NAMESPACES:
+            _, longest_ago = self._spaces.popitem(last=False)
+            number = longest_ago.number
+        manifest = namespace.manifest
+        slots = sum(-(-group.part_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
+        self._simulated.set_space(number, manifest.chunk_tokens, slots * SLOT_ALIGN)
+        space = self._spaces[namespace.digest] = _Space(namespace, number)
+        return space
+
+    # ---------------------------------------------------------------- telling
+
+    def view(self, peer: Peer) -> Curve:
+        """What the tenants asked for that the caller sees; an administrator's totals include namespaces that are not kept apart any
+        more."""
+        sums = [
+            (space.record, self._simulated.of_space(space.number)) for space in self._spaces.values()
+            if peer.sees(space.record.tenant)
+        ]
+        by_tenant: dict[str, list[CurveSums]] = {}
+        for record, one in sums:
+            by_tenant.setdefault(record.tenant, []).append(one)
+        total = self._simulated.all if peer.may("admin") else _sum(one for _, one in sums)
+        return Curve(
+            eviction=self._limits.eviction,
+            pool_bytes=self._limits.pool_bytes,
+            covers_s=self._now_s() - self._began_s,
+            sampled_share=self._simulated.share,
+            total=SpaceCurve(**self._fields(total)),
+            tenants=[TenantCurve(tenant=name, **self._fields(_sum(ones))) for name, ones in sorted(by_tenant.items())],
+            namespaces=[
+                NamespaceCurve(
+                    namespace=record.digest.hex(), tenant=record.tenant, model=record.manifest.model,
+                    chunk_tokens=record.manifest.chunk_tokens, chunk_bytes=record.chunk_bytes, **self._fields(one),
+                )
+                for record, one in reversed(sums)
+            ],
+        )
+
+    def _fields(self, sums: CurveSums) -> dict[str, Any]:
+        return {
+            "lookups": sums.lookups,
+            "tokens": sums.asked,
+            "sampled_chunks": sums.samples,
+            "hit_share": 1 - sums.missed / sums.asked if sums.asked else None,
+            "points": self._points(sums) if sums.samples >= ENOUGH_SAMPLES else [],
+        }
+
+    def _points(self, sums: CurveSums) -> list[CurvePoint]:
+        points = [
+            CurvePoint(
+                factor=factor, pool_bytes=int(factor * self._limits.pool_bytes),
+                hit_share=share if room is None or room >= ENOUGH_ROOM else None,
+            )
+            for factor, share, room in zip(POOL_FACTORS, sums.found_at, self._simulated.rooms, strict=True)
+        ]
+        return [*points, CurvePoint(factor=None, pool_bytes=None, hit_share=sums.found_ever)]
+
+
+def _sum(ones: Iterable[CurveSums]) -> CurveSums:
+    total = CurveSums()
+    for one in ones:
+        total += one
+    return total

@@ -1,0 +1,189 @@
+#include "curve/curve.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "base/errors.h"
+#include "table/layout.h"
+
+namespace kvdock {
+
+namespace {
+
+constexpr uint32_t kWorkLookups = 128;    // whose mean work is compared with the limit
+constexpr double kRememberedWork = 0.1;   // as MiniPool counts it
+constexpr uint32_t kMostSpaces = 1u << 16;
+
+}  // namespace
+
+// As far as samples of the real pool's misses differ from all of them, so do samples of what another pool would miss.
+double CurveSums::found(const Missed& sampled) const {
+  double alike = sampled.here > 0 ? std::min(1.0, sampled.there / sampled.here) : 0;
+  double missing = sampled.there + alike * (static_cast<double>(missed) - sampled.here);
+  return std::clamp(1 - missing / static_cast<double>(asked), 0.0, 1.0);
+}
+
+void CurveSums::add(const CurveSums& other) {
+  lookups += other.lookups;
+  samples += other.samples;
+  asked += other.asked;
+  missed += other.missed;
+  auto join = [](Missed& sum, const Missed& one) {
+    sum.here += one.here;
+    sum.there += one.there;
+  };
+  for (size_t i = 0; i < kPools; ++i) join(pools[i], other.pools[i]);
+  join(ever, other.ever);
+}
+
+Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options)
+    : options_(options),
+      pool_bytes_(pool_bytes),
+      share_(options.most_share < 1 ? options.most_share / kMoreSeen[0] : 1),
+      remembered_share_(options.most_share) {
+  if (!(options.most_share > 0 && options.most_share <= 1))
+    throw TableError("bad_argument", "a share of chunks is out of range", {}, "0 to 1");
+  for (size_t i = 0; i < kPools; ++i)
+    pools_.emplace_back(policy, kPoolFactors[i]).resize(pool_bytes_, seen_by(i));
+}
+
+void Curve::set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes) {
+  if (space >= kMostSpaces)
+    throw TableError("bad_argument", "number of a namespace out of range", space, int64_t{kMostSpaces});
+  if (space >= spaces_.size()) spaces_.resize(space + 1);
+  spaces_[space] = {chunk_tokens, chunk_bytes, {}};
+}
+
+const CurveSums& Curve::of_space(uint32_t space) const {
+  if (space >= spaces_.size()) throw TableError("bad_argument", "no such namespace", space);
+  return spaces_[space].sums;
+}
+
+size_t Curve::entries() const {
+  size_t sum = 0;
+  for (const MiniPool& pool : pools_) sum += pool.size();
+  return sum;
+}
+
+std::vector<std::optional<double>> Curve::rooms() const {
+  std::vector<std::optional<double>> out;
+  for (const MiniPool& pool : pools_) out.push_back(pool.room());
+  return out;
+}
+
+// ---- sampling
+
+bool Curve::is_below(uint64_t name, double share) const {
+  return share >= 1 || static_cast<double>(fold(name, options_.salt)) < share * 0x1p64;
+}
+
+void Curve::sample(uint32_t space, const uint8_t* keys, size_t count) {
+  sampled_.clear();
+  double share = std::max(seen_by(0), remembered_share_);
+  uint64_t last = share < 1 ? static_cast<uint64_t>(share * 0x1p64) : UINT64_MAX;
+  for (size_t i = 0; i < count; ++i) {
+    uint64_t name;
+    std::memcpy(&name, keys + i * kKeyBytes, sizeof name);
+    name = fold(name, space);
+    if (fold(name, options_.salt) <= last) sampled_.push_back({name, i});
+  }
+}
+
+// Those of the call that are below `share`, into names_. Returns how many of them are missing in the real pool.
+size_t Curve::choose(double share, size_t found) {
+  size_t missing = 0;
+  names_.clear();
+  for (const Sampled& one : sampled_) {
+    if (!is_below(one.name, share)) continue;
+    names_.push_back(one.name);
+    missing += one.at >= found;
+  }
+  return missing;
+}
+
+void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found) {
+  of_space(space);  // or it throws
+  Space& in = spaces_[space];
+  tick_ += std::max<size_t>(1, count);
+  for (CurveSums* sums : {&in.sums, &all_}) {
+    ++sums->lookups;
+    sums->asked += count * in.chunk_tokens;
+    sums->missed += (count - std::min(count, found)) * in.chunk_tokens;
+  }
+  sample(space, keys, count);
+  remember(in, found);
+  simulate(in, count, found);
+  work_ += kRememberedWork * static_cast<double>(sampled_.size());
+  if (entries() > options_.most_entries) sample_fewer();
+  if (remembered_.size() > options_.most_entries) remember_fewer();
+  if (++work_lookups_ < kWorkLookups) return;
+  if (work_ > options_.most_work * kWorkLookups) {
+    sample_fewer();
+    if (remembered_share_ > seen_by(0)) remember_fewer();
+  }
+  work_ = 0;
+  work_lookups_ = 0;
+}
+
+void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
+  of_space(space);
+  sample(space, keys, count);
+  choose(remembered_share_, 0);
+  for (uint64_t name : names_) remembered_.put(name, 0);
+  for (size_t i = 0; i < kPools; ++i) {
+    choose(seen_by(i), 0);
+    pools_[i].store(names_, tick_, spaces_[space].chunk_bytes);
+  }
+}
+
+// ---- what would be missing
+
+void Curve::remember(Space& space, size_t found) {
+  size_t here = choose(remembered_share_, found), before = remembered_.size();
+  for (uint64_t name : names_) remembered_.put(name, 0);
+  double stands_for = space.chunk_tokens / remembered_share_;
+  for (CurveSums* sums : {&space.sums, &all_}) {
+    sums->ever.here += static_cast<double>(here) * stands_for;
+    sums->ever.there += static_cast<double>(remembered_.size() - before) * stands_for;
+  }
+}
+
+void Curve::simulate(Space& space, size_t count, size_t found) {
+  for (size_t i = 0; i < kPools; ++i) {
+    double share = seen_by(i), stands_for = space.chunk_tokens / share;
+    size_t here = choose(share, found);
+    size_t hits = pools_[i].look(names_, tick_, count, space.chunk_bytes, &work_);
+    for (CurveSums* sums : {&space.sums, &all_}) {
+      if (i == 0) sums->samples += names_.size();
+      sums->pools[i].here += static_cast<double>(here) * stands_for;
+      sums->pools[i].there += static_cast<double>(names_.size() - hits) * stands_for;
+    }
+  }
+}
+
+// ---- fewer samples
+
+void Curve::sample_fewer() {
+  share_ /= 2;
+  for (size_t i = 0; i < kPools; ++i) {
+    double share = seen_by(i);
+    pools_[i].thin([this, share](uint64_t name) { return is_below(name, share); });
+    pools_[i].resize(pool_bytes_, share);
+  }
+}
+
+void Curve::remember_fewer() {
+  remembered_share_ /= 2;
+  std::vector<uint64_t> gone;
+  remembered_.for_each([&](uint64_t name, uint32_t) {
+    if (!is_below(name, remembered_share_)) gone.push_back(name);
+  });
+  for (uint64_t name : gone) remembered_.drop(name);
+}
+
+void Curve::check() const {
+  for (const MiniPool& pool : pools_) pool.check();
+}
+
+}  // namespace kvdock

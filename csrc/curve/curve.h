@@ -1,0 +1,111 @@
+// What share of the tokens that lookups ask for would be found in pools of other sizes: a live miss-ratio curve.
+//
+// Sampling is spatial: a chunk is sampled if a hash of its key lies below a threshold, so every use of it is seen or
+// none. Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015); as there, the
+// threshold falls when samples become too many, here also when they cost too much time. Each size of pool is a
+// MiniPool under the policy that runs. Without bound, a chunk is missing once: names of chunks are remembered, with a
+// threshold of their own, which falls as they become more.
+//
+// A sampled miss stands for 1 / share of them, while all lookups are counted: chunks that all ask for weigh nothing
+// when they are sampled by chance, as they are never missing. What the real pool missed is known of the sampled chunks
+// and of all; by that ratio the estimates are corrected (a control variate).
+//
+// Ownership: derived from nothing, and not kept: a new server begins anew.
+// Thread safety: none; the caller calls from one thread.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <optional>
+
+#include "curve/mini_pool.h"
+
+namespace kvdock {
+
+constexpr std::array<double, 6> kPoolFactors{0.25, 0.5, 1, 2, 4, 8};
+// A small pool needs more samples: of what the largest sees so many times as much, up to all.
+constexpr std::array<double, 6> kMoreSeen{4, 4, 4, 2, 1, 1};
+constexpr size_t kPools = kPoolFactors.size();
+
+struct CurveOptions {
+  uint64_t salt;        // random, so that nobody can choose keys that are sampled
+  double most_share;    // of the chunks that are sampled, at first
+  size_t most_entries;  // of all simulated pools together, and of the chunks remembered as seen
+  double most_work;     // a lookup, on average, in chunks stored in a simulated pool
+};
+
+// Of a namespace, or of all. Chunks of namespaces differ in size, so the sums are in tokens.
+struct CurveSums {
+  uint64_t lookups = 0, samples = 0;  // sampled chunks
+  uint64_t asked = 0, missed = 0;     // all tokens; missed by the real pool
+  // As samples say: what the real pool missed, and what others would have.
+  struct Missed {
+    double here = 0, there = 0;
+  };
+  std::array<Missed, kPools> pools{};
+  Missed ever{};
+
+  void add(const CurveSums& other);
+  // The shares of the tokens that would be found. REQUIRES: asked != 0.
+  double found_at(size_t pool) const { return found(pools[pool]); }
+  double found_ever() const { return found(ever); }
+
+ private:
+  double found(const Missed& sampled) const;
+};
+
+class Curve {
+ public:
+  // TableError bad_argument.
+  Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options);
+
+  // A namespace gets the number, and its sums begin anew; one that had it before is forgotten.
+  void set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes);
+  // A request has asked for the `count` chunks, and the first `found` of them were there.
+  void looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found);
+  // Chunks are stored. Those that a lookup has named are there already.
+  void stored(uint32_t space, const uint8_t* keys, size_t count);
+
+  double share() const { return seen_by(0); }  // of all chunks that are sampled now
+  const CurveSums& all() const { return all_; }
+  const CurveSums& of_space(uint32_t space) const;  // TableError bad_argument
+  size_t entries() const;
+  size_t remembered() const { return remembered_.size(); }
+  std::vector<std::optional<double>> rooms() const;  // of the simulated pools, as MiniPool has them
+  void check() const;  // TableError corrupt
+
+ private:
+  struct Space {
+    uint32_t chunk_tokens = 0;
+    uint64_t chunk_bytes = 0;
+    CurveSums sums;
+  };
+
+  void sample(uint32_t space, const uint8_t* keys, size_t count);
+  double seen_by(size_t pool) const { return std::min(1.0, share_ * kMoreSeen[pool]); }
+  bool is_below(uint64_t name, double share) const;
+  void remember(Space& space, size_t found);
+  void simulate(Space& space, size_t count, size_t found);
+  size_t choose(double share, size_t found);
+  void sample_fewer();
+  void remember_fewer();
+
+  CurveOptions options_;
+  uint64_t pool_bytes_, tick_ = 0;
+  double share_, remembered_share_;  // of all chunks: what the largest pool sees, and what is remembered
+  double work_ = 0;            // of the last lookups
+  uint32_t work_lookups_ = 0;  // how many
+  std::vector<MiniPool> pools_;
+  Names remembered_;
+  std::vector<Space> spaces_;
+  CurveSums all_;
+  struct Sampled {
+    uint64_t name;
+    size_t at;  // in the call's keys
+  };
+  std::vector<Sampled> sampled_;  // of the present call
+  std::vector<uint64_t> names_;   // those of them that one pool sees
+};
+
+}  // namespace kvdock

@@ -1,0 +1,86 @@
+// A pool of another size, made small: the eviction policy decides over sampled chunks only, in as small a share of the
+// room. Waldspurger, Saemundsson, Ahmad and Park, "Cache Modeling and Optimization using Miniature Simulations"
+// (USENIX ATC 2017).
+//
+// A chunk's parent is here the nearest chunk before it that is sampled too. Leaves go first, as in the pool. Time is in
+// the ticks of all chunks, not of those that are sampled, so that ages are what the policy expects.
+//
+// Invariants: an entry is a leaf, and in leaves_, exactly while no other names it as its parent; names_ has each entry
+//   once; used_bytes_ is what the entries stand for.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "curve/names.h"
+#include "table/policy.h"
+
+namespace kvdock {
+
+class MiniPool {
+ public:
+  // TableError bad_argument.
+  MiniPool(const std::string& policy, double factor);
+
+  // Room for `factor` times the pool's bytes; of all chunks `share` are sampled.
+  void resize(uint64_t pool_bytes, double share);
+  // Keeps only the entries that are sampled still. resize() follows.
+  void thin(const std::function<bool(uint64_t name)>& stays);
+
+  // A lookup of `keys` chunks, of which those with these names are sampled, in their order. How many of them it finds,
+  // until the first that is missing; those are stored then. `work` rises by what it took, in stored chunks.
+  uint32_t look(const std::vector<uint64_t>& names, uint64_t tick, size_t keys, uint64_t chunk_bytes, double* work);
+  // They are stored without having been asked for.
+  void store(const std::vector<uint64_t>& names, uint64_t tick, uint64_t chunk_bytes);
+
+  double factor() const { return factor_; }
+  size_t size() const { return names_.size(); }
+  // How many sampled chunks of the mean size of those that are there it has room for.
+  std::optional<double> room() const {
+    if (used_bytes_ == 0) return std::nullopt;
+    return static_cast<double>(room_bytes_) * static_cast<double>(size()) / static_cast<double>(used_bytes_);
+  }
+  void check() const;  // TableError corrupt
+
+ private:
+  struct Entry {
+    uint64_t name, used, bytes;
+    uint32_t parent, children, leaf_at;
+    uint8_t kind;
+  };
+  struct Victim {
+    bool first;  // of the kind that the policy lets go first
+    double worth;
+    uint64_t used, name;
+    uint32_t entry;
+    bool goes_before(const Victim& other) const {
+      if (first != other.first) return first;
+      return worth != other.worth ? worth < other.worth : used < other.used;
+    }
+  };
+
+  bool insert(uint64_t name, uint32_t parent, uint64_t tick, uint64_t chunk_bytes);
+  void touch(uint32_t id, uint64_t tick);
+  void link(uint32_t id, uint32_t parent);
+  void add_leaf(uint32_t id);
+  void drop_leaf(uint32_t id);
+  Victim victim(uint32_t id, uint64_t tick) const;
+  bool is_as_chosen(const Victim& one) const;
+  bool evict_one(uint64_t tick);
+  void choose(uint64_t tick);
+  void forget(uint32_t id);
+
+  std::unique_ptr<Policy> policy_;
+  double factor_, share_ = 1;
+  uint64_t room_bytes_ = 0, used_bytes_ = 0;
+  std::vector<Entry> entries_;
+  std::vector<uint32_t> free_, leaves_;
+  std::vector<Victim> victims_;  // those that go next, the first of them last
+  Names names_;
+};
+
+}  // namespace kvdock

@@ -1,0 +1,134 @@
+"""`GET /v1/curve` of real servers: what counts, who sees it, and when it begins anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from admin_helpers import ok
+from api_helpers import OPERATOR, ServerProcess, access_file, attach, keys, manifest, raw, unique
+
+from kvdock.api.access.issue import entry
+from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
+
+A, B, READER = "token-of-a-" + "a" * 32, "token-of-b-" + "b" * 32, "reader-of-b-" + "r" * 32
+GROUPS = (s.Group(part_bytes=4096),)
+CHUNKS = 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    tokens = [
+        entry("team-a", A, ["engine"], "a"), entry("team-b", B, ["engine"], "b"),
+        entry("reader-b", READER, ["read"], "b"),
+    ]
+    folder = tmp_path_factory.mktemp("curve")
+    with ServerProcess(access_file=str(access_file(folder, *tokens))) as running:
+        yield running
+
+
+def asked(server: ServerProcess, token: str, prompts: Sequence[str], *, times: int = 1) -> str:
+    """An engine looks up each of the prompts and stores it, then asks the same again. Returns its namespace."""
+    with Client(server.unix, access_token=token) as client, attach(
+        client, server, manifest(groups=GROUPS, salt=unique())
+    ) as engine:
+        for turn in range(times):
+            for prompt in prompts:
+                chain = keys(CHUNKS, prompt)
+                found = engine.lookup(chain, f"{prompt}-{turn}")
+                if found.lease:
+                    client.release(found.lease, s.ReleaseLease(session=engine.session, ranks=[0]))
+                if found.hit_tokens == 0:
+                    engine.commit(engine.reserve(chain, f"store-{prompt}"))
+        return engine.attached.namespace
+
+
+def curve_for(server: ServerProcess, token: str | None = None) -> dict[str, Any]:
+    headers = OPERATOR if token is None else {"authorization": f"Bearer {token}"}
+    status, _, content = raw(server.unix if token is None else server.http, "GET", "/v1/curve", None, headers)
+    assert status == 200, content
+    found: dict[str, Any] = json.loads(content)
+    return found
+
+
+def test_it_says_what_a_pool_would_find(server: ServerProcess) -> None:
+    prompts = [f"{unique()}-{number}" for number in range(20)]
+    namespace = asked(server, A, prompts, times=3)
+    with Client(server.unix, access_token=A) as client:
+        curve = client.curve()
+    mine = next(one for one in curve.namespaces if one.namespace == namespace)
+    assert (mine.tenant, mine.lookups, mine.sampled_chunks) == ("a", 60, 60 * CHUNKS)
+    assert mine.tokens == 60 * CHUNKS * mine.chunk_tokens
+    assert mine.hit_share == pytest.approx(2 / 3)
+    assert [point.factor for point in mine.points] == [0.25, 0.5, 1, 2, 4, 8, None]
+    assert [point.hit_share for point in mine.points] == pytest.approx([2 / 3] * 7)
+    assert mine.points[2].pool_bytes == curve.pool_bytes and mine.points[-1].pool_bytes is None
+    assert curve.covers_s > 0 and curve.sampled_share == 1 and curve.eviction == "adaptive"
+
+
+def test_a_small_pool_finds_less_than_a_large_one_would(tmp_path: Path) -> None:
+    """A pool of 255 chunks, asked for 400 by turns."""
+    with ServerProcess(pool_bytes="1MiB", segment_bytes="1MiB", eviction="lru") as small:
+        with Client(small.unix) as client, attach(client, small, manifest(groups=GROUPS)) as engine:
+            for turn in range(4):
+                for prompt in range(20):
+                    found = engine.lookup(keys(CHUNKS, prompt), f"{turn}-{prompt}")
+                    assert found.hit_tokens == 0, "the pool has let it go"
+                    engine.commit(engine.reserve(keys(CHUNKS, prompt)))
+            curve = client.curve()
+        shares = {point.factor: point.hit_share for point in curve.total.points}
+        assert curve.total.hit_share == 0
+        assert shares == pytest.approx({0.25: 0, 0.5: 0, 1: 0, 2: 0.75, 4: 0.75, 8: 0.75, None: 0.75})
+
+
+def test_a_repeated_lookup_counts_once_and_a_store_alone_never(server: ServerProcess) -> None:
+    with Client(server.unix, access_token=A) as client, attach(
+        client, server, manifest(groups=GROUPS, salt=unique())
+    ) as engine:
+        chain = keys(CHUNKS, unique())
+        for _ in range(3):
+            engine.lookup(chain, "again")
+        engine.commit(engine.reserve(keys(CHUNKS, unique())))
+        mine = next(one for one in client.curve().namespaces if one.namespace == engine.attached.namespace)
+        assert (mine.lookups, mine.sampled_chunks) == (1, CHUNKS)
+        assert mine.points == [], "twenty chunks say nothing"
+        engine.lookup(chain, "again", epoch=1)
+        mine = next(one for one in client.curve().namespaces if one.namespace == engine.attached.namespace)
+        assert mine.lookups == 2
+
+
+def test_a_tenant_sees_its_own_and_an_operator_sees_all(server: ServerProcess) -> None:
+    of_a, of_b = asked(server, A, [unique()]), asked(server, B, [unique()])
+    for token, mine, other in ((A, of_a, of_b), (READER, of_b, of_a)):
+        seen = curve_for(server, token)
+        names = {one["namespace"] for one in seen["namespaces"]}
+        assert mine in names and other not in names
+        assert len(seen["tenants"]) == 1
+        assert seen["total"]["tokens"] == seen["tenants"][0]["tokens"]
+        assert seen["total"]["tokens"] == sum(one["tokens"] for one in seen["namespaces"])
+    everything = curve_for(server)
+    assert {of_a, of_b} <= {one["namespace"] for one in everything["namespaces"]}
+    assert {one["tenant"] for one in everything["tenants"]} >= {"a", "b"}
+    assert everything["total"]["tokens"] == sum(one["tokens"] for one in everything["tenants"])
+
+
+def test_who_may_not_read_is_refused(server: ServerProcess) -> None:
+    assert raw(server.http, "GET", "/v1/curve", None, {})[0] == 401
+
+
+def test_it_begins_anew_with_another_size_or_policy(server: ServerProcess) -> None:
+    for change in ({"eviction": "lru"}, {"pool_bytes": 128 << 20}, {"eviction": "adaptive"}):
+        asked(server, A, [unique()])
+        assert curve_for(server)["total"]["lookups"] > 0
+        changed = ok(server, "PATCH", "/v1/config", change)
+        asked(server, A, [unique()])
+        curve = curve_for(server)
+        assert curve["total"]["lookups"] == 1
+        assert (curve["eviction"], curve["pool_bytes"]) == (changed["eviction"], changed["pool_bytes"])
+    ok(server, "PATCH", "/v1/config", {"session_cap": 0.4})
+    asked(server, A, [unique()])
+    assert curve_for(server)["total"]["lookups"] == 2

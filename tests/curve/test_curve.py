@@ -1,0 +1,191 @@
+"""The live curve of hit shares: what it predicts against what the chunk table does, in pools of each size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from table_helpers import key
+
+from bench.replay import Pool, key_of
+from kvdock._core import POOL_FACTORS, Curve, CurveSums, TableError
+
+SLOT, TOKENS, ROOM, SALT = 4096, 512, 400, 0x5EED
+
+
+def new_curve(policy: str = "lru", *, share: float = 1.0, entries: int = 1 << 20, work: float = 1e9) -> Curve:
+    curve = Curve(policy, ROOM * SLOT, salt=SALT, most_share=share, most_entries=entries, most_work=work)
+    curve.set_space(0, TOKENS, SLOT)
+    return curve
+
+
+def joined(blocks: Sequence[int]) -> bytes:
+    return b"".join(map(key_of, blocks))
+
+
+def conversations(count: int, seed: int, begin: int = 0) -> Iterator[list[int]]:
+    """Prompts in blocks. Conversations share one of a few beginnings and grow from turn to turn; some end soon."""
+    choose, following, open_ones = random.Random(seed), begin + 100, list[list[int]]()
+    for _ in range(count):
+        if not open_ones or choose.random() < 0.3:
+            start = begin + 10 * choose.randrange(4)
+            open_ones.append(list(range(start, start + choose.randrange(1, 8))))
+        at = min(int(choose.expovariate(0.08)), len(open_ones) - 1)
+        turn = open_ones.pop(-1 - at)
+        more = choose.randrange(1, 12)
+        turn = [*turn, *range(following, following + more)]
+        following += more
+        yield turn
+        if len(turn) < 60 and choose.random() < 0.75:
+            open_ones.append(turn)
+
+
+def replayed(prompts: Sequence[Sequence[int]], policy: str, room: int) -> list[int]:
+    """Chunks that each found in the real table."""
+    pool = Pool(room, "default" if policy == "adaptive" else policy)
+    return [pool.serve(number, one, 1 + number) for number, one in enumerate(prompts)]
+
+
+def fed(curve: Curve, prompts: Sequence[Sequence[int]], hits: Sequence[int]) -> Curve:
+    for one, found in zip(prompts, hits, strict=True):
+        curve.looked_up(0, joined(one), found)
+    curve.check()
+    return curve
+
+
+def exact_shares(prompts: Sequence[Sequence[int]], policy: str) -> list[float]:
+    chunks = sum(map(len, prompts))
+    return [sum(replayed(prompts, policy, int(ROOM * factor))) / chunks for factor in POOL_FACTORS]
+
+
+def ever(prompts: Sequence[Sequence[int]]) -> float:
+    return 1 - len({block for one in prompts for block in one}) / sum(map(len, prompts))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return list(conversations(3000, seed=7))
+
+
+@pytest.mark.parametrize(("policy", "off"), [("lru", 1e-9), ("arc", 0.01), ("adaptive", 0.005)])
+def test_with_every_chunk_sampled_it_is_the_replay(prompts: list[list[int]], policy: str, off: float) -> None:
+    """For lru exactly. The others rank leaves by more than their age, and the simulation chooses several at once."""
+    exact = exact_shares(prompts, policy)
+    assert exact[0] + 0.1 < exact[-1], "else the curve is flat, and nothing is compared"
+    curve = fed(new_curve(policy), prompts, replayed(prompts, policy, ROOM))
+    assert curve.all.found_at == pytest.approx(exact, abs=off)
+    assert curve.all.found_ever == pytest.approx(ever(prompts), abs=1e-9)
+    assert curve.all.samples * TOKENS == curve.all.asked
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_sample_is_within_two_points_of_the_replay(prompts: list[list[int]], policy: str) -> None:
+    exact = [*exact_shares(prompts, policy), ever(prompts)]
+    curve = fed(new_curve(policy, share=0.5), prompts, replayed(prompts, policy, ROOM))
+    found = [*curve.all.found_at, curve.all.found_ever or 0.0]
+    assert found == pytest.approx(exact, abs=0.02)
+    assert 0.4 < curve.all.samples * TOKENS / curve.all.asked < 0.6
+
+
+def test_a_chunk_that_every_prompt_begins_with_does_not_weigh() -> None:
+    """It is sampled or not. It is a tenth of all that is asked for, and never missing but once."""
+    prompts = [[-7, *range(9 * number, 9 * number + 9)] for number in range(2000)]
+    hits = [1 if number else 0 for number in range(2000)]
+    for salt in range(8):
+        curve = Curve("lru", ROOM * SLOT, salt=salt << 56 | SALT, most_share=0.125, most_entries=1 << 20, most_work=1e9)
+        curve.set_space(0, TOKENS, SLOT)
+        assert fed(curve, prompts, hits).all.found_at == pytest.approx([0.1] * len(POOL_FACTORS), abs=0.005)
+
+
+def test_what_was_stored_and_never_asked_for_is_found_and_not_counted() -> None:
+    curve = new_curve()
+    curve.looked_up(0, joined(range(4)), 0)
+    curve.stored(0, joined(range(8)))
+    assert (curve.all.lookups, curve.all.asked, curve.all.samples) == (1, 4 * TOKENS, 4)
+    curve.looked_up(0, joined(range(10)), 8)
+    assert curve.all.asked == 14 * TOKENS
+    assert curve.all.found_at == pytest.approx([8 / 14] * len(POOL_FACTORS))
+    assert curve.all.found_ever == pytest.approx(8 / 14)
+    curve.check()
+
+
+def test_a_hole_ends_what_is_found() -> None:
+    """Chunks behind a chunk that is missing are of no use to a lookup."""
+    curve = new_curve()
+    curve.stored(0, joined([0, 2, 3]))
+    curve.looked_up(0, joined([0, 1, 2, 3]), 1)
+    assert curve.all.found_at == pytest.approx([1 / 4] * len(POOL_FACTORS))
+
+
+def test_it_stays_small_whatever_is_asked_for() -> None:
+    """Shares fall instead, and what was counted before counts on."""
+    entries = 512
+    curve = new_curve("adaptive", entries=entries)
+    chunks = 0
+    for number in range(4000):
+        chunks += 20
+        curve.looked_up(0, joined(range(20 * number, 20 * number + 20)), 0)
+        assert curve.entries <= entries and curve.remembered <= entries
+    curve.check()
+    assert curve.share < 0.25 and curve.all.asked == chunks * TOKENS
+    assert curve.all.found_at == pytest.approx([0.0] * len(POOL_FACTORS), abs=0.01)
+    assert curve.all.found_ever == pytest.approx(0, abs=0.01)
+
+
+def test_the_share_falls_until_a_lookup_takes_little_enough() -> None:
+    curve = new_curve(work=20)
+    for number in range(4000):
+        curve.looked_up(0, joined(range(100 * number, 100 * number + 100)), 0)
+    assert 1 / 64 <= curve.share <= 1 / 16
+    idle = new_curve(work=20)
+    for number in range(4000):
+        idle.looked_up(0, joined([number]), 0)
+    assert idle.share == 1
+
+
+def test_namespaces_are_counted_apart_and_share_one_pool() -> None:
+    """One asks for the same prompts again and again, the other never: together they lack room."""
+    curve = Curve("lru", 100 * SLOT, salt=SALT, most_share=1.0, most_entries=1 << 20, most_work=1e9)
+    curve.set_space(0, TOKENS, SLOT)
+    curve.set_space(1, 16, 2 * SLOT)
+    for turn in range(50):
+        curve.looked_up(0, joined(range(80)), 0)
+        curve.looked_up(1, joined(range(1000 + 30 * turn, 1030 + 30 * turn)), 0)
+    mine, other = curve.of_space(0), curve.of_space(1)
+    assert (mine.lookups, mine.asked, other.asked) == (50, 50 * 80 * TOKENS, 50 * 30 * 16)
+    assert mine.found_at[POOL_FACTORS.index(2)] == pytest.approx(49 / 50)
+    assert mine.found_at[POOL_FACTORS.index(1)] < 0.9, "the other's chunks take twice the room"
+    assert other.found_at == pytest.approx([0.0] * len(POOL_FACTORS))
+    both = CurveSums()
+    for one in (mine, other):
+        both += one
+    assert both.found_at == pytest.approx(curve.all.found_at) and both.asked == curve.all.asked
+    curve.set_space(0, TOKENS, SLOT)
+    assert curve.of_space(0).asked == 0 and curve.all.asked == both.asked
+
+
+def test_chains_that_cross_do_no_harm() -> None:
+    """Keys that no engine would send: each its own ancestor, by turns."""
+    curve = new_curve("adaptive", entries=256)
+    choose = random.Random(3)
+    for _ in range(2000):
+        prompt = choose.choices(range(2000), k=20)
+        curve.looked_up(0, joined(prompt), choose.randrange(20))
+        curve.stored(0, joined(prompt[::-1]))
+    curve.check()
+
+
+@pytest.mark.parametrize("call", [
+    lambda: new_curve().looked_up(1, key("a"), 0),
+    lambda: new_curve().looked_up(0, b"short", 0),
+    lambda: new_curve().of_space(9),
+    lambda: new_curve(share=0),
+    lambda: new_curve("best"),
+    lambda: new_curve().set_space(1 << 20, 1, 1),
+])
+def test_wrong_arguments_are_refused(call: object) -> None:
+    assert callable(call)
+    with pytest.raises(TableError) as error:
+        call()
+    assert error.value.code == "bad_argument"

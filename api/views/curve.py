@@ -60,17 +60,23 @@ class Curves:
 
     def looked_up(self, namespace: NamespaceRecord, keys: bytes, hit_tokens: int) -> None:
         """Not for a repeat of the same lookup. What is missing is taken to be stored afterwards."""
-        self._simulated.looked_up(self._number(namespace), keys, hit_tokens // namespace.manifest.chunk_tokens)
+        number = self._number(namespace)
+        self._simulated.looked_up(number, keys, hit_tokens // namespace.manifest.chunk_tokens)
 
     def stored(self, namespace: NamespaceRecord, keys: bytes) -> None:
-        self._simulated.stored(self._number(namespace), keys)
+        number = self._number(namespace)
+        self._simulated.stored(number, keys)
+
+    def _follow_limits(self) -> None:
+        limits = self._pool.limits
+        if limits is self._limits:
+            return
+        if (limits.pool_bytes, limits.eviction) != (self._limits.pool_bytes, self._limits.eviction):
+            self._begin(limits)
+        self._limits = limits
 
     def _number(self, namespace: NamespaceRecord) -> int:
-        limits = self._pool.limits
-        if limits is not self._limits:
-            if (limits.pool_bytes, limits.eviction) != (self._limits.pool_bytes, self._limits.eviction):
-                self._begin(limits)
-            self._limits = limits
+        self._follow_limits()
         space = self._spaces.get(namespace.digest)
         if space is None:
             space = self._add(namespace)
@@ -91,8 +97,9 @@ class Curves:
     # ---------------------------------------------------------------- telling
 
     def view(self, peer: Peer) -> Curve:
-        """What the tenants asked for that the caller sees; an administrator's totals include namespaces that are not kept apart any
-        more."""
+        """For the tenants that the caller sees; an administrator's totals include namespaces that are not kept apart
+        any more."""
+        self._follow_limits()
         sums = [
             (space.record, self._simulated.of_space(space.number)) for space in self._spaces.values()
             if peer.sees(space.record.tenant)

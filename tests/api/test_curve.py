@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
 from admin_helpers import ok
-from api_helpers import OPERATOR, ServerProcess, access_file, attach, keys, manifest, raw, unique
+from api_helpers import NOBODYS, ServerProcess, access_file, attach, keys, raw, unique
 
 from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
@@ -33,30 +33,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def asked(server: ServerProcess, token: str, prompts: Sequence[str], *, times: int = 1) -> str:
     """An engine looks up each of the prompts and stores it, then asks the same again. Returns its namespace."""
-    with Client(server.unix, access_token=token) as client, attach(
-        client, server, manifest(groups=GROUPS, salt=unique())
+    with Client(server.unix, access_token=token) as client, closing(
+        attach(client, groups=GROUPS, cache_salt=unique("salt"))
     ) as engine:
         for turn in range(times):
             for prompt in prompts:
                 chain = keys(CHUNKS, prompt)
                 found = engine.lookup(chain, f"{prompt}-{turn}")
                 if found.lease:
-                    client.release(found.lease, s.ReleaseLease(session=engine.session, ranks=[0]))
-                if found.hit_tokens == 0:
-                    engine.commit(engine.reserve(chain, f"store-{prompt}"))
+                    engine.release(found.lease, 0)
+                else:
+                    engine.store(chain)
         return engine.attached.namespace
 
 
 def curve_for(server: ServerProcess, token: str | None = None) -> dict[str, Any]:
-    headers = OPERATOR if token is None else {"authorization": f"Bearer {token}"}
-    status, _, content = raw(server.unix if token is None else server.http, "GET", "/v1/curve", None, headers)
+    headers = None if token is None else {"Authorization": f"Bearer {token}"}
+    status, _, content = raw(server.http, "GET", "/v1/curve", None, headers)
     assert status == 200, content
     found: dict[str, Any] = json.loads(content)
     return found
 
 
 def test_it_says_what_a_pool_would_find(server: ServerProcess) -> None:
-    prompts = [f"{unique()}-{number}" for number in range(20)]
+    prompts = [unique(str(number)) for number in range(20)]
     namespace = asked(server, A, prompts, times=3)
     with Client(server.unix, access_token=A) as client:
         curve = client.curve()
@@ -70,15 +70,15 @@ def test_it_says_what_a_pool_would_find(server: ServerProcess) -> None:
     assert curve.covers_s > 0 and curve.sampled_share == 1 and curve.eviction == "adaptive"
 
 
-def test_a_small_pool_finds_less_than_a_large_one_would(tmp_path: Path) -> None:
+def test_a_small_pool_finds_less_than_a_large_one_would() -> None:
     """A pool of 255 chunks, asked for 400 by turns."""
-    with ServerProcess(pool_bytes="1MiB", segment_bytes="1MiB", eviction="lru") as small:
-        with Client(small.unix) as client, attach(client, small, manifest(groups=GROUPS)) as engine:
+    with ServerProcess(pool_bytes=1 << 20, segment_bytes=1 << 20, eviction="lru") as small:
+        with Client(small.unix) as client, closing(attach(client, groups=GROUPS)) as engine:
             for turn in range(4):
                 for prompt in range(20):
-                    found = engine.lookup(keys(CHUNKS, prompt), f"{turn}-{prompt}")
+                    found = engine.lookup(keys(CHUNKS, str(prompt)), f"{turn}-{prompt}")
                     assert found.hit_tokens == 0, "the pool has let it go"
-                    engine.commit(engine.reserve(keys(CHUNKS, prompt)))
+                    engine.store(keys(CHUNKS, str(prompt)))
             curve = client.curve()
         shares = {point.factor: point.hit_share for point in curve.total.points}
         assert curve.total.hit_share == 0
@@ -86,13 +86,13 @@ def test_a_small_pool_finds_less_than_a_large_one_would(tmp_path: Path) -> None:
 
 
 def test_a_repeated_lookup_counts_once_and_a_store_alone_never(server: ServerProcess) -> None:
-    with Client(server.unix, access_token=A) as client, attach(
-        client, server, manifest(groups=GROUPS, salt=unique())
+    with Client(server.unix, access_token=A) as client, closing(
+        attach(client, groups=GROUPS, cache_salt=unique("salt"))
     ) as engine:
-        chain = keys(CHUNKS, unique())
+        chain = keys(CHUNKS, unique("prompt"))
         for _ in range(3):
             engine.lookup(chain, "again")
-        engine.commit(engine.reserve(keys(CHUNKS, unique())))
+        engine.store(keys(CHUNKS, unique("prompt")))
         mine = next(one for one in client.curve().namespaces if one.namespace == engine.attached.namespace)
         assert (mine.lookups, mine.sampled_chunks) == (1, CHUNKS)
         assert mine.points == [], "twenty chunks say nothing"
@@ -102,7 +102,7 @@ def test_a_repeated_lookup_counts_once_and_a_store_alone_never(server: ServerPro
 
 
 def test_a_tenant_sees_its_own_and_an_operator_sees_all(server: ServerProcess) -> None:
-    of_a, of_b = asked(server, A, [unique()]), asked(server, B, [unique()])
+    of_a, of_b = asked(server, A, [unique("prompt")]), asked(server, B, [unique("prompt")])
     for token, mine, other in ((A, of_a, of_b), (READER, of_b, of_a)):
         seen = curve_for(server, token)
         names = {one["namespace"] for one in seen["namespaces"]}
@@ -117,18 +117,19 @@ def test_a_tenant_sees_its_own_and_an_operator_sees_all(server: ServerProcess) -
 
 
 def test_who_may_not_read_is_refused(server: ServerProcess) -> None:
-    assert raw(server.http, "GET", "/v1/curve", None, {})[0] == 401
+    assert raw(server.http, "GET", "/v1/curve", None, NOBODYS)[0] == 401
 
 
 def test_it_begins_anew_with_another_size_or_policy(server: ServerProcess) -> None:
-    for change in ({"eviction": "lru"}, {"pool_bytes": 128 << 20}, {"eviction": "adaptive"}):
-        asked(server, A, [unique()])
+    for change in ({"eviction": "lru"}, {"pool_bytes": 32 << 20}, {"eviction": "adaptive"}):
+        asked(server, A, [unique("prompt")])
         assert curve_for(server)["total"]["lookups"] > 0
-        changed = ok(server, "PATCH", "/v1/config", change)
-        asked(server, A, [unique()])
+        changed = ok(server.http, "PATCH", "/v1/config", change)
+        assert curve_for(server)["total"]["lookups"] == 0
+        asked(server, A, [unique("prompt")])
         curve = curve_for(server)
         assert curve["total"]["lookups"] == 1
         assert (curve["eviction"], curve["pool_bytes"]) == (changed["eviction"], changed["pool_bytes"])
-    ok(server, "PATCH", "/v1/config", {"session_cap": 0.4})
-    asked(server, A, [unique()])
+    ok(server.http, "PATCH", "/v1/config", {"session_cap": 0.4})
+    asked(server, A, [unique("prompt")])
     assert curve_for(server)["total"]["lookups"] == 2

@@ -22,7 +22,7 @@ from kvdock.cli.options import (
     TokensFile,
     console,
 )
-from kvdock.cli.outcome import FAILED, CommandError, ctrl_c_waits
+from kvdock.cli.outcome import FAILED, WRONG, CommandError, ctrl_c_waits
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """engine.config.PRESETS, without importing torch for it."""
@@ -162,6 +162,49 @@ def requests(
 
     show_requests(
         server, begins=begins, limit=None if everything else limit, as_json=as_json, console=console()
+    )
+
+
+def size(
+    users: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="Users, or sessions, whose prompts are to stay.", show_default=False,
+    )] = None,
+    tokens_each: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="Tokens of each user's longest prompt, without what all share.", show_default=False,
+    )] = None,
+    shared_tokens: Annotated[int, typer.Option(
+        min=0, metavar="N", help="Tokens with which all prompts begin, as of a system prompt.",
+    )] = 0,
+    new_tokens: Annotated[int, typer.Option(
+        min=0, metavar="N", help="Tokens at the end of each prompt that were never computed before.",
+    )] = 0,
+    bytes_per_token: Annotated[int | None, typer.Option(
+        min=1, metavar="BYTES", help="KV of one token, all layers and ranks.", show_default=False,
+    )] = None,
+    layers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Or: layers …", show_default=False)] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="… KV heads …", show_default=False)] = None,
+    head_size: Annotated[int | None, typer.Option(
+        min=1, metavar="N", help="… and their size.", show_default=False,
+    )] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16, float16 or fp8.")] = "bfloat16",
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say how much memory the pool should have.
+
+    By what a running server has seen: the share of tokens that pools of other sizes would find. Or, with --users and
+    --tokens-each, by a formula: room for the prompts of all users.
+    """
+    from kvdock.cli.size import Model, Users, show_size
+
+    if (users is None) != (tokens_each is None):
+        raise CommandError("the formula needs both --users and --tokens-each", WRONG)
+    who = None
+    if users is not None and tokens_each is not None:
+        who = Users(users, tokens_each, shared_tokens, new_tokens)
+    show_size(
+        server, model=Model(bytes_per_token, layers, kv_heads, head_size, dtype), users=who, as_json=as_json,
+        console=console(),
     )
 
 

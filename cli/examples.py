@@ -32,6 +32,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock events", "what has happened lately"),
         ("kvdock events --follow --kinds attached,left,dead", "engines that come and go"),
     ),
+    "size": (
+        ("kvdock size", "what other sizes would find"),
+        ("kvdock size --users 50 --tokens-each 8000 --bytes-per-token 131072", "before there is any traffic"),
+    ),
     "doctor": (
         ("kvdock doctor", "what helps or hinders here"),
         ("kvdock doctor --config /etc/kvdock.toml", "before a server starts with it"),

@@ -35,7 +35,7 @@ GROUPS = {
     "Run": (serve, commands.demo, commands.doctor, commands.bench),
     "Look": (
         commands.status, commands.top, commands.requests, commands.explain, commands.events, commands.sessions,
-        commands.leases, commands.lookup,
+        commands.leases, commands.lookup, commands.size,
     ),
     "Change": (change.keep, change.evict, change.clear, change.access_token),
 }

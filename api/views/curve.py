@@ -23,7 +23,7 @@ MOST_SHARE = 1.0
 """The share of chunks that is sampled at first: as long as there are few of them, nothing need be estimated."""
 MOST_ENTRIES = 16384
 """Chunks in all simulated pools together; as many are remembered for the one without bound."""
-MOST_WORK = 20.0
+MOST_WORK = 13.0
 """What a lookup costs on average, in chunks that are stored in a simulated pool: each is about 0.2 µs."""
 MOST_NAMESPACES = 256
 ENOUGH_SAMPLES = 500

@@ -11,7 +11,9 @@ namespace kvdock {
 
 namespace {
 
-constexpr uint32_t kWorkLookups = 128;    // whose mean work is compared with the limit
+constexpr uint32_t kWorkLookups = 1024;   // whose mean work is compared with the limit
+constexpr double kFewer = 0.5;            // the share of samples that stays when memory is short
+constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // … when time is
 constexpr double kRememberedWork = 0.1;   // as MiniPool counts it
 constexpr uint32_t kMostSpaces = 1u << 16;
 
@@ -115,12 +117,13 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
   remember(in, found);
   simulate(in, count, found);
   work_ += kRememberedWork * static_cast<double>(sampled_.size());
-  if (entries() > options_.most_entries) sample_fewer();
-  if (remembered_.size() > options_.most_entries) remember_fewer();
-  if (++work_lookups_ < kWorkLookups) return;
-  if (work_ > options_.most_work * kWorkLookups) {
-    sample_fewer();
-    if (remembered_share_ > seen_by(0)) remember_fewer();
+  if (entries() > options_.most_entries) sample_fewer(kFewer);
+  if (remembered_.size() > options_.most_entries) remember_fewer(kFewer);
+  bool is_too_much = work_ > options_.most_work * kWorkLookups;
+  if (++work_lookups_ < kWorkLookups && !is_too_much) return;
+  if (is_too_much) {
+    sample_fewer(std::clamp(options_.most_work * work_lookups_ / work_, kLeastAtOnce, kMostAtOnce));
+    if (remembered_share_ > seen_by(0)) remember_fewer(seen_by(0) / remembered_share_);
   }
   work_ = 0;
   work_lookups_ = 0;
@@ -164,8 +167,8 @@ void Curve::simulate(Space& space, size_t count, size_t found) {
 
 // ---- fewer samples
 
-void Curve::sample_fewer() {
-  share_ /= 2;
+void Curve::sample_fewer(double by) {
+  share_ *= by;
   for (size_t i = 0; i < kPools; ++i) {
     double share = seen_by(i);
     pools_[i].thin([this, share](uint64_t name) { return is_below(name, share); });
@@ -173,8 +176,8 @@ void Curve::sample_fewer() {
   }
 }
 
-void Curve::remember_fewer() {
-  remembered_share_ /= 2;
+void Curve::remember_fewer(double by) {
+  remembered_share_ *= by;
   std::vector<uint64_t> gone;
   remembered_.for_each([&](uint64_t name, uint32_t) {
     if (!is_below(name, remembered_share_)) gone.push_back(name);

@@ -88,8 +88,8 @@ class Curve {
   void remember(Space& space, size_t found);
   void simulate(Space& space, size_t count, size_t found);
   size_t choose(double share, size_t found);
-  void sample_fewer();
-  void remember_fewer();
+  void sample_fewer(double by);
+  void remember_fewer(double by);
 
   CurveOptions options_;
   uint64_t pool_bytes_, tick_ = 0;

@@ -71,8 +71,8 @@ class Policy {
  public:
   virtual ~Policy() = default;
   virtual const char* name() const = 0;
-  // It hears of such a share of all chunks only, chosen by their keys (csrc/curve/). `resident` counts all nevertheless,
-  // and ticks do.
+  // It hears of such a share of all chunks only, chosen by their keys (csrc/curve/). Ticks and `resident` count all
+  // nevertheless.
   virtual void see_share(double share) = 0;
 
   // A lookup with so many `keys` has come. The uses of the chunks that it found follow. `resident`: chunks in the pool.

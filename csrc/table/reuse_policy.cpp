@@ -11,6 +11,7 @@ namespace {
 constexpr double kNewestLookup = 1.0 / 64;  // its weight in the mean
 constexpr uint64_t kLearnTicks = 64;   // at least, between two times that it learns
 constexpr uint64_t kLearnShare = 4;    // … and a pool's chunks by this
+constexpr uint64_t kLearnSamples = 256;  // if it hears of a share only: learning costs as much as with all
 constexpr uint64_t kTouchShare = 128;  // uses between which less than this share of the pool was asked for are one
 
 }  // namespace
@@ -20,8 +21,8 @@ void ReusePolicy::asked(uint64_t tick, uint64_t resident, size_t keys) {
   keys_ += (static_cast<double>(keys) - keys_) * (keys_ == 0 ? 1 : kNewestLookup);
   if (tick < next_learn_) return;
   uint64_t usual = std::max(kLearnTicks, resident / kLearnShare);
-  auto seldom = static_cast<uint64_t>(static_cast<double>(kLearnTicks) / share_);
-  next_learn_ = tick + std::max(usual, seldom);
+  auto seldom = static_cast<uint64_t>(static_cast<double>(kLearnSamples) / share_);
+  next_learn_ = tick + (share_ < 1 ? std::max(usual, seldom) : usual);
   learn(tick);
 }
 

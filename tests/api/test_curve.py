@@ -124,7 +124,7 @@ def test_it_begins_anew_with_another_size_or_policy(server: ServerProcess) -> No
     for change in ({"eviction": "lru"}, {"pool_bytes": 32 << 20}, {"eviction": "adaptive"}):
         asked(server, A, [unique("prompt")])
         assert curve_for(server)["total"]["lookups"] > 0
-        changed = ok(server.http, "PATCH", "/v1/config", change)
+        changed = ok(server.http, "PATCH", "/v1/config", change)["limits"]
         assert curve_for(server)["total"]["lookups"] == 0
         asked(server, A, [unique("prompt")])
         curve = curve_for(server)

@@ -1,0 +1,184 @@
+"""`kvdock size`: how much memory, by what a server has seen or, before there is traffic, by a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvdock.cli.operator import print_json, reached
+from kvdock.cli.outcome import FAILED, WRONG, CommandError
+from kvdock.cli.words import duration, printable, size
+from kvdock.protocol.curve import Curve, CurvePoint
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+NEAR = 0.02
+"""A pool that finds this much less than one without bound is large enough: the prediction is no better."""
+SHARES = (0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a token's KV takes: the bytes, or the shape of the model that they follow from."""
+
+    bytes_per_token: int | None
+    layers: int | None
+    kv_heads: int | None
+    head_size: int | None
+    dtype: str
+
+    @property
+    def is_named(self) -> bool:
+        return any(one is not None for one in (self.bytes_per_token, self.layers, self.kv_heads, self.head_size))
+
+    def token_bytes(self) -> int:
+        """Keys and values of all layers. Raises CommandError if something is missing, or said twice."""
+        shape = (self.layers, self.kv_heads, self.head_size)
+        if self.bytes_per_token is not None:
+            if any(one is not None for one in shape):
+                raise CommandError("give --bytes-per-token or the model's shape, not both", WRONG)
+            return self.bytes_per_token
+        if self.dtype not in DTYPE_BYTES:
+            raise CommandError(f"--dtype: found {self.dtype!r}, wanted {', '.join(DTYPE_BYTES)}", WRONG)
+        layers, kv_heads, head_size = shape
+        if layers is None or kv_heads is None or head_size is None:
+            raise CommandError("give --bytes-per-token, or all of --layers, --kv-heads and --head-size", WRONG)
+        return 2 * layers * kv_heads * head_size * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Users:
+    count: int
+    tokens_each: int
+    """In the longest prompt of each user, without what it shares with all others."""
+    shared_tokens: int
+    new_tokens: int
+    """At the end of each prompt: nobody has computed them before."""
+
+
+class SizedPoint(msgspec.Struct, kw_only=True):
+    pool_bytes: int
+    users: int
+    """Whose prompts have room there, besides what all share."""
+
+
+class Sized(msgspec.Struct, kw_only=True):
+    """What the formula says."""
+
+    bytes_per_token: int
+    pool_bytes: int
+    """Room for the prompts of all users."""
+    most_hit_share: float
+    """If all tokens of a prompt but its new ones are found."""
+    points: list[SizedPoint]
+
+
+def show_size(server: str, *, model: Model, users: Users | None, as_json: bool, console: Console) -> None:
+    """Raises CommandError for wrong options, when no server answers, and when it has seen too little; ApiError."""
+    if users is None:
+        if model.is_named:
+            raise CommandError("the formula needs --users and --tokens-each as well", WRONG)
+        _show_curve(server, as_json, console)
+        return
+    token_bytes = model.token_bytes() if model.is_named else _bytes_per_token(server)
+    sized = by_formula(token_bytes, users)
+    if as_json:
+        print_json(console, sized)
+        return
+    shared = f" + {users.shared_tokens:,} shared" if users.shared_tokens else ""
+    each = f"{users.count:,} users × {users.tokens_each:,} tokens{shared}"
+    console.print(f"{each}, {size(token_bytes)} a token: {size(sized.pool_bytes)}", highlight=False)
+    _print(console, ("pool", "users whose prompts have room"), (
+        (size(point.pool_bytes), f"{point.users:,}") for point in sized.points
+    ))
+    found = f"At most {sized.most_hit_share:.0%} of a prompt's tokens can be found" if users.new_tokens else (
+        "What share of the tokens is found depends on how much of a prompt is new"
+    )
+    console.print(f"{found}. It is a formula: ask again when the server has had traffic.", highlight=False)
+
+
+def by_formula(bytes_per_token: int, users: Users) -> Sized:
+    """A prompt is found again if it has stayed until its user's next one. With room for all users it does, whatever
+    the order in which they come; with less, as many users are served as have room."""
+    shared, each = users.shared_tokens * bytes_per_token, users.tokens_each * bytes_per_token
+    whole = shared + users.count * each
+    prompt = users.shared_tokens + users.tokens_each
+    return Sized(
+        bytes_per_token=bytes_per_token, pool_bytes=whole,
+        most_hit_share=max(0, prompt - users.new_tokens) / prompt,
+        points=[
+            SizedPoint(pool_bytes=int(share * whole), users=max(0, int(share * whole) - shared) // each)
+            for share in SHARES
+        ],
+    )
+
+
+def _bytes_per_token(server: str) -> int:
+    """What the server's engines store for a token, if they agree."""
+    with reached(server) as client:
+        spaces = client.namespaces().namespaces
+    found = {space.chunk_bytes // space.manifest.chunk_tokens for space in spaces}
+    if len(found) != 1:
+        what = "no engine has attached" if not found else "its engines store different numbers of bytes"
+        raise CommandError(f"{what}: name the model, with --bytes-per-token for example", FAILED)
+    return found.pop()
+
+
+def _show_curve(server: str, as_json: bool, console: Console) -> None:
+    with reached(server) as client:
+        curve = client.curve()
+    if as_json:
+        print_json(console, curve)
+        return
+    total = curve.total
+    if not total.points:
+        raise CommandError(
+            f"{total.lookups:,} lookups say too little yet; for an estimate give --users and --tokens-each",
+            FAILED,
+        )
+    console.print(
+        f"{total.tokens:,} tokens in {total.lookups:,} lookups over {duration(curve.covers_s)}; the pool itself found "
+        f"{total.hit_share or 0:.0%} of them", highlight=False,
+    )
+    _print(console, ("pool", "tokens that it would find"), (
+        (_pool(point, curve), _share(point)) for point in total.points
+    ))
+    if enough := _enough(total.points):
+        console.print(f"{size(enough)} would find nearly all that any pool can.", highlight=False)
+    apart = [one for one in curve.namespaces if one.points]
+    if len(apart) > 1:
+        _print(console, ("model", "namespace", "tenant", "found", *map(_column, apart[0].points)), (
+            (one.model, one.namespace[:8], one.tenant, f"{one.hit_share or 0:.0%}", *map(_share, one.points))
+            for one in apart
+        ))
+
+
+def _enough(points: list[CurvePoint]) -> int | None:
+    """The size of the smallest pool that finds nearly what one without bound does."""
+    most = points[-1].hit_share or 0
+    sizes = [one.pool_bytes for one in points[:-1] if one.hit_share is not None and one.hit_share >= most - NEAR]
+    return next((one for one in sizes if one is not None), None)
+
+
+def _pool(point: CurvePoint, curve: Curve) -> str:
+    if point.pool_bytes is None:
+        return "without bound"
+    return f"{size(point.pool_bytes)}{' (now)' if point.pool_bytes == curve.pool_bytes else ''}"
+
+
+def _column(point: CurvePoint) -> str:
+    return "∞" if point.factor is None else f"{point.factor:g}×"
+
+
+def _share(point: CurvePoint) -> str:
+    return "?" if point.hit_share is None else f"{point.hit_share:.1%}"
+
+
+def _print(console: Console, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> None:
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(printable, row))
+    console.print(table, markup=False, highlight=False)

@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint32_t kWorkLookups = 1024;   // whose mean work is compared with the limit
 constexpr double kFewer = 0.5;            // the share of samples that stays when memory is short
+constexpr double kMostOfACall = 512;      // samples: however long a lookup is, nobody waits for it for long
 constexpr double kLeastAtOnce = 0.25, kMostAtOnce = 0.875;  // … when time is
 constexpr double kRememberedWork = 0.1;   // as MiniPool counts it
 constexpr uint32_t kMostSpaces = 1u << 16;
@@ -108,6 +109,7 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
   of_space(space);  // or it throws
   Space& in = spaces_[space];
   tick_ += std::max<size_t>(1, count);
+  sample_fewer_for(count);
   for (CurveSums* sums : {&in.sums, &all_}) {
     ++sums->lookups;
     sums->asked += count * in.chunk_tokens;
@@ -131,6 +133,7 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
 
 void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
   of_space(space);
+  sample_fewer_for(count);
   sample(space, keys, count);
   choose(remembered_share_, 0);
   for (uint64_t name : names_) remembered_.put(name, 0);
@@ -166,6 +169,12 @@ void Curve::simulate(Space& space, size_t count, size_t found) {
 }
 
 // ---- fewer samples
+
+void Curve::sample_fewer_for(size_t count) {
+  double most = kMostOfACall / static_cast<double>(std::max<size_t>(1, count));
+  while (seen_by(0) > most) sample_fewer(kFewer);
+  while (remembered_share_ > most) remember_fewer(kFewer);
+}
 
 void Curve::sample_fewer(double by) {
   share_ *= by;

@@ -88,6 +88,7 @@ class Curve {
   void remember(Space& space, size_t found);
   void simulate(Space& space, size_t count, size_t found);
   size_t choose(double share, size_t found);
+  void sample_fewer_for(size_t count);
   void sample_fewer(double by);
   void remember_fewer(double by);
 

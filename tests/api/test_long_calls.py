@@ -158,6 +158,7 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "requests": ("GET", "/v1/requests?limit=1000", None),
     "stats": ("GET", "/v1/stats", None),
     "status": ("GET", "/v1/status", None),
+    "curve": ("GET", "/v1/curve", None),
     "metrics": ("GET", "/metrics", None),
 }
 

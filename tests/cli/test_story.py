@@ -55,24 +55,26 @@ def test_who_follows_gets_what_is_kept_then_what_comes_then_the_next_servers(tmp
     settings = {"socket_path": str(tmp_path / "kvdock.sock")}
     command = [*KVDOCK, "events", "--follow", "--json", "--kinds", "ready,attached,draining", "--server",
                f"unix:{tmp_path}/kvdock.sock"]
-    with ServerProcess(**settings) as first:
-        with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, text=True) as process:
-            out = process.stdout
-            assert out is not None
+    with (
+        ServerProcess(**settings) as first,
+        subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE, text=True) as process,
+    ):
+        out = process.stdout
+        assert out is not None
 
-            def kinds() -> Iterator[str]:
-                for line in out:
-                    yield json.loads(line)["kind"]
+        def kinds() -> Iterator[str]:
+            for line in out:
+                yield json.loads(line)["kind"]
 
-            told = kinds()
-            assert next(told) == "ready"
-            with Client(first.unix) as client:
-                attach(client).close()
-            assert next(told) == "attached"
-            assert first.stop() == 0
-            assert next(told) == "draining"
-            with ServerProcess(**settings):
-                assert [next(told), next(told)] == ["gap", "ready"]
-                process.send_signal(signal.SIGINT)
-                process.communicate(timeout=TIMEOUT_S)
+        told = kinds()
+        assert next(told) == "ready"
+        with Client(first.unix) as client:
+            attach(client).close()
+        assert next(told) == "attached"
+        assert first.stop() == 0
+        assert next(told) == "draining"
+        with ServerProcess(**settings):
+            assert [next(told), next(told)] == ["gap", "ready"]
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130

@@ -144,6 +144,13 @@ def test_the_share_falls_until_a_lookup_takes_little_enough() -> None:
     assert idle.share == 1
 
 
+def test_a_long_lookup_takes_few_samples_at_once() -> None:
+    curve = new_curve()
+    curve.looked_up(0, joined(range(4096)), 0)
+    assert curve.share == 1 / 8 and 400 < curve.all.samples < 620
+    curve.check()
+
+
 def test_namespaces_are_counted_apart_and_share_one_pool() -> None:
     """One asks for the same prompts again and again, the other never: together they lack room."""
     curve = Curve("lru", 100 * SLOT, salt=SALT, most_share=1.0, most_entries=1 << 20, most_work=1e9)

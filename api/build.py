@@ -67,7 +67,7 @@ def build(
             bus.subscribe(observer)
     bus.open()
     meter = Meter(counters, Timings(), perf_ns, {}, bus.publish)
-    curves = Curves(pool, now_s)
+    curves = Curves(pool, now_s) if "curve" in settings.observers else None
     tally = Tally(
         pool.table, counters, RecentRequests(settings.recent_requests), bus, curves,
         keep=4 * settings.table_grants, perf_ns=perf_ns, wall_s=wall_s, server_ms=clock.now_ms,

@@ -66,8 +66,8 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
-Observer = Literal["log", "stream", "metrics"]
-"""Subscribers of the event bus (api/events/)."""
+Observer = Literal["log", "stream", "metrics", "curve"]
+"""Subscribers of the event bus (api/events/), and the curve of other pools' hit shares (api/views/curve.py)."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,10 @@ the one without bound. The pool has room for 5 % of the trace's distinct chunks;
 round; it excludes the table's own. `mrc_us_per_lookup_512`: the same for lookups of 512 keys, half of them new, and
 `mrc_us_per_lookup_512_found` for those of which all were seen before, after the samples have become few enough.
 
+`lookup_512_off_p50_ms`, `lookup_512_on_p50_ms`: lookups of 512 resident keys at a server without observers, and at one
+with all of them and a reader of its event stream (bench/observe_lookups.py); `lookup_512_on_ratio`: the second to the
+first.
+
 Each key with `_limit` says what the one before it is wanted to be at most.
 """
 
@@ -24,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.observe_lookups import lookup_figures
 from bench.replay import Pool, key_of
 from bench.trace import BLOCK_TOKENS, Request, read
 from kvdock._core import POOL_FACTORS, Curve
@@ -115,7 +120,9 @@ def curve_figures(requests: Sequence[Request]) -> dict[str, float]:
     return figures
 
 
-PARTS: dict[str, Callable[[Sequence[Request]], dict[str, float]]] = {"curve": curve_figures}
+PARTS: dict[str, Callable[[Sequence[Request]], dict[str, float]]] = {
+    "curve": curve_figures, "lookups": lambda requests: lookup_figures(),
+}
 
 
 def main(arguments: list[str]) -> int:

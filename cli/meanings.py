@@ -70,8 +70,8 @@ MEANINGS: dict[str, str] = {
     "always removes it.",
     "log_level": "The least grave messages that the log has: `debug`, `info`, `warning` or `error`.",
     "log_format": "`console`, a line of text a message; `json`, an object a line, with the event's fields.",
-    "observe": "What gets the server's events, separated by commas: `log`, the sentences of the log; `stream`, "
-    "`GET /v1/events`; `metrics`, how long loads and stores take. Empty: nothing does.",
+    "observe": "What is observed, separated by commas: `log`, sentences of the log; `stream`, `GET /v1/events`; "
+    "`metrics`, how long loads and stores take; `curve`, what pools of other sizes would find. Empty: nothing.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",
     "recent_requests": "Lookups, stores and ended requests kept for `kvdock requests` and the status page.",

@@ -136,6 +136,7 @@ async def stats(request: Request) -> Response:
     c.CURVE, "pool", "What if the pool were larger or smaller",
     "The share of tokens that lookups would find in pools of 1/4 to 8 times the size, and in one without bound, as "
     "simulated pools under the same eviction policy say. docs/observe.md tells how far they are right.",
+    errors=("not_found",),
 )
 async def curve(request: Request) -> Response:
     return answer(handlers_of(request).reports.curve(peer_of_call(request)))

@@ -50,8 +50,8 @@ class Reports:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
-        history: History, curves: Curves, tiers: Callable[[], list[TierView]], mover: Callable[[], MoverView | None],
-        wall_s: Callable[[], float],
+        history: History, curves: Curves | None, tiers: Callable[[], list[TierView]],
+        mover: Callable[[], MoverView | None], wall_s: Callable[[], float],
     ) -> None:
         """`tiers`: as the mover has told of them. Neither this nor `mover` waits for it. `wall_s` dates the status."""
         self._pool, self._table = pool, pool.table
@@ -122,6 +122,8 @@ class Reports:
         return self._history.view(self._clock.now_ms() / 1000)
 
     def curve(self, peer: Peer) -> Curve:
+        if self._curves is None:
+            raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
         return self._curves.view(peer)
 
     def sample(self) -> None:

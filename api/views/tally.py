@@ -43,7 +43,7 @@ class Tally:
     """`counters` may be raised directly; lookups and reservations are counted here."""
 
     def __init__(
-        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, curves: Curves, *,
+        self, table: Table, counters: Counters, recent: RecentRequests, bus: Bus, curves: Curves | None, *,
         keep: int, perf_ns: Callable[[], int], wall_s: Callable[[], float], server_ms: Callable[[], int],
     ) -> None:
         """`keep`: how many requests and grants to remember. `perf_ns` times calls, `wall_s` dates them; `server_ms`:
@@ -83,7 +83,8 @@ class Tally:
             counters.unpinned_lookups += found.unpinned_tokens > 0
             counters.unpinned_tokens += found.unpinned_tokens
             counters.unpinned_chunks += -(-found.unpinned_tokens // manifest.chunk_tokens)
-            self._curves.looked_up(session.namespace, keys, found.hit_tokens)
+            if self._curves is not None:
+                self._curves.looked_up(session.namespace, keys, found.hit_tokens)
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
@@ -168,7 +169,7 @@ class Tally:
         now_ns = self.now_ns()
         if granted.grant:
             self._stores.put(granted.grant, _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns))
-        if not body.temporary:
+        if self._curves is not None and not body.temporary:
             self._curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
         tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens

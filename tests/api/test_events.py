@@ -230,6 +230,7 @@ def test_nobody_reads_what_is_switched_off() -> None:
         attach(client).close()
         status, _, body = raw(server.http, "GET", "/v1/events")
         assert status == 404 and json.loads(body)["found"] == "observe"
+        assert raw(server.http, "GET", "/v1/curve")[0] == 404
         assert "attached" not in server.log_text()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from kvdock.protocol.events import EVENTS, Event, kind_of
@@ -73,10 +73,6 @@ class Bus:
             if (takers := tuple(one for one in self._subscribers if kind in one.kinds))
         }
 
-    @property
-    def subscribers(self) -> list[str]:
-        return [one.name for one in self._subscribers]
-
     def wants(self, kind: type[Event]) -> bool:
         """Whether anybody would get it."""
         return kind in self._takers
@@ -115,8 +111,3 @@ class Bus:
                     subscriber.take(event)
                 except Exception:  # whatever it was: the others get theirs
                     log.exception("the subscriber %s failed at an event", subscriber.name)
-
-
-def without_requests(kinds: Iterable[type[Event]] = EVENTS) -> frozenset[type[Event]]:
-    """Those that operators want to know of one by one."""
-    return frozenset(kind for kind in kinds if not kind.of_requests)

@@ -34,7 +34,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "size": (
         ("kvdock size", "what other sizes would find"),
-        ("kvdock size --users 50 --tokens-each 8000 --bytes-per-token 131072", "before there is any traffic"),
+        ("kvdock size --users 50 --tokens-each 8000", "without any traffic yet"),
     ),
     "doctor": (
         ("kvdock doctor", "what helps or hinders here"),

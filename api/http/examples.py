@@ -67,7 +67,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.Abort: {"session": SESSION, "ranks": [0]},
     a.ClearCache: {"namespace": NAMESPACE},
     a.DeleteChunks: {"namespace": NAMESPACE, "keys": KEYS},
-    a.EvictChunks: {"free_bytes": 1 << 30},
+    a.EvictChunks: {"free_bytes": 1 << 20},
     a.PinChunks: {"namespace": NAMESPACE, "keys": KEYS, "duration_s": 60},
     a.PatchConfig: {"session_cap": 0.5, "session_grants": 4096},
 }

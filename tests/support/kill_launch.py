@@ -119,8 +119,8 @@ def serve(link: Connection, pause: Pause, settings: dict[str, object]) -> None:
     tables: list[Any] = []
     real = vars(server)["open_pool"]
 
-    def open_pool(*args: Any) -> Any:
-        pool = real(*args)
+    def open_pool(*args: Any, **named: Any) -> Any:
+        pool = real(*args, **named)
         tables.append(pool.table)
         return pool
 

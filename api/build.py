@@ -60,7 +60,7 @@ def build(
         is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,
     )
     bus = bus or Bus(wall_s)
-    stream = EventStream(pool.incarnation)
+    stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
     for observer in (EventLog(), stream, durations):
         if observer.name in settings.observers:

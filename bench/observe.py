@@ -12,8 +12,7 @@ round; it excludes the table's own. `mrc_us_per_lookup_512`: the same for lookup
 `mrc_us_per_lookup_512_found` for those of which all were seen before, after the samples have become few enough.
 
 `lookup_512_off_p50_ms`, `lookup_512_on_p50_ms`: lookups of 512 resident keys at a server without observers, and at one
-with all of them and a reader of its event stream (bench/observe_lookups.py); `lookup_512_on_ratio`: the second to the
-first.
+with all of them (bench/observe_lookups.py); `lookup_512_on_ratio`: the second to the first.
 
 Each key with `_limit` says what the one before it is wanted to be at most.
 """

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from kvdock.protocol.wire_types import Answer, Hex64
 
 
-class Event(Answer, kw_only=True, tag_field="kind"):
+class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is part of a cycle
     """What all events have. The event bus sets `seq` and `at`."""
 
     seq: int = 0

@@ -27,7 +27,9 @@ class EventStream:
     name = "stream"
     kinds: Collection[type[Event]] = EVENTS
 
-    def __init__(self, incarnation: int, *, keep: int = KEPT_EVENTS) -> None:
+    def __init__(self, incarnation: int, flush: Callable[[], None], *, keep: int = KEPT_EVENTS) -> None:
+        """`flush`: has the bus hand out what waits there."""
+        self._flush = flush
         self.readers = 0
         self._incarnation = incarnation
         self._kept: deque[Event] = deque(maxlen=keep)
@@ -37,8 +39,9 @@ class EventStream:
     def take(self, event: Event) -> None:
         self._kept.append(event)
         self._is_ending = self._is_ending or isinstance(event, Draining)
-        self._came.set()
-        self._came = asyncio.Event()  # the next one's
+        if self.readers:
+            self._came.set()
+            self._came = asyncio.Event()  # the next one's
 
     async def read(
         self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], *, follows: bool
@@ -46,6 +49,7 @@ class EventStream:
         """What is kept behind `last_id`, as pieces of a body; if it `follows`, then what comes, until the server
         drains. Without `last_id` all that is kept; if it follows, only what comes. `sees`: whether the caller may know
         of a tenant."""
+        self._flush()
         self.readers += 1
         try:
             seen, is_known = self._number(last_id) if last_id or follows else (0, True)

@@ -24,7 +24,7 @@ from kvdock.api.views.reports import Reports
 from kvdock.api.views.tier_metrics import of_mover, of_tiers
 from kvdock.api.views.timing import Meter, Timings
 from kvdock.protocol.admin_schemas import TenantView
-from kvdock.protocol.events import Event, Loaded, Stored
+from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.explain import BREAKS
 from kvdock.protocol.reports import Status
 
@@ -73,6 +73,7 @@ class Metrics:
         return self._text
 
     def collect(self) -> Iterator[Metric]:
+        self._bus.flush()
         status = self._reports.status(NOBODY)
         yield InfoMetricFamily("kvdock_build", "The server's version", {"version": status.version})
         yield from self._process.collect()
@@ -100,8 +101,8 @@ class Metrics:
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
         events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
-        for kind, count in sorted(self._bus.published.items()):
-            events.add_metric([kind], count)
+        for kind, count in self._bus.published.items():
+            events.add_metric([kind_of(kind)], count)
         yield events
         yield CounterMetricFamily(
             "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped

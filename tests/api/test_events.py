@@ -274,7 +274,7 @@ def test_a_full_queue_drops_and_counts_and_publishing_never_waits() -> None:
     assert (bus.dropped, bus.last) == (15, 10)
     bus.flush()
     assert [event.seq for event in all_of_it.got] == list(range(1, 11)) and all_of_it.got[0].at == 5.0
-    assert bus.published == {"freed": 10}
+    assert bus.published == {Freed: 10}
 
 
 def test_a_subscriber_that_fails_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,7 +294,7 @@ def test_a_subscriber_that_fails_takes_nothing_from_the_others(caplog: pytest.Lo
 
 def test_a_slow_reader_is_told_what_it_missed() -> None:
     async def scenario() -> list[bytes]:
-        stream = EventStream(3, keep=4)
+        stream = EventStream(3, lambda: None, keep=4)
 
         def take(*numbers: int) -> None:
             for number in numbers:

@@ -206,12 +206,12 @@ class _Uvicorn(uvicorn.Server):
         self._announce, self._reread, self._tell_drain = announce, reread, tell_drain
         self._drain = drain
         self._has_told = False
+        self._wants_reread = False
         self._rereading: set[asyncio.Task[None]] = set()
         self._terminal = Terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
         self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -219,7 +219,7 @@ class _Uvicorn(uvicorn.Server):
         again. HAND_OVER drains and leaves the pool to the next server. A second SIGTERM, or SIGINT at any time, ends
         the server at once."""
         if sig == signal.SIGHUP and not self._terminal.has_gone():
-            self._loop.call_soon_threadsafe(self._begin_rereading)
+            self._wants_reread = True
             return
         if sig == signal.SIGHUP and self._terminal.is_outlived:
             return
@@ -233,16 +233,16 @@ class _Uvicorn(uvicorn.Server):
             self._drain.remove_pool()
         self.should_exit = True
 
-    def _begin_rereading(self) -> None:
-        task = asyncio.create_task(self._reread())
-        self._rereading.add(task)
-        task.add_done_callback(self._rereading.discard)
-
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s: True when the server shall end."""
         if self._drain.begun and not self._has_told:
             self._has_told = True
             self._tell_drain()
+        if self._wants_reread:
+            self._wants_reread = False
+            task = asyncio.create_task(self._reread())
+            self._rereading.add(task)
+            task.add_done_callback(self._rereading.discard)
         return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager

@@ -1,8 +1,8 @@
 """The event stream: `GET /v1/events` as server-sent events (HTML Living Standard, "Server-sent events").
 
 It keeps the latest events, so that a reader who comes back with the `Last-Event-ID` of the last one that it saw misses
-nothing. A reader that is too slow, or was away for too long, is told so by an event of its own, `gap`, and goes on with
-the oldest that is kept.
+nothing. If a reader is too slow, or was away for too long, an event of the kind `gap` tells it how many events it has
+missed, and the oldest event that is kept comes next.
 
 An id is the server's incarnation and the event's number: another server's ids are never taken for this one's.
 """
@@ -77,11 +77,10 @@ class EventStream:
             self.readers -= 1
 
     def _behind(self, seen: int) -> list[Event]:
-        """A copy: while they are sent, others come."""
+        """A copy: while they are sent, others come. The numbers of those that are kept have no gap."""
         if not self._kept or self._kept[-1].seq <= seen:
             return []
-        new = next(at for at, event in enumerate(self._kept) if event.seq > seen)
-        return list(islice(self._kept, new, None))
+        return list(islice(self._kept, max(0, seen + 1 - self._kept[0].seq), None))
 
     def _number(self, last_id: str) -> tuple[int, bool]:
         """(the event's number, whether it is one of this server's)."""

@@ -58,7 +58,7 @@ def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator
                 last_id = told.id
                 yield told
         except ServerUnavailable:
-            time.sleep(RETRY_S)  # and once more
+            time.sleep(RETRY_S)  # before it looks for a server again
 
 
 def line_of(event: dict[str, Any]) -> str:

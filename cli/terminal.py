@@ -1,7 +1,7 @@
 """The terminal of a live view: keys without Return, the other screen, and everything as it was at the end.
 
-Ctrl-C, SIGTERM and SIGHUP end the view as `q` does. Ctrl-Z gives the terminal back until the view goes on. A change of
-the window's size is told at once.
+Ctrl-C, SIGTERM and SIGHUP end the view as `q` does. Ctrl-Z gives the terminal back until the view goes on. When
+the window's size changes, the picture is drawn anew at once.
 """
 
 from __future__ import annotations

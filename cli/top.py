@@ -97,7 +97,7 @@ def _stream(client: Client, interval_s: float, console: Console) -> None:
             print_json(console, tick)
             sys.stdout.flush()
             due_s = max(due_s + interval_s, time.monotonic())
-            time.sleep(due_s - time.monotonic())
+            time.sleep(due_s - time.monotonic())  # the interval that was asked for
     except KeyboardInterrupt:
         return
 

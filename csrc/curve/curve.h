@@ -24,7 +24,8 @@
 namespace kvdock {
 
 constexpr std::array<double, 6> kPoolFactors{0.25, 0.5, 1, 2, 4, 8};
-// A small pool needs more samples: of what the largest sees so many times as much, up to all.
+// A small pool needs more samples than the largest. Each pool sees this many times the largest pool's share of chunks,
+// and no more than all of them.
 constexpr std::array<double, 6> kMoreSeen{4, 4, 4, 2, 1, 1};
 constexpr size_t kPools = kPoolFactors.size();
 

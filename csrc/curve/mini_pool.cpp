@@ -9,7 +9,7 @@ namespace kvdock {
 
 namespace {
 
-constexpr size_t kChosenShare = 16;  // of the leaves, so many are chosen at once: looking at all costs that much less
+constexpr size_t kChosenShare = 16;  // a sixteenth of the leaves is chosen at a time, so all are looked at less often
 constexpr double kAskedWork = 0.25, kFoundWork = 0.1;  // compared with a chunk that is stored and lets another go
 
 }  // namespace

@@ -87,7 +87,7 @@ def test_a_request_is_told_of_from_the_lookup_to_its_end(server: ServerProcess, 
     assert engine.release(found.lease, 0) == []
     attach_again = client.attach(engine.body)
     assert attach_again.session == engine.session
-    assert told(server, last_id=before["id"]) == [], "a call that is repeated is told of once"
+    assert told(server, last_id=before["id"]) == [], "a call that is repeated causes no second event"
     engine.close()
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LARGE = 4096
-"""Only values come in so many bytes at once."""
+"""An answer of this many bytes or more has a value in it."""
 
 
 class HalvingProxy:

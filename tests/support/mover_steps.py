@@ -29,7 +29,7 @@ DOWN = ("down.asked", "down.held", "down.writing", "down.written")
 
 
 COPYING, LEAST_COPY = "up.copying", 1 << 20
-"""A step in the midst of a copy from Mooncake, of one with so many bytes."""
+"""A step that lies within a copy from Mooncake, and the least bytes of a copy that it stops."""
 HUNG, LATE_STORE_S = "KVDOCK_TEST_HUNG", "KVDOCK_TEST_LATE_STORE_S"
 """Variables of the mover's environment: see put_hangs()."""
 BEGUN = ".begun"
@@ -74,7 +74,7 @@ def put_steps(armed: Path) -> None:
 
         def watch() -> None:
             while place.raw == bytes(64):
-                time.sleep(0)
+                time.sleep(0)  # the copy goes on beside it
             at(COPYING)
 
         threading.Thread(target=watch, daemon=True).start()
@@ -179,7 +179,7 @@ if __name__ == "__main__":
         put_hangs(Path(os.environ[HUNG]))
     from kvdock.tiers.mover import run
 
-    vars(run)["REPORT_S"] = 0.02  # what a test waits for to be told, it is told soon
+    vars(run)["REPORT_S"] = 0.02  # tests wait for what the mover reports
     from kvdock.tiers.mover.__main__ import main
 
     sys.exit(main())

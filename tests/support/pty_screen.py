@@ -68,12 +68,12 @@ class PtyProgram:
         return self.text.count("\x1b[J")
 
     def wait_for(self, claim: Callable[[list[str]], bool]) -> list[str]:
-        """The first screen of which it is true."""
+        """Waits until the claim is true of the screen, and returns that screen."""
         until = time.monotonic() + TIMEOUT_S
         while not claim(shown := self.screen()):
             last = ["it was never shown; the last screen:", *shown, self._text[-500:]]
             assert time.monotonic() < until, "\n".join(last)
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
         return shown
 
     def ended(self) -> int:

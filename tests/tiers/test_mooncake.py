@@ -296,7 +296,7 @@ def hung(tier: MooncakeTier, servers: MooncakeServers, part: Part, verb: str) ->
     def stop() -> None:
         if verb == "load":
             while target.pages[MIB] == POISON and target.pages[MIB + 1] == POISON:
-                time.sleep(0)
+                time.sleep(0)  # the copy goes on beside it
         else:
             time.sleep(0.004)  # nothing can be seen from outside of a store that has begun
         servers.peer.stop()

@@ -16,7 +16,7 @@ from kvdock.protocol.usage import Prefixes, PrefixView
 
 SLICE_CHUNKS = 4096
 """About half a millisecond."""
-FRESH_S = 5.0
+FRESH_S = 1.0
 MOST_SHARE = 0.005
 """A census may take so much of the event loop's time: one that took longer counts as fresh for longer."""
 MOST_PREFIXES = 256

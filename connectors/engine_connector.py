@@ -84,7 +84,7 @@ class EngineConnector:
         self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel, terms=tiers.terms)
         self._driver = Driver(
             self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
-            tiers=tiers,
+            tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
         )
         self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
         self._news = threading.Condition()

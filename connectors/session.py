@@ -241,6 +241,7 @@ class EngineSession:
 
     def _leave(self, session: str, member: str) -> None:
         try:
+            self.outcomes.tell_last(Heartbeat(member=member), partial(self.client.heartbeat, session))
             self.client.leave(session, member)
         except (ServerUnavailable, ApiError) as error:
             log.info("left without a word: %s", error)

@@ -170,6 +170,14 @@ def test_engines_that_cannot_share_are_told_which_field_keeps_them_apart(quick: 
         assert "cache_salt: 'hidden' here, " in said
 
 
+def test_what_ended_just_before_an_engine_left_is_told() -> None:
+    with ServerProcess(heartbeat_s=60.0, missed_heartbeats=100) as slow, Client(slow.unix) as client:
+        with closing(engine_over(slow.unix)) as engine:
+            run(engine, "the last one", tokens_of(99, 2))
+            assert not any(one.outcome for one in client.requests(request="the last one").requests)
+        assert told(client, "the last one").prompt_tokens == 2 * CHUNK
+
+
 def test_a_load_whose_server_was_lost_is_explained_by_the_next_one() -> None:
     """The engine tells the server that takes the pool over what became of the request."""
     prompt = tokens_of(97, 2, tail=7)

@@ -12,6 +12,7 @@ from kvdock.api.events.bus import Bus
 from kvdock.api.events.durations import Durations
 from kvdock.api.events.log import EventLog
 from kvdock.api.events.stream import EventStream
+from kvdock.api.extras import Extras
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
@@ -32,6 +33,8 @@ from kvdock.api.views.reports import Reports
 from kvdock.api.views.tally import Tally
 from kvdock.api.views.timing import Meter, Timings
 
+NO_EXTRAS = Extras()
+
 
 class Parts(NamedTuple):
     access: AccessFile
@@ -45,7 +48,7 @@ class Parts(NamedTuple):
 
 def build(
     settings: Settings, pool: Pool, access: AccessFile, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
-    now_s: Callable[[], float], bus: Bus | None = None,
+    now_s: Callable[[], float], bus: Bus | None = None, extras: Extras = NO_EXTRAS,
 ) -> Parts:
     """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain. `bus`: one that has the pool's
     events already."""
@@ -62,7 +65,7 @@ def build(
     bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
-    for observer in (EventLog(), stream, durations):
+    for observer in (EventLog(), stream, durations, *extras.subscribers):
         if observer.name in settings.observers:
             bus.subscribe(observer)
     bus.open()
@@ -90,7 +93,7 @@ def build(
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
-                        durations=durations, missed=tally.missed, now_s=now_s),
+                        durations=durations, missed=tally.missed, spans=extras.spans, now_s=now_s),
         stream=stream if stream.name in settings.observers else None,
         body_limit_bytes=settings.body_limit_bytes,
         body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),

@@ -323,7 +323,7 @@ class CacheService:
             self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
-        self._tally.aborted(session, grant_id(reservation), body.ranks)
+        self._tally.aborted(session, grant_id(reservation), body.ranks, is_over=not remaining)
         if self._desk.is_movers(session):
             self._desk.settled(grant_id(reservation))
         return s.ReleaseAnswer(remaining=remaining)

@@ -36,6 +36,7 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIA
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -66,8 +67,11 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
-Observer = Literal["log", "stream", "metrics", "curve"]
+Observer = Literal["log", "stream", "metrics", "curve", "traces"]
 """Subscribers of the event bus (api/events/), and the curve of other pools' hit shares (api/views/curve.py)."""
+DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""The OpenTelemetry specification's, for all exporters."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +135,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # what people read
     log_level: LogLevel = "info"
     log_format: LogFormat = "console"
-    observe: str = ",".join(get_args(Observer))
+    observe: str = ",".join(DEFAULT_OBSERVERS)
+    traces_endpoint: str = msgspec.field(default_factory=lambda: os.environ.get(OTLP_VARIABLE, ""))
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
     recent_requests: Positive = 256
@@ -311,6 +316,7 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
             f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "
             f"{', '.join(unknown)}"
         )
+    _check_traces(settings, given)
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
             f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
@@ -318,3 +324,14 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
     return settings
+
+
+def _check_traces(settings: Settings, given: set[str]) -> None:
+    endpoint, is_on = settings.traces_endpoint, "traces" in settings.observers
+    if is_on and not _URL.fullmatch(endpoint):
+        raise SettingsError(
+            f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
+            f"traces are sent; found {endpoint!r}"
+        )
+    if endpoint and not is_on and "traces_endpoint" in given:
+        raise SettingsError(f"traces_endpoint={endpoint!r} wanted traces in observe={settings.observe!r} as well")

@@ -33,6 +33,7 @@ from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.access_token import read_token
 from kvdock.protocol.schemas import Manifest
+from kvdock.protocol.trace_context import traceparent_or_none
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,11 @@ class EngineConnector:
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
         tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
-        self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel, terms=tiers.terms)
+        self._traceparents: dict[str, str] = {}
+        self.scheduler = SchedulerConnector(
+            self.session, readers=manifest.tensor_parallel, terms=tiers.terms,
+            traceparent_of=lambda request_id: self._traceparents.get(request_id, ""),
+        )
         self._driver = Driver(
             self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
             tiers=tiers,
@@ -94,7 +99,11 @@ class EngineConnector:
 
     # ------------------------------------------------------------------ the verbs
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
+        if traceparent:
+            self._traceparents[request_id] = traceparent_or_none(traceparent)
         return self._driver.lookup(request_id, token_ids, local_tokens)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
@@ -123,6 +132,7 @@ class EngineConnector:
             return progress
 
     def finished(self, request_id: str) -> None:
+        self._traceparents.pop(request_id, None)
         self._driver.finished(request_id)
 
     def close(self) -> None:

@@ -169,14 +169,15 @@ class Fetch:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate`: as Reserve has
-    it."""
+    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate` and
+    `traceparent`: as Reserve has them."""
 
     request_id: str
     request: RequestState
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
     duplicate: bool = False
+    traceparent: str = ""
 
     @property
     def attachment(self) -> Attachment:

@@ -17,6 +17,7 @@ from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.trace_context import Traced
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
@@ -48,7 +49,6 @@ from kvdock.protocol.wire_types import (
 )
 
 # --------------------------------------------------------------------------- identity
-
 
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -265,7 +265,7 @@ class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and n
         return checksum_value(self.checksum)
 
 
-class Lookup(Carrier, kw_only=True):
+class Lookup(Traced, kw_only=True):
     """Give `keys`, or `tokens` for the server to hash. Without a session the answer is only a length."""
 
     session: Name | None = None
@@ -331,7 +331,7 @@ class ReleaseManyAnswer(Carried, kw_only=True):
 # --------------------------------------------------------------------------- reservations
 
 
-class Reserve(Carrier, kw_only=True):
+class Reserve(Traced, kw_only=True):
     session: Name
     member: Name
     store: Name

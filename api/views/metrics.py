@@ -40,11 +40,12 @@ class Metrics:
 
     def __init__(
         self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, bus: Bus,
-        durations: Durations, missed: Mapping[str, int], now_s: Callable[[], float],
+        durations: Durations, missed: Mapping[str, int], spans: Mapping[str, int], now_s: Callable[[], float],
     ) -> None:
-        """`missed`: tokens that lookups asked for and did not get, by why."""
+        """`missed`: tokens that lookups asked for and did not get, by why. `spans`: by what became of them."""
         self._pool, self._quotas, self._reports, self._meter, self._pulse = pool, quotas, reports, meter, pulse
         self._bus, self._durations, self._missed, self._now_s = bus, durations, missed, now_s
+        self._spans = spans
         self._process = ProcessCollector(registry=None)
         self._text, self._made_s = b"", -FRESH_S
         self._tenants: asyncio.Task[bytes] | None = None
@@ -107,6 +108,10 @@ class Metrics:
         yield CounterMetricFamily(
             "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped
         )
+        spans = CounterMetricFamily("kvdock_spans", "Spans of traces, by what became of them", labels=["outcome"])
+        for outcome in ("sent", "failed", "dropped"):
+            spans.add_metric([outcome], self._spans.get(outcome, 0))
+        yield spans
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),

@@ -86,6 +86,7 @@ class VllmScheduler:
             chain_of=partial(self._chain_of, hash_tokens),
             observer=Announcing(announcer, lambda name: self._tracked[name].request) if announcer is not None else None,
             computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
+            traceparent_of=lambda name: self._tracked[name].traceparent,
         )
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)

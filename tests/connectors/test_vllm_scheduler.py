@@ -13,6 +13,8 @@ import pytest
 from api_helpers import ServerProcess, eventually, manifest, unique
 
 from kvdock.client.client import Client
+from kvdock.client.events import read_events
+from kvdock.client.transport import Address
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.block_budget import BlockBudget
@@ -103,6 +105,29 @@ def test_a_resumed_request_is_stored_from_its_new_blocks(scheduler: VllmSchedule
     step(scheduler, request, 80, more=[[11, 12, 13, 14, 15]], resumed=True)
     step(scheduler, request, 16, more=[[16]])  # over another chunk's end
     assert offered(scheduler)[-1] == {15, 16}
+
+
+def test_the_trace_of_a_request_goes_with_its_lookup_and_its_store() -> None:
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with ServerProcess() as server:
+        scheduler = scheduler_of(server.unix, FULL)
+        scheduler.start()
+        for number, headers in enumerate(({"traceparent": traceparent, "tracestate": "a=1"}, {"traceparent": "no"})):
+            request = request_of(96)
+            request.request_id, request.trace_headers = f"r{number}", headers
+            request.all_token_ids = [number] * 96
+            blocks: list[list[int | None]] = [[10 * number + at for at in range(1, 5)]]
+            scheduler.lookup(request, 0)
+            scheduler.allocated(request, blocks, 0)
+            step(scheduler, request, 64, new=blocks)
+
+        def told() -> list[tuple[str, str, str]]:
+            events = [one.event for one in read_events(Address.parse(server.unix), kinds="looked_up,reserved")]
+            return sorted((one["kind"], one.get("request", ""), one["traceparent"]) for one in events)
+
+        wanted = [("looked_up", "r0", traceparent), ("looked_up", "r1", "")]
+        eventually(lambda: told() == [*wanted, ("reserved", "", ""), ("reserved", "", traceparent)])
+        scheduler.close()
 
 
 def test_blocks_that_a_window_left_behind_are_not_stored_late(server: ServerProcess) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
-from kvdock.api.events.bus import Bus
+from kvdock.api.events.bus import Bus, Subscriber
 from kvdock.api.events.durations import Durations
 from kvdock.api.events.log import EventLog
 from kvdock.api.events.stream import EventStream
@@ -65,7 +65,8 @@ def build(
     bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
-    for observer in (EventLog(), stream, durations, *extras.subscribers):
+    observers: list[Subscriber] = [EventLog(), stream, durations, *extras.subscribers]
+    for observer in observers:
         if observer.name in settings.observers:
             bus.subscribe(observer)
     bus.open()

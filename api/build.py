@@ -10,6 +10,8 @@ from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
 from kvdock.api.events.bus import Bus, Subscriber
 from kvdock.api.events.durations import Durations
+from kvdock.api.events.kv_log import KvLog
+from kvdock.api.events.kv_stream import KvStream
 from kvdock.api.events.log import EventLog
 from kvdock.api.events.stream import EventStream
 from kvdock.api.extras import Extras
@@ -44,6 +46,7 @@ class Parts(NamedTuple):
     drain: Drain
     desk: TierDesk
     bus: Bus
+    kv_log: KvLog | None
 
 
 def build(
@@ -65,7 +68,9 @@ def build(
     bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
-    observers: list[Subscriber] = [EventLog(), stream, durations, *extras.subscribers]
+    kv_log = KvLog(pool.table.all_changes, pool.table.ready, wall_s) if "kv_events" in settings.observers else None
+    kv_stream = KvStream(kv_log) if kv_log is not None else None
+    observers: list[Subscriber] = [EventLog(), stream, durations, *extras.subscribers, *filter(None, [kv_stream])]
     for observer in observers:
         if observer.name in settings.observers:
             bus.subscribe(observer)
@@ -87,15 +92,15 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            quotas=quotas, desk=desk, bus=bus, heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, desk=desk, bus=bus, kv_log=kv_log, heartbeat_s=settings.heartbeat_s,
         ),
         admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
         reports=reports,
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
-                        durations=durations, missed=tally.missed, spans=extras.spans, now_s=now_s),
-        stream=stream if stream.name in settings.observers else None,
+                        durations=durations, missed=tally.missed, spans=extras.spans, kv_log=kv_log, now_s=now_s),
+        stream=stream if stream.name in settings.observers else None, kv_stream=kv_stream,
         body_limit_bytes=settings.body_limit_bytes,
         body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
@@ -103,4 +108,4 @@ def build(
         settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,
         reports=reports, pulse=pulse, bus=bus,
     )
-    return Parts(access, handlers, meter, keeper, drain, desk, bus)
+    return Parts(access, handlers, meter, keeper, drain, desk, bus, kv_log)

@@ -108,7 +108,7 @@ class Server:
                 settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
                 bus=self._bus, extras=extras,
             )
-            extras.start()
+            extras.start(parts.kv_log)
             rereading = Rereading(settings, self._source, access=access, admin=parts.handlers.admin, bus=self._bus)
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
@@ -122,8 +122,9 @@ class Server:
                 task.add_done_callback(self._keeper_ended)
                 telling = asyncio.create_task(self._bus.run())
                 moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
+                routing = None if parts.kv_log is None else asyncio.create_task(parts.kv_log.run())
                 yield
-                for ending in filter(None, (moving, task, telling)):
+                for ending in filter(None, (moving, task, telling, routing)):
                     ending.cancel()
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])

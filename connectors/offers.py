@@ -19,6 +19,7 @@ from kvdock.connectors.requests import ChunkObserver, Requests, RequestState, St
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.tell import tell
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Reserve
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -80,8 +81,13 @@ class StoreOffers:
         if not batches or not request.attachment.acquire():
             return None
         self._observer.known(request_id, request.chain.keys[: batches[-1].first + len(batches[-1].keys)])
-        reads = self._batches.blocks_read(batches)
-        return StoreOffer(request_id, request, batches, reads, duplicate, self._traceparent_of(request_id))
+        names: Sequence[BlockNames | None] = ()
+        if request.attachment.wants_blocks:
+            names = self._observer.names(request_id, batches[0].first, batches[-1].first + len(batches[-1].keys))
+        return StoreOffer(
+            request_id, request, batches, self._batches.blocks_read(batches), duplicate,
+            self._traceparent_of(request_id), names,
+        )
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
         """Background: asks for slots. None when the server has it all, has no room, or is not there."""
@@ -94,6 +100,7 @@ class StoreOffers:
             groups=list(batch.groups),
             duplicate=offer.duplicate,
             traceparent=offer.traceparent or UNSET,
+            blocks=offer.names_of(batch),
         )
         is_there = self.session.attachment is offer.attachment  # else the engine's blocks do not wait for a timeout
         with self._lock:

@@ -16,6 +16,7 @@ import msgspec
 from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.kv_events import Naming
 from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.trace_context import Traced
 from kvdock.protocol.wire_types import (
@@ -104,7 +105,6 @@ class Manifest(Identity, frozen=True, kw_only=True):
 
 # --------------------------------------------------------------------------- sessions
 
-
 PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=SEGMENT_IDS)]
 
 
@@ -162,6 +162,8 @@ class SessionAttached(Answer, kw_only=True):
     heartbeat_s: float
     changes_next: int = 0
     """The `changes_since` of the first heartbeat, for members that follow changes."""
+    wants_blocks: bool = False
+    """Reservations shall say by `blocks` what routers know chunks by."""
 
 
 class GrantRanks(Body, kw_only=True):
@@ -249,7 +251,6 @@ class Sessions(Answer, kw_only=True):
 
 # --------------------------------------------------------------------------- lookups and leases
 
-
 class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and no cycle can form
     """Where one writer's part of one group is stored, and its checksum: `[group, writer, …]`."""
 
@@ -330,8 +331,7 @@ class ReleaseManyAnswer(Carried, kw_only=True):
 
 # --------------------------------------------------------------------------- reservations
 
-
-class Reserve(Traced, kw_only=True):
+class Reserve(Naming, kw_only=True):
     session: Name
     member: Name
     store: Name

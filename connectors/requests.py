@@ -190,7 +190,7 @@ class StoreOffer:
     """What routers know these chunks by, from the first batch's first on."""
 
     def names_of(self, batch: StoreBatch) -> list[BlockNames] | UnsetType:
-        """Of all chunks of the batch, or none."""
+        """Those of all chunks of the batch, or none."""
         start = batch.first - self.batches[0].first
         known = [name for name in self.names[start : start + len(batch.keys)] if name is not None]
         return known if len(known) == len(batch.keys) else UNSET

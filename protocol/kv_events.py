@@ -28,9 +28,9 @@ class BlockNames(Identity, array_like=True, frozen=True):
     """`[parent, hashes, tokens]`: what routers know a chunk by."""
 
     parent: BlockHash | None
-    """Of the block before it; None: it begins a sequence, or has no hashes."""
+    """The block before it; None: it begins a sequence, or has no hashes."""
     hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
-    """Of its blocks, all of one size. Empty: the engine has none, and the chunk's key stands for it."""
+    """Those of its blocks, which have one size. Empty: the engine has none, and the chunk's key stands for it."""
     tokens: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES << 16)]
     """The chunk's, as unsigned 32-bit integers in a row, little-endian."""
 
@@ -46,7 +46,7 @@ class BlockNames(Identity, array_like=True, frozen=True):
 
 
 def block_hash(whole: bytes | int) -> int:
-    """Of an engine's hash, or of a chunk's key."""
+    """What routers read of an engine's hash, or of a chunk's key."""
     return whole if isinstance(whole, int) else int.from_bytes(whole[-HASH_BITS // 8 :], "big")
 
 

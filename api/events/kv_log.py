@@ -16,7 +16,7 @@ import asyncio
 import struct
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvdock.protocol.kv_events import (
@@ -36,18 +36,18 @@ BEAT_S = 10.0
 """Where nothing happens for so long, a batch without events tells late readers by its number what they lack."""
 BATCH_CHUNKS = 256
 KEPT_EVENTS = 1 << 14
-"""Of each tenant, for readers that were away."""
+"""Each tenant's, for readers that were away."""
 UNTOLD_CHUNKS = 1 << 14
 """Named by engines, and not there, or not yet: of more the oldest are forgotten."""
 MOST_BYTES = 128 << 20
 """What is told of all chunks that are there takes at most so much, about."""
 CHUNK_BYTES, HASH_BYTES = 400, 64
-"""Of a chunk and of each of its hashes, beside its tokens."""
+"""What a chunk and each of its hashes take, beside its tokens."""
 
 Change = tuple[int, bytes, bool, bytes]
 Changes = Callable[[int, int], tuple[list[Change], int, bool]]
 """Table.all_changes."""
-Ready = Callable[[int, int], tuple[list[tuple[int, bytes, bytes]], int]]
+Ready = Callable[[int, int], tuple[list[Change], int]]
 """Table.ready."""
 
 
@@ -232,7 +232,7 @@ class KvLog:
         place = 0
         while place >= 0:
             found, place = self._ready(place, SLICE)
-            self._take((space, key, True, parent) for space, key, parent in found)
+            self._take(found)
             await asyncio.sleep(0)
 
     async def _follow(self) -> None:
@@ -251,7 +251,7 @@ class KvLog:
             is_more = len(changes) == SLICE
             await asyncio.sleep(0)
 
-    def _take(self, changes: Iterable[Change]) -> None:
+    def _take(self, changes: Sequence[Change]) -> None:
         with self._lock:
             of_log: dict[str, list[tuple[Source, Item]]] = {}
             for space, key, is_there, parent in changes:

@@ -135,11 +135,9 @@ class Metrics:
         for outcome in ("sent", "failed", "dropped"):
             spans.add_metric([outcome], self._spans.get(outcome, 0))
         yield spans
-        if self._kv_log is not None:
-            yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that routers are told of", value=self._kv_log.chunks)
-            yield CounterMetricFamily(
-                "kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=self._kv_log.snapshots
-            )
+        chunks, snapshots = (0, 0) if self._kv_log is None else (self._kv_log.chunks, self._kv_log.snapshots)
+        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that routers are told of", value=chunks)
+        yield CounterMetricFamily("kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=snapshots)
 
     def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:
         buckets, total_s = self._durations.view(kind)

@@ -313,8 +313,8 @@ void bind_grants(py::class_<BoundTable>& c) {
       }, "since"_a, "at_most"_a)
       .def("ready", [](BoundTable& t, uint64_t start, uint32_t budget) {
         auto [found, next] = call(&Chunks::ready)(t, start, budget);
-        std::vector<std::tuple<uint32_t, Key, Key>> out;
-        for (const Ready& one : found) out.emplace_back(one.space, one.key, one.parent);
+        std::vector<std::tuple<uint32_t, Key, bool, Key>> out;
+        for (const Ready& one : found) out.emplace_back(one.space, one.key, true, one.parent);
         return std::make_pair(std::move(out), next);
       }, "start"_a, "budget"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)

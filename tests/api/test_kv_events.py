@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def store(engine: Engine, chain: list[str], names: list[BlockNames] | None, name
     engine.client.commit(granted.reservation, s.Commit(session=engine.session, rank=0, parts=parts))
 
 
+def tells(server: ServerProcess, token: str, hashes: list[str]) -> bool:
+    ((_, body),) = streamed(server, token=token)
+    return [event.get("block_hashes") for event in body["events"]] == [None, hashes]
+
+
 def key_hash(key: str) -> int:
     return int(key[-16:], 16)
 
@@ -113,7 +119,8 @@ def test_a_chunk_that_no_engine_has_named_is_told_by_its_key_until_one_names_it(
     assert (first["parent_block_hash"], first["block_size"]) == (None, CHUNK)
     assert (second["block_hashes"], second["parent_block_hash"]) == ([key_hash(chain[1])], key_hash(chain[0]))
     granted = client.reserve(s.Reserve(
-        session=engine.session, member=engine.member, store="again", keys=chain[:1], blocks=[named(None, [], range(CHUNK))],
+        session=engine.session, member=engine.member, store="again", keys=chain[:1],
+        blocks=[named(None, [], range(CHUNK))],
     ))
     assert granted.present == [0]
     _, _, (gone, there) = reader.next()
@@ -283,9 +290,7 @@ def test_a_tenant_s_routers_see_its_own_and_zeromq_has_the_server_s_own(tmp_path
                 engine.close()
         for name, token in tokens.items():
             wanted = [f"{one:016x}" for one in names_of(keys(1, name))[0].hashes]
-            eventually(lambda token=token: len(streamed(server, token=token)[0][1]["events"]) == 2)  # type: ignore[misc]
-            ((_, body),) = streamed(server, token=token)
-            assert body["events"][1]["block_hashes"] == wanted
+            eventually(partial(tells, server, token, wanted))
         with Client(server.unix) as client:
             own = attach(client)
             store(own, keys(1, "own"), names_of(keys(1, "own")))
@@ -305,14 +310,14 @@ class Scripted:
     def __init__(self) -> None:
         self.changes: list[tuple[int, bytes, bool, bytes]] = []
         self.is_complete = True
-        self.there: list[tuple[int, bytes, bytes]] = []
+        self.there: list[tuple[int, bytes, bool, bytes]] = []
 
     def since(self, since: int, at_most: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int, bool]:
         is_complete, self.is_complete = self.is_complete, True
         found = self.changes[since : since + at_most] if is_complete else []
         return found, since + len(found) if is_complete else len(self.changes), is_complete
 
-    def ready(self, start: int, budget: int) -> tuple[list[tuple[int, bytes, bytes]], int]:
+    def ready(self, start: int, budget: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int]:
         end = start + budget
         return self.there[start:end], end if end < len(self.there) else -1
 
@@ -348,7 +353,7 @@ def test_who_falls_behind_the_table_clears_all_and_tells_what_is_there() -> None
     log, table = followed()
     table.changes = [(0, b"a" * 32, True, bytes(32))]
     follow(log)
-    table.is_complete, table.there = False, [(0, b"b" * 32, bytes(32)), (0, b"c" * 32, b"b" * 32)]
+    table.is_complete, table.there = False, [(0, b"b" * 32, True, bytes(32)), (0, b"c" * 32, True, b"b" * 32)]
     follow(log)
     (_, after), is_snapshot = log.since("", 1000)
     assert not is_snapshot

@@ -309,7 +309,8 @@ def test_what_is_there_is_listed_in_slices() -> None:
     mine.store(chain)
     other.store([key("other")])
     assert mine.reserve([key("not published")]).grant
-    found, place, calls = [], 0, 0
+    found: list[tuple[int, bytes, bool, bytes]] = []
+    place = calls = 0
     while place >= 0:
         some, place = table.ready(place, 16)
         found, calls = found + some, calls + 1

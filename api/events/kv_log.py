@@ -35,12 +35,12 @@ SLICE = 1024
 BEAT_S = 10.0
 """Where nothing happens for so long, a batch without events tells late readers by its number what they lack."""
 BATCH_CHUNKS = 256
-KEPT_EVENTS = 1 << 14
-"""Each tenant's, for readers that were away."""
-UNTOLD_CHUNKS = 1 << 14
-"""Named by engines, and not there, or not yet: of more the oldest are forgotten."""
 MOST_BYTES = 128 << 20
 """What is told of all chunks that are there takes at most so much, about."""
+KEPT_BYTES = 32 << 20
+"""What is kept for readers that were away, of all tenants."""
+UNTOLD_BYTES = 32 << 20
+"""What engines have said of chunks that are not there, or not yet: of more the oldest are forgotten."""
 CHUNK_BYTES, HASH_BYTES = 400, 64
 """What a chunk and each of its hashes take, beside its tokens."""
 
@@ -78,11 +78,15 @@ class Told(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return CHUNK_BYTES + len(self.tokens) + HASH_BYTES * len(self.hashes)
+        return CHUNK_BYTES if self.name is None else _size_bytes(self.name)
 
     def stored(self) -> BlockStored:
         tokens = list(struct.unpack(f"<{len(self.tokens) // TOKEN_BYTES}I", self.tokens))
         return BlockStored(list(self.hashes), self.parent, tokens, self.chunk_tokens // len(self.hashes))
+
+
+def _size_bytes(name: BlockNames) -> int:
+    return CHUNK_BYTES + len(name.tokens) + HASH_BYTES * len(name.hashes)
 
 
 Item = Told | BlockRemoved | AllBlocksCleared
@@ -95,6 +99,10 @@ class Batch(NamedTuple):
     model: str
     items: Sequence[Item]
 
+    @property
+    def size_bytes(self) -> int:
+        return CHUNK_BYTES + sum(item.size_bytes if isinstance(item, Told) else CHUNK_BYTES for item in self.items)
+
     def events(self) -> list[KvEvent]:
         return [item.stored() if isinstance(item, Told) else item for item in self.items]
 
@@ -106,7 +114,6 @@ class TenantLog:
         self.last, self.at = first - 1, at
         self.there: dict[tuple[int, bytes], Told] = {}
         self._kept: deque[Batch] = deque()
-        self._kept_events = 0
         self._begins = True
 
     def begin_anew(self) -> None:
@@ -114,14 +121,17 @@ class TenantLog:
         self.there.clear()
         self._begins = True
 
-    def add(self, at: float, model: str, items: list[Item]) -> None:
+    def add(self, at: float, model: str, items: list[Item]) -> int:
+        """Returns the bytes that it takes."""
         if self._begins:
             items, self._begins = [AllBlocksCleared(), *items], False
         self.last, self.at = self.last + 1, at
         self._kept.append(Batch(self.last, at, model, items))
-        self._kept_events += 1 + len(items)
-        while self._kept_events > KEPT_EVENTS:
-            self._kept_events -= 1 + len(self._kept.popleft().items)
+        return self._kept[-1].size_bytes
+
+    def drop_oldest(self) -> int:
+        """Forgets the oldest batch. Returns the bytes that it took; 0: there is none."""
+        return self._kept.popleft().size_bytes if self._kept else 0
 
     def since(self, seq: int) -> list[Batch] | None:
         """From number `seq` on; None: some of it is not known."""
@@ -162,6 +172,7 @@ class KvLog:
         self._since = 0
         self._sources: dict[int, Source] = {}
         self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
+        self._names_bytes = self._kept_bytes = 0
         self._logs: dict[str, TenantLog] = {}
         self._is_walked = False
         self._lock = threading.Lock()
@@ -179,7 +190,7 @@ class KvLog:
                 gone = [key for key in log.there if key[0] == space]
                 self._publish(log, [(known, self._removed(log, key)) for key in gone])
             for key in [key for key in self._names if key[0] == space]:
-                del self._names[key]
+                self._take_name(key)
             self._sources[space] = source
         self._is_walked = False  # what is there of it was left by an earlier server, or not told
 
@@ -200,10 +211,16 @@ class KvLog:
             self._publish(log, again)
 
     def _name(self, key: tuple[int, bytes], name: BlockNames) -> None:
+        self._take_name(key)
         self._names[key] = name
-        self._names.move_to_end(key)
-        if len(self._names) > UNTOLD_CHUNKS:
-            self._names.popitem(last=False)
+        self._names_bytes += _size_bytes(name)
+        while self._names_bytes > UNTOLD_BYTES:
+            self._take_name(next(iter(self._names)))
+
+    def _take_name(self, key: tuple[int, bytes]) -> BlockNames | None:
+        name = self._names.pop(key, None)
+        self._names_bytes -= 0 if name is None else _size_bytes(name)
+        return name
 
     # ---------------------------------------------------------------- what the table says
 
@@ -220,7 +237,7 @@ class KvLog:
         with self._lock:
             silent = [log for log in self._logs.values() if abs(now - log.at) >= BEAT_S]
             for log in silent:
-                log.add(now, "", [])
+                self._add(log, now, "", [])
         if silent:
             self._tell()
 
@@ -270,7 +287,7 @@ class KvLog:
         self, log: TenantLog, source: Source, key: tuple[int, bytes], parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event, and those of older chunks that are told of no more."""
-        name = self._names.pop(key, None)
+        name = self._take_name(key)
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
         else:
@@ -298,10 +315,15 @@ class KvLog:
             batch.append(item)
             following = items[number + 1][0].model if number + 1 < len(items) else None
             if following != source.model or len(batch) >= BATCH_CHUNKS:
-                log.add(now, source.model, batch)
+                self._add(log, now, source.model, batch)
                 batch = []
         if items:
             self._tell()
+
+    def _add(self, log: TenantLog, at: float, model: str, items: list[Item]) -> None:
+        self._kept_bytes += log.add(at, model, items)
+        while self._kept_bytes > KEPT_BYTES and (dropped := log.drop_oldest()):
+            self._kept_bytes -= dropped
 
     def _tell(self) -> None:
         for listener in self.listeners:

@@ -23,7 +23,8 @@ from msgspec import UNSET
 
 from kvdock.api.access.issue import entry
 from kvdock.api.errors import SettingsError
-from kvdock.api.events.kv_log import CHUNK_BYTES, KEPT_EVENTS, KvLog, Source
+from kvdock.api.events import kv_log
+from kvdock.api.events.kv_log import CHUNK_BYTES, KvLog, Source
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
@@ -335,7 +336,7 @@ def follow(log: KvLog) -> None:
 
 
 def test_of_what_does_not_fit_into_memory_routers_are_told_that_it_is_gone() -> None:
-    log, table = followed(most_bytes=10 * (CHUNK_BYTES + 64))
+    log, table = followed(most_bytes=10 * CHUNK_BYTES)
     table.changes = [(0, bytes([number]) * 32, True, bytes(32)) for number in range(25)]
     follow(log)
     batches, is_snapshot = log.since("", 1000)
@@ -360,19 +361,34 @@ def test_who_falls_behind_the_table_clears_all_and_tells_what_is_there() -> None
     assert [type(event).__name__ for event in after.events()] == ["AllBlocksCleared", "BlockStored", "BlockStored"]
 
 
-def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number() -> None:
+def test_a_snapshot_is_cut_into_batches_that_end_with_the_newest_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_log, "KEPT_BYTES", 1000 * CHUNK_BYTES)
     log, table = followed()
-    table.changes = [(0, struct.pack("<Q", number) * 4, True, bytes(32)) for number in range(KEPT_EVENTS + 1000)]
+    table.changes = [(0, struct.pack("<Q", number) * 4, True, bytes(32)) for number in range(3000)]
     follow(log)
     newest = log.next_of("") - 1
     batches, is_snapshot = log.since("", 1000)
     assert is_snapshot and log.snapshots == 1
     assert [batch.seq for batch in batches] == list(range(newest - len(batches) + 1, newest + 1))
     events = [event for batch in batches for event in batch.events()]
-    assert len(events) == KEPT_EVENTS + 1001 and sum(isinstance(event, BlockStored) for event in events[1:]) == \
-        KEPT_EVENTS + 1000
-    kept, is_snapshot = log.since("", newest - 3)
-    assert not is_snapshot and [batch.seq for batch in kept] == list(range(newest - 3, newest + 1))
+    assert len(events) == 3001 and sum(isinstance(event, BlockStored) for event in events[1:]) == 3000
+    kept, is_snapshot = log.since("", newest - 2)
+    assert not is_snapshot and [batch.seq for batch in kept] == list(range(newest - 2, newest + 1))
+    assert log._kept_bytes == sum(batch.size_bytes for batch in log._logs[""]._kept) <= 1000 * CHUNK_BYTES
+
+
+def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = named(None, [1], range(CHUNK))
+    monkeypatch.setattr(kv_log, "UNTOLD_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
+    log, table = followed()
+    log.named(0, b"".join(bytes([number]) * 32 for number in range(25)), [name] * 25)
+    assert len(log._names) == 10
+    table.changes = [(0, bytes([number]) * 32, True, bytes(32)) for number in (14, 15)]
+    follow(log)
+    (batch,), _ = log.since("", 1000)
+    assert [len(getattr(event, "token_ids", [])) for event in batch.events()] == [0, 0, CHUNK]
+    log.met(0, Source(b"another", "", "m", CHUNK))
+    assert (len(log._names), log._names_bytes, log.chunks) == (0, 0, 0), "the number has another namespace now"
 
 
 # ------------------------------------------------------------------ the start

@@ -83,7 +83,7 @@ class CacheService:
         self._tally.counters.attached_members += 1
         self._desk.attached(session)
         manifest = session.namespace.manifest
-        if self._kv_log is not None:
+        if self._kv_log is not None and not session.is_bench:
             self._kv_log.met(session.namespace.table_id, Source(
                 session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
             ))
@@ -113,6 +113,8 @@ class CacheService:
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
         self._tally.outcomes(session, body)
+        if body.copied is not None:
+            member.copies.add(body.copied)
         if body.pinned_through is not None:
             self._table.report_pinned(member.table_id, body.pinned_through)
         for start in range(0, max(len(body.done), len(body.keep)), SLICE_ANSWERS):

@@ -20,6 +20,7 @@ from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.driver import Driver
+from kvdock.connectors.engine_outcomes import EngineOutcomes
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
@@ -90,10 +91,12 @@ class EngineConnector:
         )
         self._driver = Driver(
             self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
-            tiers=tiers,
+            tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
         )
+        self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
         self._news = threading.Condition()
-        self._loads: list[LoadDone] = []
+        self._loads: list[tuple[LoadDone, float | None]] = []
+        """With what the copies took on the slowest rank, in seconds."""
         self._stores: list[StoreDone] = []
         self._woken = False
         self._loading = Background("kvdock-load")
@@ -106,19 +109,24 @@ class EngineConnector:
     ) -> LookupResult:
         if traceparent:
             self._traceparents[request_id] = traceparent_or_none(traceparent)
-        return self._driver.lookup(request_id, token_ids, local_tokens)
+        found = self._driver.lookup(request_id, token_ids, local_tokens)
+        self._outcomes.lookup(request_id, len(token_ids), local_tokens, found)
+        return found
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
         begun = self._driver.begin_load(request_id, block_ids, local_tokens, hit_tokens)
+        self._outcomes.begin_load(request_id, local_tokens, hit_tokens)
         if begun is None:
-            self._tell(load=LoadDone(request_id, local_tokens))
+            self._tell(load=(LoadDone(request_id, local_tokens), None))
         else:
+            self._outcomes.loading(request_id, self.scheduler.bytes_of(begun[1]))
             self._loading.run(self._load, *begun)
 
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
         self._tokens.of[request_id] = token_ids
+        self._outcomes.begin_store(request_id, computed_tokens)
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
@@ -130,13 +138,15 @@ class EngineConnector:
             if not self._woken and timeout_s > 0:
                 self._news.wait(timeout_s)
             self._woken = False
-            progress = Progress(tuple(self._loads), tuple(self._stores))
-            self._loads, self._stores = [], []
-            return progress
+            loads, self._loads = self._loads, []
+            stores, self._stores = self._stores, []
+        self._outcomes.step(loads)
+        return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str) -> None:
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
+        self._outcomes.finished(request_id)
         self._driver.finished(request_id)
 
     def close(self) -> None:
@@ -150,10 +160,10 @@ class EngineConnector:
     # ------------------------------------------------------------------ background
 
     def _load(self, attachment: Attachment, plan: LoadPlan) -> None:
-        valid = plan.local_tokens
+        valid, took_s = plan.local_tokens, None
         others = self.peers.send(attachment.epoch, plan, below=self.session.manifest.tensor_parallel)
         try:
-            valid = self.worker.load(attachment, plan)
+            valid, took_s = self._load_here(attachment, plan)
         finally:
             elsewhere, not_begun = others.wait()
             if elsewhere is not None:
@@ -162,9 +172,18 @@ class EngineConnector:
                 self.session.client.release_later(plan.lease, attachment.session, not_begun)
             if valid < plan.hit_tokens:
                 self._driver.load_failed(plan.request_id, valid)
-            self._tell(load=LoadDone(plan.request_id, valid))
+            self._tell(load=(LoadDone(plan.request_id, valid), took_s))
             self.worker.settle(attachment)
             attachment.release()
+
+    def _load_here(self, attachment: Attachment, plan: LoadPlan) -> tuple[int, float | None]:
+        """(tokens valid from token 0 on, what the copies took on the slowest rank if that is known)."""
+        loading = self.worker.submit_load(attachment, plan)
+        try:
+            valid = self.worker.finish_load(loading)
+            return valid, loading.took_s() if self.session.manifest.tensor_parallel == 1 else None
+        finally:
+            self.worker.end_load(loading)
 
     def _store(self, offer: StoreOffer, batch: StoreBatch, plan: StorePlan | None) -> None:
         try:
@@ -184,7 +203,7 @@ class EngineConnector:
             if not_begun:
                 self.session.abort(attachment, plan.reservation, not_begun)
 
-    def _tell(self, *, load: LoadDone | None = None, store: StoreDone | None = None) -> None:
+    def _tell(self, *, load: tuple[LoadDone, float | None] | None = None, store: StoreDone | None = None) -> None:
         with self._news:
             if load is not None:
                 self._loads.append(load)

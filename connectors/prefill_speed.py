@@ -1,4 +1,4 @@
-"""How fast this engine computes prompts, by the time between the steps that it plans.
+"""How fast this engine computes prompts: by the time between the steps that it plans, or by that of each step.
 
 Threads: the engine's, alone.
 """
@@ -29,14 +29,18 @@ class PrefillSpeed:
     def step(self, tokens: int) -> None:
         """A step that computes `tokens` of prompts is planned, so the oldest one under way has ended."""
         now_s, ended = self._clock(), self._under_way[0] if len(self._under_way) == self._under_way.maxlen else 0
-        if ended > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
-            self._tokens = self._seconds = 0.0
-        self._largest = max(self._largest, ended)
-        if ended and ended >= LARGE_SHARE * self._largest:
-            self._tokens = KEPT_SHARE * self._tokens + ended
-            self._seconds = KEPT_SHARE * self._seconds + now_s - self._planned_s
+        self.ended(ended, now_s - self._planned_s)
         self._planned_s = now_s
         self._under_way.append(tokens)
+
+    def ended(self, tokens: int, seconds: float) -> None:
+        """A step that took `seconds` has computed `tokens` of prompts."""
+        if tokens > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
+            self._tokens = self._seconds = 0.0
+        self._largest = max(self._largest, tokens)
+        if tokens and tokens >= LARGE_SHARE * self._largest:
+            self._tokens = KEPT_SHARE * self._tokens + tokens
+            self._seconds = KEPT_SHARE * self._seconds + seconds
 
     @property
     def is_known(self) -> bool:

@@ -58,6 +58,10 @@ class SchedulerConnector:
     def chunk_tokens(self) -> int:
         return self.session.manifest.chunk_tokens
 
+    def bytes_of(self, plan: LoadPlan) -> int:
+        """What the ranks copy for it, all together."""
+        return self.readers * sum(self.session.manifest.groups[piece.group].part_bytes for piece in plan.pieces)
+
     # ------------------------------------------------------------------ looking up
 
     def lookup(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> LookupResult | Fetch:

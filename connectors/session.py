@@ -61,6 +61,8 @@ class Identity:
     ranks: tuple[int, ...] = (0,)
     scheduler: bool = True
     label: str = ""
+    is_bench: bool = False
+    """It measures: the server's totals leave out what it does."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class SessionObserver:
 
 @dataclass
 class Attachment:
-    """One server epoch. `namespace` salts the keys; `segments` are mapped here."""
+    """One server epoch. `namespace` salts the keys; `segments` are mapped here; `wants_blocks` is the answer's."""
 
     session: str
     member: str
@@ -97,7 +99,6 @@ class Attachment:
     grants: GrantBook = field(default_factory=GrantBook)
     changes_since: int = 0
     wants_blocks: bool = False
-    """As SessionAttached has it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 
@@ -241,6 +242,7 @@ class EngineSession:
 
     def _leave(self, session: str, member: str) -> None:
         try:
+            self.outcomes.tell_last(Heartbeat(member=member), partial(self.client.heartbeat, session))
             self.client.leave(session, member)
         except (ServerUnavailable, ApiError) as error:
             log.info("left without a word: %s", error)
@@ -317,6 +319,7 @@ class EngineSession:
             instance=who.instance,
             manifest=self.manifest,
             label=who.label,
+            is_bench=who.is_bench,
             member=Member(
                 id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
                 pinned_through=_pinned_through(registrar),

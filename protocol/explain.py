@@ -67,6 +67,22 @@ class LookupStory(Answer, kw_only=True):
     """None: all was found."""
 
 
+class LoadStory(Answer, kw_only=True):
+    """What loading cost, as the engine has measured it: that of the request's last load."""
+
+    tokens: int
+    bytes: int
+    """Over all ranks."""
+    took_ms: float
+    """From when the engine began the load until it knew the load's end."""
+    queue_ms: float | None
+    """The part that was not copying: waiting for copies before it, and for the engine's next step."""
+    copy_ms: float | None
+    """The copies on the slowest rank; None: that is not known."""
+    bytes_per_s: float | None
+    """All ranks' bytes over the time of the copies."""
+
+
 class Explanation(Answer, kw_only=True):
     """What the server knows of a request. `sentences` say it in words; the other fields have the figures."""
 
@@ -78,5 +94,10 @@ class Explanation(Answer, kw_only=True):
     """Oldest first."""
     outcome: OutcomeView | None = None
     """What its engine told of it when it had ended."""
+    load: LoadStory | None = None
+    """None: it loaded nothing, or its engine has not told what that took."""
+    saved_s: float | None = None
+    """What computing the loaded tokens would have taken at the engine's measured speed, less what loading them took.
+    Below 0: the load was dearer. None: that is not known."""
     nearest: OtherNamespace | None = None
     """If nothing was found: the namespace of the same model that differs in the fewest fields."""

@@ -10,11 +10,13 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvdock.protocol.usage import Copied
 from kvdock.protocol.wire_types import Answer, Carrier, Identity, Name
 
 MAX_OUTCOMES: Final = 64
 """In one heartbeat."""
 TokenCount = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 Why = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{0,64}$(?!\n)")]
 
 REASONS: Final = {
@@ -49,15 +51,25 @@ class Outcome(Identity, frozen=True, kw_only=True):
     loaded_tokens: TokenCount = 0
     why: Why = ""
     """What kept more from being loaded. Empty: nothing did."""
+    loaded_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)] = 0
+    """What the last load was of, over all ranks."""
+    load_us: Microseconds | None = None
+    """From when the engine began the load until it knew the load's end. None: it did not load, or not all came."""
+    copy_us: Microseconds | None = None
+    """The part that was copying, on the slowest rank. None: that is not known."""
+    prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
+    """How fast the engine computes prompts, as it has measured. 0: it has not."""
 
 
 class Teller(Carrier, kw_only=True):
-    """A call that may tell what became of requests."""
+    """A call that may tell what became of requests, and what was copied."""
 
     outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
     """Requests that have ended, in that order. Telling one again is harmless."""
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """How many more have ended since the last heartbeat: they did not fit."""
+    copied: Copied | None = None
+    """None: nothing has been copied since."""
 
 
 class OutcomeView(Answer, kw_only=True):
@@ -69,10 +81,26 @@ class OutcomeView(Answer, kw_only=True):
     loaded_tokens: int
     why: str
     why_in_words: str
+    loaded_bytes: int = 0
+    load_us: int | None = None
+    copy_us: int | None = None
+    prefill_tokens_per_s: float = 0.0
+    saved_s: float | None = None
+    """What computing the loaded tokens would have taken, less what loading them took; below 0: the load was dearer.
+    None: one of the two is not known."""
 
 
 def view_of(outcome: Outcome) -> OutcomeView:
     return OutcomeView(
         prompt_tokens=outcome.prompt_tokens, local_tokens=outcome.local_tokens, found_tokens=outcome.found_tokens,
         loaded_tokens=outcome.loaded_tokens, why=outcome.why, why_in_words=in_words(outcome.why),
+        loaded_bytes=outcome.loaded_bytes, load_us=outcome.load_us, copy_us=outcome.copy_us,
+        prefill_tokens_per_s=outcome.prefill_tokens_per_s, saved_s=saved_s(outcome),
     )
+
+
+def saved_s(outcome: Outcome) -> float | None:
+    """As OutcomeView has it."""
+    if not outcome.loaded_tokens or outcome.load_us is None or not outcome.prefill_tokens_per_s:
+        return None
+    return outcome.loaded_tokens / outcome.prefill_tokens_per_s - outcome.load_us / 1e6

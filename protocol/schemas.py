@@ -19,6 +19,7 @@ from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.kv_events import Naming
 from kvdock.protocol.outcomes import Teller
 from kvdock.protocol.trace_context import Traced
+from kvdock.protocol.usage import Purpose, Used
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
@@ -121,7 +122,7 @@ class Member(Body, kw_only=True):
     registration is needed."""
 
 
-class AttachSession(Body, kw_only=True):
+class AttachSession(Purpose, kw_only=True):
     instance: Name
     """Id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
@@ -227,7 +228,7 @@ def listed_id(session: str) -> str:
     return session.rpartition("-")[0]
 
 
-class SessionView(Answer, kw_only=True):
+class SessionView(Used, kw_only=True):
     session: str
     """As listed_id has it."""
     tenant: str = ""
@@ -426,7 +427,6 @@ class MismatchAnswer(Answer, kw_only=True):
 
 
 # --------------------------------------------------------------------------- hints
-
 
 class Hint(Body, kw_only=True):
     """What an engine was told of a prompt: how long its chunks are worth keeping, or that nobody will ask for them."""

@@ -19,3 +19,10 @@ def duration(seconds: float) -> str:
     parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes} min" if minutes else ""]
     given = [part for part in [*parts, f"{whole % 60} s"] if part]
     return " ".join(given[:2])
+
+
+def span(seconds: float) -> str:
+    """A time that may be short: 0.0123 → 12.3 ms, 2.34 → 2.3 s, and from a minute on as `duration` has it."""
+    if seconds < 1:
+        return f"{seconds * 1000:,.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)

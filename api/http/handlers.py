@@ -12,6 +12,7 @@ from kvdock.api.events.kv_stream import KvStream
 from kvdock.api.events.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
+from kvdock.api.views.contents import Contents
 from kvdock.api.views.explain import Explainer
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
@@ -22,6 +23,7 @@ class Handlers(NamedTuple):
     service: CacheService
     admin: Admin
     reports: Reports
+    contents: Contents
     explainer: Explainer
     probes: Probes
     metrics: Metrics

@@ -17,11 +17,11 @@ from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.views.history import Detail, RecentRequests
 from kvdock.api.views.reports import shown_manifest
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.explain import Break, Explanation, LookupStory, OtherNamespace
+from kvdock.protocol.explain import Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.schemas import Manifest
-from kvdock.protocol.words import duration, size
+from kvdock.protocol.words import duration, size, span
 
 MOST_ROWS = 64
 """So many of one request are looked at."""
@@ -50,7 +50,8 @@ class Explainer:
         return Explanation(
             request=newest.request, namespace=detail.namespace.hex(), model=space.manifest.model if space else "",
             sentences=[*_sentences([row for row, _ in mine], lookups, outcome), *_differs(nearest)],
-            lookups=lookups, outcome=outcome, nearest=nearest,
+            lookups=lookups, outcome=outcome, load=_load_of(outcome),
+            saved_s=outcome.saved_s if outcome is not None else None, nearest=nearest,
         )
 
     def _nearest(self, mine: NamespaceRecord) -> OtherNamespace | None:
@@ -109,11 +110,40 @@ def _sentences(
             f"It has ended: of {outcome.prompt_tokens:,} prompt tokens the engine's own cache had "
             f"{outcome.local_tokens:,}, and {outcome.loaded_tokens:,} were loaded."
         )
+        said += _load_sentences(outcome)
         if outcome.why:
             said.append(f"Not more were loaded: {outcome.why_in_words}.")
     elif lookups:
         said.append("Its engine has not told yet what became of it.")
     return said
+
+
+def _load_of(outcome: OutcomeView | None) -> LoadStory | None:
+    if outcome is None or outcome.load_us is None:
+        return None
+    copy_us = outcome.copy_us
+    return LoadStory(
+        tokens=outcome.loaded_tokens, bytes=outcome.loaded_bytes, took_ms=outcome.load_us / 1000,
+        queue_ms=None if copy_us is None else max(0, outcome.load_us - copy_us) / 1000,
+        copy_ms=None if copy_us is None else copy_us / 1000,
+        bytes_per_s=outcome.loaded_bytes / copy_us * 1e6 if copy_us else None,
+    )
+
+
+def _load_sentences(outcome: OutcomeView) -> list[str]:
+    load = _load_of(outcome)
+    if load is None:
+        return []
+    said = f"Loading took the engine {load.took_ms:,.1f} ms"
+    if load.copy_ms is not None and load.queue_ms is not None:
+        rate = f" ({size(load.bytes)}, {size(load.bytes_per_s)}/s)" if load.bytes_per_s else ""
+        said += f": {load.queue_ms:,.1f} ms of waiting and {load.copy_ms:,.1f} ms of copying{rate}"
+    saved = outcome.saved_s
+    if saved is None:
+        return [f"{said}."]
+    computing = f"At the {outcome.prefill_tokens_per_s:,.0f} tokens/s that the engine computes"
+    effect = f"it saved {span(saved)}" if saved >= 0 else f"it was dearer than computing by {span(-saved)}"
+    return [f"{said}.", f"{computing}, {effect}."]
 
 
 def _broke(broke: Break) -> str:

@@ -58,10 +58,9 @@ SHORT_OF_BLOCKS_S = 60.0
 
 class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
-    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
-    `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
-    says what requests depend on beside their tokens; `is_beside`: another connector may load what they compute from;
-    `namer`: what routers know chunks by."""
+    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
+    says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
+    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens; `is_beside`: others load, too."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
@@ -83,8 +82,7 @@ class VllmScheduler:
         speed = self._speed if settings.load_if_cheaper else None
         tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
         self._connector = SchedulerConnector(
-            session, readers=ranks, verifier=ChecksumVerifier(session),
-            chain_of=partial(self._chain_of, hash_tokens),
+            session, readers=ranks, verifier=ChecksumVerifier(session), chain_of=partial(self._chain_of, hash_tokens),
             observer=Announcing(announcer, namer, lambda name: self._tracked[name].request),
             computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
             traceparent_of=lambda name: self._tracked[name].traceparent,
@@ -99,12 +97,12 @@ class VllmScheduler:
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
             cost=self._cost, declined=self._declined, tiers=tiers,
         )
-        self._early, self._outcomes = EarlyQuestions(self._expect), Outcomes(self._driver.ended)
-        self._clearing, self._on_reset = Clearing(session), settings.on_reset
-        self._built = 0
+        self._early = EarlyQuestions(self._expect)
+        self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
+        self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
         self._last_store: Future[None] | None = None
-        self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
-        self._loads, self._steps_ahead = list[LoadOrder](), steps_ahead
+        self._loads: list[LoadOrder] = []
+        self._clock, self._preempted_s, self._steps_ahead = clock, -SHORT_OF_BLOCKS_S, steps_ahead
         count_dropped = partial(self.figures.add, "stores_dropped", 1)
         self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
         self._fresh: set[int] = set()  # blocks given out since the last build
@@ -120,7 +118,7 @@ class VllmScheduler:
 
     def _declined(self, request_id: str, why: str, tokens: int) -> None:
         self.figures.add(f"declined_{why}", 1)
-        self._outcomes.declined(self._tracked[request_id].request, why, tokens)
+        self._outcomes.declined(request_id, why, tokens)
 
     def _is_stored(self, request_id: str) -> bool:
         """Whether what the request computes may be stored."""
@@ -137,7 +135,7 @@ class VllmScheduler:
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         self._begins_anew(request.request_id)
-        self._outcomes.looked_up(request, local_tokens)
+        self._outcomes.looked_up(request.request_id, local_tokens)
         if not self._may_load(request):
             return 0, False
         if self._tags.of(request) is None:
@@ -145,7 +143,7 @@ class VllmScheduler:
                 return None, False
             if why := self._tags.bypassed(request):
                 self.figures.add(f"bypassed_{why}", 1)
-                self._outcomes.held_back(request, f"bypassed_{why}")
+                self._outcomes.held_back(request.request_id, f"bypassed_{why}")
             return 0, False
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
@@ -159,12 +157,12 @@ class VllmScheduler:
         late = self._driver.late
         found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if self._driver.late > late:
-            self._outcomes.held_back(request, "late")
+            self._outcomes.held_back(request.request_id, "late")
         if isinstance(found, Pending):
             return None, False
         if isinstance(found, Miss):
             return 0, False
-        self._outcomes.found(request, found.tokens)
+        self._outcomes.found(request.request_id, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
         if self._has_states and not tracked.is_async:
             return 0, False  # as states.py has it
@@ -223,7 +221,7 @@ class VllmScheduler:
         tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
         self._fresh |= tracked.given
         self._early.left(request.request_id)
-        self._outcomes.admitted(request, external_tokens)
+        self._outcomes.admitted(request.request_id, external_tokens)
         if external_tokens == 0:
             self._driver.drop_lookup(request.request_id)
             return
@@ -238,6 +236,7 @@ class VllmScheduler:
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
             return
         attachment, plan = begun
+        self._outcomes.loading(request.request_id, self._connector.bytes_of(plan))
         self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
         attachment.release()  # this process copies nothing
 
@@ -374,8 +373,9 @@ class VllmScheduler:
         self._epochs.update(report.epochs)
         if report.valid_tokens:
             self.loads_failed()
-        if self._cost is not None:
-            for tokens, seconds in report.took_s.values():
+        for request_id, (tokens, seconds) in report.took_s.items():
+            self._outcomes.loaded(request_id, seconds)
+            if self._cost is not None:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
             self._driver.load_failed(request_id, valid)
@@ -408,7 +408,7 @@ class VllmScheduler:
         if not self._tracked:
             self._speed.step(0)  # vLLM builds no step while it has no request
         self._budget.remove(request_id)
-        return self._outcomes.ended(request)
+        return self._outcomes.answer(request)
 
     def reset(self) -> bool:
         """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import uvicorn
+from adoption_helpers import remove_stale_of
 from api_helpers import MIB, ServerProcess, attach, eventually, keys, manifest, raw, small_pool, unique
 from connector_helpers import CHUNK, Rig, continued, mapped_objects, mortal, no_trace, stopped, successor, tokens_of
 
@@ -23,7 +24,6 @@ from kvdock.api.access.access_file import AccessFile
 from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.http.connection import connection_class
-from kvdock.api.pool.lock import remove_stale
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.server import connection_limits
 from kvdock.api.settings import Settings
@@ -127,7 +127,7 @@ def test_a_killed_server_is_a_miss_and_its_memory_is_given_back_with_its_pool() 
         assert rig.connector.begin_store("r", tokens, [range(8)], 128) == ()
         rig.connector.finished("r")
         assert mapped_objects() == before + 2, "as long as a server may adopt the pool"
-        assert remove_stale()
+        assert remove_stale_of(server.pool_id)
         eventually(lambda: mapped_objects() == before)
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from adoption_helpers import remove_stale_of
 from bytes_helpers import open_descriptors, shared_objects
 
 from kvdock import _core
@@ -89,11 +90,6 @@ def kill_and_see_it_gone(pid: int) -> None:
         assert select.select([handle], [], [], 10)[0]
     finally:
         os.close(handle)
-
-
-def remove_stale_of(*pool_ids: int, keep: tuple[int, ...] = ()) -> list[str]:
-    """remove_stale, blind to the pools of everyone else on this machine."""
-    return remove_stale(spare=lambda left: left.pool_id not in pool_ids or left.pool_id in keep)
 
 
 def test_a_killed_members_byte_is_free(lock: PoolLock) -> None:

@@ -10,6 +10,7 @@ from api_helpers import ServerProcess
 
 from kvdock._core import Table
 from kvdock.api.pool.adopt import Adopted, adopt_pool
+from kvdock.api.pool.lock import remove_stale
 from kvdock.api.settings import Settings
 
 
@@ -29,3 +30,8 @@ def adopted_here(server: ServerProcess) -> Iterator[Table]:
     finally:
         adopted.segments.close(unlink=False)
         adopted.lock.close(unlink=False)
+
+
+def remove_stale_of(*pool_ids: int, keep: tuple[int, ...] = ()) -> list[str]:
+    """remove_stale, blind to the pools of everyone else on this machine: other tests leave some on purpose."""
+    return remove_stale(spare=lambda left: left.pool_id not in pool_ids or left.pool_id in keep)

@@ -1,0 +1,37 @@
+// A panel that can be folded: its heading stays, with a few words of what is in it.
+
+import { el, setText } from "./dom.js";
+
+/**
+ * Sections that are no <details> are always open. The others start open where the screen is at least as wide as their
+ * `data-from` says, in pixels; "never": folded.
+ */
+export function mountFold(root, opened) {
+  const isFold = root instanceof HTMLDetailsElement;
+  const words = el("span", { cls: "digest" });
+  if (isFold) {
+    root.open = innerWidth >= Number(root.dataset.from);
+    root.querySelector("summary").append(words);
+    root.addEventListener("toggle", () => root.open && opened());
+  }
+  return {
+    get isOpen() {
+      return !isFold || root.open;
+    },
+    open() {
+      root.open = true;
+      root.scrollIntoView({ block: "start" });
+    },
+    summarise(text) {
+      setText(words, text);
+    },
+  };
+}
+
+/** A line in the panel that is visible only while one of its paths fails. */
+export function addNote(root) {
+  const note = el("p", { cls: "failed" });
+  note.hidden = true;
+  root.append(note);
+  return note;
+}

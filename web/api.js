@@ -82,7 +82,8 @@ export class Source {
   /** It was asked for something that it does not give; the server counts such calls, so it is seldom asked again. */
   isRefused = false;
   #busy = false;
-  #nextMs = 0;
+  /** When the last fetch ended. */
+  #doneMs = -Infinity;
 
   /** everyMs: body => ms between two fetches. list: the field of a body that comes in pages, at most MOST_PAGES. */
   constructor(path, everyMs = () => POLL_MS, list = "") {
@@ -93,7 +94,7 @@ export class Source {
 
   /** The next call fetches, whatever the time. */
   hurry() {
-    this.#nextMs = 0;
+    this.#doneMs = -Infinity;
   }
 
   /** From now on it is another path; the last body stays until its first answer. */
@@ -102,9 +103,13 @@ export class Source {
     this.hurry();
   }
 
-  /** Fetches if it is time; resolves to true when there is something new to draw. */
-  async refresh(nowMs) {
-    if (this.#busy || nowMs < this.#nextMs) return false;
+  /**
+   * Fetches if it is time; resolves to true when there is something new to draw. patience: how many times longer than
+   * usual it may wait.
+   */
+  async refresh(nowMs, patience = 1) {
+    const waitMs = this.isRefused ? REFUSED_MS : this.everyMs(this.body) * patience;
+    if (this.#busy || nowMs < this.#doneMs + waitMs - POLL_MS / 2) return false;
     this.#busy = true;
     const { path } = this;
     try {
@@ -122,8 +127,7 @@ export class Source {
       this.error = this.locked || this.absent ? null : error.message;
     } finally {
       this.#busy = false;
-      const waitMs = this.isRefused ? REFUSED_MS : this.everyMs(this.body);
-      this.#nextMs = path === this.path ? nowMs + waitMs - POLL_MS / 2 : 0;
+      this.#doneMs = path === this.path ? nowMs : -Infinity;
     }
     return true;
   }

@@ -23,22 +23,28 @@ import { mountTotals } from "./views/totals.js";
 import { mountVerdict } from "./views/verdict.js";
 
 const TICK_MS = 500;
+/** How many times longer what is not in sight may wait. */
+const PATIENT = 3;
 const NEVER_SEEN = "Nothing to show yet. Is the server running? Try: kvdock serve";
 const byId = (id) => document.getElementById(id);
 const every = (seconds) => () => seconds * 1000;
 
 const link = new Link();
+/**
+ * How often each is asked for is a compromise: five tabs in sight cost the server less than a per cent of a core
+ * (bench/page.py).
+ */
 const sources = {
-  stats: new Source("v1/stats", (stats) => Math.min(10, Math.max(1, stats?.interval_s ?? 1)) * 1000),
+  stats: new Source("v1/stats", (stats) => Math.min(10, Math.max(2, stats?.interval_s ?? 2)) * 1000),
   // Asked before those below: while it is locked, so are they.
-  sessions: new Source("v1/sessions", every(2), "sessions"),
-  leases: new Source("v1/leases", every(2)),
-  requests: new Source("v1/requests", every(2)),
-  segments: new Source("v1/segments?limit=1000", every(3)),
+  sessions: new Source("v1/sessions", every(3), "sessions"),
+  leases: new Source("v1/leases", every(3)),
+  requests: new Source("v1/requests", every(3)),
+  segments: new Source("v1/segments?limit=1000", every(4)),
   namespaces: new Source("v1/namespaces?limit=1000", every(5), "namespaces"),
   prefixes: new Source("v1/prefixes?limit=100", every(5)),
-  curve: new Source("v1/curve", every(10)),
-  config: new Source("v1/config", every(10)),
+  curve: new Source("v1/curve", every(15)),
+  config: new Source("v1/config", every(30)),
 };
 let status = null;
 
@@ -52,7 +58,7 @@ const panels = [
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
     id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
-    view: (root) => mountCached(root, keep),
+    view: (root) => mountCached(root, keep, () => refreshAll()),
   },
   { id: "curve", needs: ["curve"], view: mountCurve, isThere: () => !sources.curve.absent },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
@@ -141,29 +147,38 @@ function tick() {
   if (phase === "gone" && !status) setText(byId("first"), NEVER_SEEN);
 }
 
-async function refresh(source) {
-  if (await source.refresh(performance.now())) redraw();
+async function refresh(source, patience) {
+  if (await source.refresh(performance.now(), patience)) redraw();
 }
 
-/** What open panels show: a folded one costs the server nothing. `config` tells who may change things. */
+/**
+ * What open panels show, each with its patience: a folded panel costs the server nothing, and one out of sight little.
+ * `config` tells who may change things.
+ */
 function wanted() {
-  const names = new Set(["config"]);
-  for (const { fold, needs, uses, glances } of panels) {
-    if (fold.isOpen) for (const name of [...needs, ...uses, ...glances]) names.add(name);
+  const found = new Map([["config", 1]]);
+  const want = (names, patience) => {
+    for (const name of names) found.set(name, Math.min(patience, found.get(name) ?? Infinity));
+  };
+  for (const { fold, needs, uses, glances, draw: drawPanel } of panels.filter((panel) => panel.fold.isOpen)) {
+    const resting = drawPanel.resting?.() ?? [];
+    const named = [...needs, ...uses].filter((name) => !resting.includes(name) || !sources[name].body);
+    want(named, fold.isSeen ? 1 : PATIENT);
+    want(glances, PATIENT);
   }
-  return names;
+  return found;
 }
 
 /** Totals are for everybody. The other paths are asked only while the first of them is not locked. */
 async function refreshAll() {
   const { stats, sessions, ...others } = sources;
-  refresh(stats);
+  const names = wanted();
+  refresh(stats, names.get("stats"));
   if (sessions.locked && !access.isNew()) return;
-  await refresh(sessions);
+  await refresh(sessions, names.get("sessions"));
   access.judged(sessions.locked);
   if (!sessions.body) return;
-  const names = wanted();
-  for (const [name, source] of Object.entries(others)) if (names.has(name)) refresh(source);
+  for (const [name, source] of Object.entries(others)) if (names.has(name)) refresh(source, names.get(name));
 }
 
 let asking = false;

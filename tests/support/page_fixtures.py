@@ -34,11 +34,11 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[say.OpenPage]:
     """open_page(url, **context options) → a page that has drawn its first figures (or has not, with drawn=False). A
-    server that shows a page only totals is given the access token."""
+    server that shows a page only totals is given the access token. All of the page is in sight, unless told."""
     contexts = []
 
     def open_one(url: str, *, drawn: bool = True, access_token: str = "", **options: Any) -> Page:
-        context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        context = browser.new_context(**({"viewport": {"width": 1280, "height": 4000}} | options))
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(8_000)

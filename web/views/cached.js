@@ -104,13 +104,14 @@ function byPrefix(keep) {
   ];
 }
 
-/** keep: (prefix) => void, leads to where a prefix is kept. */
-export function mountCached(root, keep) {
+/** keep: (prefix) => void, leads to where a prefix is kept. ask: () => void, has the page fetch what is wanted now. */
+export function mountCached(root, keep, ask) {
   let way = "model";
   let last = null;
   const ways = choice("Sum up by", WAYS, way, (chosen) => {
     way = chosen;
     if (last) draw(last);
+    if (way === "prefix") ask();
   });
   const more = el("p", { cls: "muted after", text: "Only the first of many namespaces are summed up here." });
   root.append(ways);
@@ -141,6 +142,8 @@ export function mountCached(root, keep) {
     );
     setHidden(more, isPrefix || !namespaces.next);
   }
+  /** Not wanted now, if it is known whether there are any. */
+  draw.resting = () => (way === "prefix" ? [] : ["prefixes"]);
   draw.digest = ({ status: { pool, chunks } }) => `${bytes(pool.ready_bytes)} in ${plural(chunks.ready, "chunk")}`;
   return draw;
 }

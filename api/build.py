@@ -16,21 +16,25 @@ from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.drain import Drain
+from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
+from kvdock.api.views.contents import Contents
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.explain import Explainer
-from kvdock.api.views.history import SERIES, TIER_SERIES, Counters, History, RecentRequests
+from kvdock.api.views.history import Counters, RecentRequests
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
 from kvdock.api.views.pulse import Pulse
 from kvdock.api.views.reports import Reports
+from kvdock.api.views.series import SERIES, TIER_SERIES, History
 from kvdock.api.views.tally import Tally
 from kvdock.api.views.timing import Meter, Timings
+from kvdock.shm.objects import history_path
 
 
 class Parts(NamedTuple):
@@ -72,13 +76,15 @@ def build(
         pool.table, counters, RecentRequests(settings.recent_requests), bus, curves,
         keep=4 * settings.table_grants, perf_ns=perf_ns, wall_s=wall_s, server_ms=clock.now_ms,
     )
+    contents = Contents(pool.table, registry, clock, now_s)
     probes = Probes(settings, pool=pool, registry=registry, drain=drain, pulse=pulse)
     reports = Reports(
         pool=pool, registry=registry, names=names, clock=clock, probes=probes, tally=tally,
         history=History(
-            settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers
+            settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
+            kept=KeptObject(history_path(pool.pool_id), "the history of hours and days"), wall_s=wall_s,
         ),
-        curves=curves, tiers=lambda: desk.reports, mover=desk.view, wall_s=wall_s,
+        curves=curves, tiers=lambda: desk.reports, mover=desk.view, contents=contents, wall_s=wall_s,
     )
     handlers = Handlers(
         service=CacheService(
@@ -87,6 +93,7 @@ def build(
         ),
         admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
         reports=reports,
+        contents=contents,
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,

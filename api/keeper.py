@@ -54,6 +54,7 @@ class Keeper:
         try:
             while True:
                 await self._watch_members()
+                await self._forget_benches()
                 await self._registry.prune(self._table)
                 await self._follow_access_file()
                 await self._keep_quotas()
@@ -101,6 +102,14 @@ class Keeper:
         if silent_ms > self._settings.suspect_ms and not member.suspect:
             member.suspect = True
             self._bus.publish(e.Suspect(**session.who, member=member.id, silent_s=silent_ms / 1000))
+
+    async def _forget_benches(self) -> None:
+        """What benchmarks have stored goes with the last of them; then `prune` drops the namespace."""
+        for namespace in self._registry.left_by_benches():
+            at = 0
+            while at >= 0:
+                _, at = self._table.clear(namespace.table_id, at, EVICT_SLICE_CHUNKS)
+                await asyncio.sleep(0)
 
     def _tell_of_memory(self) -> None:
         """What the table has done with chunks since the last round."""

@@ -119,6 +119,8 @@ class Server:
                 telling = asyncio.create_task(self._bus.run())
                 moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
                 yield
+                if drain.keeps_pool:
+                    parts.handlers.reports.keep_history()
                 for ending in filter(None, (moving, task, telling)):
                     ending.cancel()
                     with suppress(asyncio.CancelledError):

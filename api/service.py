@@ -106,6 +106,8 @@ class CacheService:
         refused = await self._release_carried(session, body)
         member = session.member(body.member)
         self._tally.outcomes(session, body)
+        if body.copied is not None:
+            member.copies.add(body.copied)
         if body.pinned_through is not None:
             self._table.report_pinned(member.table_id, body.pinned_through)
         for start in range(0, max(len(body.done), len(body.keep)), SLICE_ANSWERS):

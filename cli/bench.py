@@ -116,7 +116,7 @@ class _Engine:
         layout = PagedLayout("pages", "NHD", planes, blocks, BLOCK_TOKENS, [], core)
         self.session, self._worker = open_worker(
             ConnectorSettings(client.address, copy_threads=threads), shape.manifest(),
-            Identity(name, name, label="kvdock bench"), [layout],
+            Identity(name, name, label="kvdock bench", is_bench=True), [layout],
         )
         self._scheduler = SchedulerConnector(self.session)
         try:

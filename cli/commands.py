@@ -58,8 +58,7 @@ def top(
     """Watch the server: hit rate, pool, engines, requests.
 
     `q` or Ctrl-C ends it. If the server is lost, the last picture stays, and the server is asked again every interval.
-    Where standard output is no terminal, one picture is printed. What is said of an engine's hits and bytes comes from
-    the last requests that the server remembers (its setting `recent_requests`).
+    Where standard output is no terminal, one picture is printed. What is said of an engine counts since it attached.
     """
     from kvdock.cli.top import show_top
 
@@ -144,6 +143,35 @@ def leases(
     show_leases(server, limit=None if everything else limit, as_json=as_json, console=console())
 
 
+def cached(
+    server: Server = "", as_json: AsJson = False,
+    limit: Annotated[int, typer.Option(min=1, max=256, metavar="N", help="Prefixes to list, at most 256.")] = 20,
+) -> None:
+    """List what is cached: by model and tenant, then by prefix.
+
+    Prefixes that lookups found most often come first. The server counts its chunks at most once in some seconds.
+    """
+    from kvdock.cli.cached import show_cached
+
+    show_cached(server, limit=limit, as_json=as_json, console=console())
+
+
+def history(
+    over: Annotated[Literal["minutes", "hours", "days"], typer.Option(
+        "--over", help="5 minutes by the second, half a day by the minute, or two weeks by the half-hour.",
+    )] = "hours",
+    server: Server = "", as_json: AsJson = False,
+) -> None:
+    """Show how the server did over the last minutes, hours or days.
+
+    At most 24 rows, each the mean over a part of the time. Hours and days outlive a server that leaves its pool to the
+    next one.
+    """
+    from kvdock.cli.past import show_past
+
+    show_past(server, over=over, as_json=as_json, console=console())
+
+
 def requests(
     begins: Annotated[str, typer.Argument(
         metavar="ID", help="A request's id, or how it begins.", show_default=False,
@@ -218,7 +246,7 @@ def bench(
     """Measure a running server; takes seconds.
 
     Times lookups, and stores and loads of synthetic KV beside plain memcpy. What it stores is deleted at the end; in
-    a full pool it evicts the oldest chunks. The server's counters include the benchmark.
+    a full pool it evicts the oldest chunks. The server's own figures leave the benchmark out.
     """
     from kvdock.cli.bench import run_bench
 

@@ -18,7 +18,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "limited_lookups": "{} by a byte cap", "unpinned_lookups": "{} by a rank that had not registered memory",
         "unpinned_chunks": "{} chunk|s lost so", "unpinned_tokens": "{} token|s lost so",
     },
-    "loaded": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}"},
+    "loaded": {"loaded_chunks": "{} chunk|s", "loaded_bytes": "{}", "loaded_tokens": "{} token|s, as engines tell"},
     "stored": {
         "stored_chunks": "{} chunk|s", "stored_bytes": "{}", "reservations": "{} reservation|s",
         "aborted_chunks": "{} chunk|s given up",

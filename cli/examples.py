@@ -32,6 +32,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("kvdock events", "what has happened lately"),
         ("kvdock events --follow --kinds attached,left,dead", "engines that come and go"),
     ),
+    "cached": (
+        ("kvdock cached", "what fills the pool"),
+        ("kvdock cached --json --limit 256", "all figures"),
+    ),
+    "history": (
+        ("kvdock history", "the last half day"),
+        ("kvdock history --over days", "the last two weeks"),
+    ),
     "size": (
         ("kvdock size", "what other sizes would find"),
         ("kvdock size --users 50 --tokens-each 8000", "without any traffic yet"),

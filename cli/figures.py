@@ -1,6 +1,6 @@
 """What the server's answers say about how it does: rates and hit rates over spans of time, engines' liveness.
 
-Everything is computed from `GET /v1/status`, `/v1/stats`, `/v1/sessions` and `/v1/requests`.
+Everything is computed from `GET /v1/status`, `/v1/stats` and `/v1/sessions`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from kvdock.cli.words import counted, duration, percent, printable
-from kvdock.protocol.reports import RequestView, Stats, Status
+from kvdock.cli.words import brief, counted, duration, percent, printable, size, span
+from kvdock.protocol.reports import Stats, Status
 from kvdock.protocol.schemas import SessionView
+from kvdock.protocol.usage import Saved
 
 MINUTE_S = 60.0
 
@@ -31,7 +32,7 @@ class Rates(msgspec.Struct, kw_only=True):
 
 
 class EngineFigures(msgspec.Struct, kw_only=True):
-    """An attached engine, and what the last requests say of it."""
+    """An attached engine, and what it has used since it attached."""
 
     session: str
     name: str
@@ -39,10 +40,15 @@ class EngineFigures(msgspec.Struct, kw_only=True):
     """The worst of its processes: live, suspect, dead or gone."""
     held_bytes: int
     looked_up_tokens: int
-    """By the last requests, as the next three."""
     hit_tokens: int
     loaded_bytes: int
     stored_bytes: int
+    saved_s: float | None
+    """None: it has not told how fast it computes, or what its loads took."""
+    load_bytes_per_s: float | None
+    """How fast it copies now. None: it does not."""
+    ceiling_bytes_per_s: float | None
+    """What plain copies reach there. None: not measured."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -119,22 +125,42 @@ def engines_in_words(views: Sequence[SessionView]) -> str:
     return f"{len(views)} attached: {counts} ({'; '.join(troubled[:4])}{more})"
 
 
-def engines_of(views: Iterable[SessionView], requests: Iterable[RequestView]) -> list[EngineFigures]:
-    """In the order of the sessions. `requests`: the last lookups and stores of all engines."""
-    found = {
-        view.session: EngineFigures(
+def engines_of(views: Iterable[SessionView]) -> list[EngineFigures]:
+    """In the order of the sessions."""
+    return [
+        EngineFigures(
             session=view.session, name=name_of(view), state=state_of(view), held_bytes=view.held_bytes,
-            looked_up_tokens=0, hit_tokens=0, loaded_bytes=0, stored_bytes=0,
+            looked_up_tokens=view.totals.lookup_tokens, hit_tokens=view.totals.hit_tokens,
+            loaded_bytes=view.totals.loaded_bytes, stored_bytes=view.totals.stored_bytes, saved_s=view.totals.saved_s,
+            load_bytes_per_s=view.copy.load_bytes_per_s, ceiling_bytes_per_s=view.copy.ceiling_bytes_per_s,
         )
         for view in views
-    }
-    for request in requests:
-        if (engine := found.get(request.session)) is None:
-            continue
-        if request.kind == "lookup":
-            engine.looked_up_tokens += request.tokens
-            engine.hit_tokens += request.hit_tokens
-            engine.loaded_bytes += request.bytes
-        elif request.kind == "store":
-            engine.stored_bytes += request.bytes
-    return list(found.values())
+    ]
+
+
+def saved_in_words(saved: Saved) -> str:
+    tokens = f"{brief(saved.tokens)} tok loaded instead of computed"
+    if saved.seconds is None:
+        return f"{tokens}; no engine has told how fast it computes"
+    if saved.seconds < 0:
+        return f"{tokens}, which took {span(-saved.seconds)} longer than computing them"
+    return f"{tokens}, {span(saved.seconds)} of engines' time saved"
+
+
+def copies_in_words(views: Iterable[SessionView]) -> str:
+    """How fast engines load, beside what plain copies reach. Empty: none of them has told."""
+    rates = [view.copy for view in views if view.copy.load_bytes_per_s is not None]
+    load = sum(rate.load_bytes_per_s or 0.0 for rate in rates)
+    if not load:
+        return ""
+    ceiling = sum(rate.ceiling_bytes_per_s or 0.0 for rate in rates)
+    is_known = all(rate.ceiling_bytes_per_s for rate in rates)
+    return f"{size(load)}/s loaded" + (f", {percent(load / ceiling)} of plain copies" if is_known else "")
+
+
+def age_in_words(status: Status) -> str:
+    """What goes when, and when the pool is full. Empty: nothing is stored."""
+    if status.oldest_s is None:
+        return ""
+    full = "" if status.full_in_s is None else f"; full in {duration(status.full_in_s)} at the present rate"
+    return f"the oldest chunk was unused for {duration(status.oldest_s)}{full}"

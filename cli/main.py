@@ -34,8 +34,8 @@ EPILOG = "Exit status: 0 success; 1 failure; 2 usage error; 130 interrupted by C
 GROUPS = {
     "Run": (serve, commands.demo, commands.doctor, commands.bench),
     "Look": (
-        commands.status, commands.top, commands.requests, commands.explain, commands.events, commands.sessions,
-        commands.leases, commands.lookup, commands.size,
+        commands.status, commands.top, commands.history, commands.requests, commands.explain, commands.events,
+        commands.sessions, commands.cached, commands.leases, commands.lookup, commands.size,
     ),
     "Change": (change.keep, change.evict, change.clear, change.access_token),
 }

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.cli.counters import folded, meaning_of, value_of
-from kvdock.cli.figures import Rates, engines_in_words, hit_rate, rates_of, verdict
+from kvdock.cli.figures import (
+    Rates,
+    age_in_words,
+    copies_in_words,
+    engines_in_words,
+    hit_rate,
+    rates_of,
+    saved_in_words,
+    verdict,
+)
 from kvdock.cli.lists import sessions_table
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.screen import say
@@ -23,6 +33,11 @@ from kvdock.protocol.tier_schemas import MOVER_LABEL
 SILENT_S = 5.0
 """A mover that tells of its tiers less often hangs, or is starting."""
 NARROW_COLUMNS = 60
+AT_ITS_END = {
+    "keep": "what is cached stays for the next server at its socket",
+    "remove": "what is cached goes; `kvdock serve --takeover` replaces the server and keeps it",
+}
+"""What becomes of the pool, by the setting `on_exit`."""
 NO_TOKEN = frozenset({"unauthenticated", "forbidden"})
 
 
@@ -44,10 +59,10 @@ def show_status(server: str, *, everything: bool, as_json: bool, console: Consol
             known = {name: getattr(status, name) for name in status.__struct_fields__}
             print_json(console, StatusFigures(**known, hit_rate=hit_rate(status), rates=rates))
             return
-        sessions = attached(client)
+        sessions, settings = attached(client), _settings(client)
         address = client.address
     say(console, f"kvdock is {verdict(status, rates)}", "", _rates_table(status, rates, console.width), "",
-        _overview(status, rates, sessions, address))
+        _overview(status, rates, sessions, settings, address))
     if everything:
         if sessions:
             say(console, "", sessions_table(sessions))
@@ -64,6 +79,16 @@ def attached(client: Client) -> list[SessionView] | None:
     except ApiError as error:
         if error.code in NO_TOKEN:
             return None
+        raise
+
+
+def _settings(client: Client) -> dict[str, Any]:
+    """Empty: the caller may see totals only."""
+    try:
+        return client.config().settings
+    except ApiError as error:
+        if error.code in NO_TOKEN:
+            return {}
         raise
 
 
@@ -94,7 +119,8 @@ def _rate(value: float | None, field: str) -> str:
 
 
 def _overview(
-    status: Status, rates: Sequence[Rates], sessions: list[SessionView] | None, address: str
+    status: Status, rates: Sequence[Rates], sessions: list[SessionView] | None, settings: dict[str, Any],
+    address: str,
 ) -> Table:
     rows = dict(_rows(status, rates))
     rows["engines"] = (
@@ -103,10 +129,16 @@ def _overview(
     )
     if sessions and len(sessions) <= 8:
         rows["engines"] += f": {', '.join(view.label or view.instance for view in sessions)}"
+    if status.saved.tokens:
+        rows["saved"] = saved_in_words(status.saved)
+    if copies := copies_in_words(sessions or ()):
+        rows["copies"] = copies
     rows |= {f"tier {tier.name}": tier_in_words(tier) for tier in status.tiers}
     if status.mover is not None and (said := _mover(status.mover)):
         rows["lower tiers"] = said
     rows["server"] = f"{status.version} at {address}, up {duration(status.uptime_s)}"
+    if settings and status.chunks.ready:
+        rows["at its end"] = AT_ITS_END[settings["on_exit"]]
     if status.reasons:
         rows["state"] = ", ".join([status.status, *status.reasons])
     return _two_columns(rows.items())
@@ -124,6 +156,8 @@ def _rows(status: Status, rates: Sequence[Rates]) -> Iterator[tuple[str, str]]:
     if pool.retained_bytes:
         said.append(f"{size(pool.retained_bytes)} retained by hints")
     yield "content", ", ".join(said)
+    if age := age_in_words(status):
+        yield "age", age
     if pool.held_bytes or status.leases or status.reservations:
         holders = f"{counted(status.leases, 'lease')} and {counted(status.reservations, 'reservation')}"
         yield "held", f"{size(pool.held_bytes)} by {holders}"

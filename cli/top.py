@@ -74,7 +74,7 @@ def snapshot(client: Client) -> Snapshot:
     status, stats = client.status(), client.stats()
     sessions = attached(client)
     requests = [] if sessions is None else client.requests(limit=REQUESTS).requests
-    engines = None if sessions is None else engines_of(sessions, requests)
+    engines = None if sessions is None else engines_of(sessions)
     return Snapshot(time.time(), status, stats, rates_of(stats), engines, requests)
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvdock.cli.figures import EngineFigures, Rates, hit_rate
+from kvdock.cli.figures import EngineFigures, Rates, hit_rate, saved_in_words
 from kvdock.cli.status import pool_in_words, tier_in_words, used_bytes
-from kvdock.cli.words import brief, counted, duration, percent, printable, size
+from kvdock.cli.words import brief, counted, duration, percent, printable, size, span
 from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
 
 NARROW_COLUMNS = 72
@@ -109,6 +109,8 @@ def _totals(shown: Snapshot, look: Look) -> Lines:
     evicted = last.evicted_chunks_per_s if last else None
     lines += _rows("pool", pool_bar(status.pool, look.columns - NAME_CELLS, look.plain), look)
     lines += _rows("", f"{pool_in_words(status.pool)}, {brief(evicted or 0)} chunks/s evicted", look)
+    if status.saved.tokens:
+        lines += _rows("saved", saved_in_words(status.saved), look)
     if status.leases or status.reservations:
         holders = f"{counted(status.leases, 'lease')}, {counted(status.reservations, 'reservation')}"
         lines += _rows("held", f"{size(status.pool.held_bytes)} by {holders}", look)
@@ -159,14 +161,25 @@ def _engines(shown: Snapshot, look: Look) -> Lines:
         return [Text(f"{counted(shown.status.sessions, 'engine')} attached; an access token shows them", style="bold")]
     if not shown.engines:
         return [Text("no engine is attached", style="bold")]
-    heads = ["engine", "state", "hits", "loaded", "stored", "held"]
+    heads = ["engine", "state", "hits", "loaded", "stored", "held", "saved", "loads at"]
     rows = [
         [engine.name, engine.state, percent(engine.hit_rate), size(engine.loaded_bytes), size(engine.stored_bytes),
-         size(engine.held_bytes)]
+         size(engine.held_bytes), "" if engine.saved_s is None else _saved(engine.saved_s), _speed(engine)]
         for engine in shown.engines
     ]
-    keep = (0, 1, 2) if look.columns < 50 else (0, 1, 2, 3, 5) if look.narrow else range(len(heads))
+    keep = (0, 1, 2) if look.columns < 50 else (0, 1, 2, 3, 6) if look.narrow else range(len(heads))
     return _table([heads, *rows], list(keep), look, styles={1: {"live": "green", "suspect": "bold yellow"}})
+
+
+def _saved(seconds: float) -> str:
+    return span(seconds) if seconds >= 0 else f"-{span(-seconds)}"
+
+
+def _speed(engine: EngineFigures) -> str:
+    load, ceiling = engine.load_bytes_per_s, engine.ceiling_bytes_per_s
+    if not load:
+        return ""
+    return f"{size(load)}/s" + (f", {percent(load / ceiling)} of plain" if ceiling else "")
 
 
 def _tiers(shown: Snapshot, look: Look) -> Lines:

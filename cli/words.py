@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdock.protocol.words import duration as duration, size as size
+from kvdock.protocol.words import duration as duration, size as size, span as span
 
 
 def printable(text: str) -> str:

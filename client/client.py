@@ -27,7 +27,8 @@ from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
+from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, Stats, Status
+from kvdock.protocol.usage import Prefixes
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
 from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
 
@@ -203,8 +204,12 @@ class Client:
     def status(self, *, timeout_s: float | None = None) -> Status:
         return self._do(c.STATUS, None, timeout_s)
 
-    def stats(self, *, timeout_s: float | None = None) -> Stats:
-        return self._do(c.STATS, None, timeout_s)
+    def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
+        return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
+
+    def prefixes(self, limit: int | None = None, *, timeout_s: float | None = None) -> Prefixes:
+        """What is cached, by prefix, the most used first."""
+        return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
 
     def curve(self, *, timeout_s: float | None = None) -> Curve:
         """Which share of the tokens pools of other sizes would find."""

@@ -222,6 +222,7 @@ class AsyncHttpClient:
     abort = _awaited(Client.abort)
     status = _awaited(Client.status)
     stats = _awaited(Client.stats)
+    prefixes = _awaited(Client.prefixes)
     curve = _awaited(Client.curve)
     requests = _awaited(Client.requests)
     explain = _awaited(Client.explain)

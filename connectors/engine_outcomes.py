@@ -25,7 +25,7 @@ class EngineOutcomes(RequestOutcomes):
         self._now_s = clock
         self._prompts: dict[str, int] = {}
         self._hits: dict[str, int] = {}
-        """Of loads under way: the tokens that are there if all come."""
+        """The tokens that are there if all of a load under way comes."""
         self._computed: dict[str, int] = {}
         """Tokens of running requests whose KV is there."""
         self._polled_s = self._offered_s = clock()

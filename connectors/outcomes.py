@@ -1,4 +1,5 @@
-"""What became of requests, until a heartbeat tells it. People read it at the server; nothing else depends on it.
+"""What became of requests and what was copied, until a heartbeat tells it. People read it at the server; nothing else
+depends on it.
 
 Bounded: of more than fit into a heartbeat the newest are kept, and the others are counted. No outcome keeps a heartbeat
 from being heard: what the server cannot read is not sent again.
@@ -14,15 +15,20 @@ from collections.abc import Callable, Sequence
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.outcomes import MAX_OUTCOMES, Outcome
 from kvdock.protocol.schemas import Heartbeat, HeartbeatAnswer
+from kvdock.protocol.usage import Copied
 from kvdock.protocol.wire_types import MAX_NAME
 
 log = logging.getLogger("kvdock.connector")
 
 
 class Untold:
-    """Outcomes of requests that have ended and that the server was not told of. Thread-safe."""
+    """What the server was not told of. `ceiling_bytes_per_s` is asked once, when the first copies are told of, by the
+    thread that sends heartbeats. Thread-safe."""
 
     def __init__(self) -> None:
+        self.ceiling_bytes_per_s: Callable[[], float] = lambda: 0.0
+        self._ceiling: float | None = None
+        self._copied = Copied()
         self._lock = threading.Lock()
         self._outcomes: deque[Outcome] = deque(maxlen=MAX_OUTCOMES)
         self._dropped = 0
@@ -38,9 +44,31 @@ class Untold:
             self._dropped += len(self._outcomes) == MAX_OUTCOMES
             self._outcomes.append(outcome)
 
+    def loaded(self, size_bytes: int, seconds: float) -> None:
+        """A load's copies have taken so long."""
+        with self._lock:
+            self._copied.load_bytes += size_bytes
+            self._copied.load_us += round(seconds * 1e6)
+
+    def stored(self, size_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._copied.store_bytes += size_bytes
+            self._copied.store_us += round(seconds * 1e6)
+
+    def _take_copied(self) -> Copied | None:
+        with self._lock:
+            copied, self._copied = self._copied, Copied()
+        if not copied.load_bytes and not copied.store_bytes:
+            return None
+        if self._ceiling is None:
+            self._ceiling = self.ceiling_bytes_per_s()
+        copied.ceiling_bytes_per_s = self._ceiling
+        return copied
+
     def carried(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> HeartbeatAnswer:
-        """Sends a heartbeat with all of them. Raises what `send` raises; if nobody answered, they go with the next
+        """Sends a heartbeat with all of it. Raises what `send` raises; if nobody answered, outcomes go with the next
         heartbeat."""
+        beat.copied = None if self._is_refused else self._take_copied()
         with self._lock:
             beat.outcomes, beat.outcomes_dropped = list(self._outcomes), self._dropped
             self._outcomes.clear()
@@ -51,8 +79,13 @@ class Untold:
             self._put_back(beat.outcomes, beat.outcomes_dropped)
             raise
         except ApiError as error:
-            if error.code == "invalid_body" and (beat.outcomes or beat.outcomes_dropped):
-                log.warning("the server does not take what became of requests, so it is not told any more: %s", error)
+            if error.code == "invalid_body" and (
+                beat.outcomes or beat.outcomes_dropped or beat.copied
+            ):
+                log.warning(
+                    "the server does not take what became of requests or was copied, so it is not told any more: %s",
+                    error,
+                )
                 self._refuse()
             raise
 

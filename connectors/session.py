@@ -61,6 +61,8 @@ class Identity:
     ranks: tuple[int, ...] = (0,)
     scheduler: bool = True
     label: str = ""
+    is_bench: bool = False
+    """It measures: the server's totals leave out what it does."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,7 @@ class EngineSession:
             instance=who.instance,
             manifest=self.manifest,
             label=who.label,
+            is_bench=who.is_bench,
             member=Member(
                 id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
                 pinned_through=_pinned_through(registrar),

@@ -18,11 +18,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from kvdock.connectors.errors import LayoutMismatchError
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
 from kvdock.connectors.session import Attachment, EngineSession
+from kvdock.datapath.ceiling import ceiling_bytes_per_s
 from kvdock.datapath.copy import Copier, CopyHandle, PartCopy, StreamHandle
 from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.devices import CPU, Device
@@ -67,10 +69,15 @@ class _Copying(Generic[Piece]):
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
     def took_s(self) -> float | None:
-        """The longest of the copies, in seconds; None where one of them is not known."""
-        took = [handle.took_s() for _, _, handle in self.copies]
-        known = [seconds for seconds in took if seconds is not None]
-        return max(known) if known and len(known) == len(took) else None
+        """What the copies took, in seconds: of one group they follow each other, and groups copy side by side. None
+        where one of them is not known."""
+        by_group: dict[int, float] = {}
+        for group, _, handle in self.copies:
+            seconds = handle.took_s()
+            if seconds is None:
+                return None
+            by_group[group] = by_group.get(group, 0.0) + seconds
+        return max(by_group.values(), default=None)
 
     def order(self, stream: int) -> None:
         """What is put on `stream` (a CUstream) from now on runs after the copies, which are a GPU's."""
@@ -166,6 +173,7 @@ class WorkerConnector:
                 raise LayoutMismatchError(f"token order: found {layout.token_order}, wanted {manifest.token_order}")
         self.session, self.rank, self._stream = session, rank, stream
         self._clock = clock
+        session.outcomes.ceiling_bytes_per_s = partial(ceiling_bytes_per_s, device, threads)
 
         if tuning is None:
             tuning = device.tuning(layouts, chunk_tokens=manifest.chunk_tokens)
@@ -259,6 +267,8 @@ class WorkerConnector:
         valid = min([index * plan.chunk_tokens for index in (*failed, *loading.damaged)], default=plan.hit_tokens)
         valid = max(plan.local_tokens, min(valid, plan.hit_tokens))
         self._log("load", plan.request_id, valid - plan.local_tokens, self._bytes(plan.pieces), loading.began_s)
+        if not failed and (took_s := loading.took_s()) is not None:
+            self.session.outcomes.loaded(self._bytes(plan.pieces), took_s)
         return valid
 
     def _load_lost(self, loading: Loading, error: Exception) -> None:
@@ -338,6 +348,8 @@ class WorkerConnector:
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.began_s)
+            if (took_s := storing.took_s()) is not None:
+                self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
         except CopyFailed as error:
             log.warning("store request=%s failed: %s", plan.request_id, error)
             self.session.abort(attachment, plan.reservation, [self.rank])

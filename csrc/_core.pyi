@@ -125,6 +125,7 @@ class Curve:
     def set_space(self, space: int, chunk_tokens: int, chunk_bytes: int) -> None: ...
     def looked_up(self, space: int, keys: bytes, found: int) -> None: ...  # `found`: chunks
     def stored(self, space: int, keys: bytes) -> None: ...
+    def age(self, kept: float) -> None: ...  # what was counted up to now counts for that share of it from now on
     def of_space(self, space: int) -> CurveSums: ...
     def check(self) -> None: ...
 
@@ -135,7 +136,6 @@ class Table:
     Ids of requests, stores, sessions and members are 16-byte digests made by the caller.
     Raises TableError; nothing is half done when it does.
     """
-
     def __init__(
         self, region: Mapping, *, pool_id: int, incarnation: int, limit_bytes: int, max_records: int, max_grants: int,
         ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
@@ -284,6 +284,16 @@ class Table:
     def check_integrity(self) -> None:
         """Computes all that is derived again and compares; raises TableError('corrupt', …)."""
 
+class Census:
+    """Counts a table's chunks while it changes (csrc/table/census.h). Times are the server clock's; 0: not known."""
+    def __init__(self, table: Table) -> None: ...
+    def step(self, budget: int) -> bool: ...  # looks at so many chunks more; whether all are counted
+    def spaces(self) -> list[tuple[int, int, int, int, int]]: ...  # namespace, chunks, bytes, oldest and newest use
+    # (namespace, first key, chunks, bytes, stored, last used, uses) of each, most used first; how many there are
+    def prefixes(
+        self, namespaces: Sequence[int], most: int
+    ) -> tuple[list[tuple[int, bytes, int, int, int, int, int]], int]: ...
+
 # ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 
 class LayoutError(ValueError):
@@ -381,7 +391,6 @@ class CudaSlotMemory:
 
     Raises CudaError. Closing it while a copy uses the memory is undefined.
     """
-
     def __init__(self, *, device: int, address: int, bytes: int, host: bool) -> None: ...
     def close(self) -> None: ...
 class CudaBuffer:
@@ -403,8 +412,7 @@ class CudaCopy:
     def took_s(self) -> float | None: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def order(self, stream: int, band: int | None = None) -> None: ...
-    def checksums(self) -> list[int]:
-        """Waits; one for each part. Raises CudaError when the copy failed."""
+    def checksums(self) -> list[int]: ...  # waits; one for each part. Raises CudaError when the copy failed
     def wait_verified(self, timeout_s: float | None = None) -> bool: ...
     def verified_checksums(self) -> list[int]:
         """Like checksums(), once the copy is verified: of the bytes copied, and of the others as found in the slots."""
@@ -421,17 +429,8 @@ class CudaCopier:
     closed: bool
     staging_bytes: int
     def __init__(
-        self,
-        *,
-        device: int,
-        piece_bytes: int,
-        buffers: int,
-        load_ctas: int,
-        store_ctas: int,
-        direct_ctas: int,
-        direct_load_bytes: int,
-        direct_store_bytes: int,
-        hash_threads: int,
+        self, *, device: int, piece_bytes: int, buffers: int, load_ctas: int, store_ctas: int, direct_ctas: int,
+        direct_load_bytes: int, direct_store_bytes: int, hash_threads: int,
     ) -> None: ...
     def add_layout(self, layout: PagedLayout, *, part_blocks: int) -> int:
         """`part_blocks`: of the longest part that copies will name. Waits for the GPU."""

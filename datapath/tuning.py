@@ -30,7 +30,7 @@ from kvdock.datapath.layout import PagedLayout
 
 log = logging.getLogger("kvdock.datapath")
 
-FORMAT: Final = 4  # of the file, and of what is measured: raised when either changes
+FORMAT: Final = 5  # of the file, and of what is measured: raised when either changes
 SCRATCH_BYTES: Final = 64 << 20
 PIECES_BYTES: Final = (4 << 20, 8 << 20, 16 << 20)
 CTAS: Final = (4, 8, 16, 32)
@@ -85,6 +85,8 @@ class Calibration:
     load_share: float
     """Speed of the chosen load relative to plain copies of the same bytes; `store_share`: of a background store."""
     store_share: float
+    plain_load_bytes_per_s: float
+    """Plain copies from page-locked memory to the GPU."""
 
     def describe(self) -> str:
         g, t = self.geometry, self.tuning
@@ -154,9 +156,11 @@ def calibrate(info: _core.CudaDevice, geometry: Geometry) -> Calibration:
         direct_load_bytes=bench.crossover_bytes(tuning, store=False),
         direct_store_bytes=bench.crossover_bytes(tuning, store=True),
     )
-    load, store = (bench.share(tuning, store=store) for store in (False, True))
+    (load, plain), (store, _) = (bench.share(tuning, store=store) for store in (False, True))
     took_s = round(time.perf_counter() - began, 3)
-    return Calibration(info.name, info.uuid, info.driver, geometry, tuning, took_s, round(load, 4), round(store, 4))
+    return Calibration(
+        info.name, info.uuid, info.driver, geometry, tuning, took_s, round(load, 4), round(store, 4), round(plain)
+    )
 
 
 Name = TypeVar("Name")
@@ -262,8 +266,8 @@ class _Bench:
                 return size
         return 0
 
-    def share(self, tuning: CopyTuning, *, store: bool) -> float:
-        """Speed of copies of the whole scratch, relative to as many plain ones."""
+    def share(self, tuning: CopyTuning, *, store: bool) -> tuple[float, float]:
+        """(speed of copies of the whole scratch, relative to as many plain ones; the plain ones' bytes a second)."""
 
         def plain() -> float:
             to, from_ = self._paged.address, self._host.address
@@ -276,7 +280,7 @@ class _Bench:
         chosen = storing(tuning, passes=passes) if store else self.staged(tuning, store=False, passes=passes)
         with chosen as copies:
             least = _least_in_turns({"plain": plain, "copies": copies})
-        return least["plain"] / least["copies"]
+        return least["plain"] / least["copies"], PASSES * self._bytes / least["plain"] * 1e3
 
     @contextmanager
     def _copies(

@@ -8,6 +8,7 @@ import msgspec
 
 from kvdock.protocol.reports import LeaseView
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
+from kvdock.protocol.usage import UseTotals
 from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Tenant
 
 MAX_PIN_S = 366 * 86400.0
@@ -166,6 +167,16 @@ class NamespaceView(Answer, kw_only=True):
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int
     """How many are attached now."""
+    is_bench: bool = False
+    """Benchmarks alone have used it: totals leave it out, and it goes with the last of them."""
+    chunks: int = 0
+    """READY; counted some seconds ago, as what follows."""
+    bytes: int = 0
+    oldest_s: float | None = None
+    """How long the chunk was unused that was unused longest. None: there is none, or it is not known."""
+    unused_s: float | None = None
+    """Since a request last named one of its chunks."""
+    totals: UseTotals = msgspec.field(default_factory=UseTotals)
 
 
 class Namespaces(Answer, kw_only=True):

@@ -12,6 +12,7 @@ from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
 from kvdock.protocol.curve import Curve
 from kvdock.protocol.explain import Explanation
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
+from kvdock.protocol.usage import Prefixes
 
 A = TypeVar("A")
 
@@ -78,6 +79,7 @@ PREFETCH = Call("POST", "/v1/prefetches", t.PrefetchAnswer, "engine")
 SEGMENTS = Call("GET", "/v1/segments", s.Segments, "read")
 STATUS = Call("GET", "/v1/status", Status, "health")
 STATS = Call("GET", "/v1/stats", Stats, "health")
+PREFIXES = Call("GET", "/v1/prefixes", Prefixes, "read")
 CURVE = Call("GET", "/v1/curve", Curve, "read")
 EVENTS = Call("GET", "/v1/events", str, "read")
 REQUESTS = Call("GET", "/v1/requests", Requests, "read")

@@ -49,6 +49,8 @@ class Curve(Answer, kw_only=True):
     pool_bytes: int
     covers_s: float
     """Since it began."""
+    half_life_s: float
+    """What was asked for so long ago counts for half, in all counts and shares."""
     sampled_share: float
     """How much of all chunks is sampled now. It falls when they become many."""
     total: SpaceCurve

@@ -76,7 +76,7 @@ class LoadStory(Answer, kw_only=True):
     took_ms: float
     """From when the engine began the load until it knew the load's end."""
     queue_ms: float | None
-    """Of that, what was not copying: waiting for copies before it, and for the engine's next step."""
+    """The part that was not copying: waiting for copies before it, and for the engine's next step."""
     copy_ms: float | None
     """The copies on the slowest rank; None: that is not known."""
     bytes_per_s: float | None

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from kvdock.protocol.usage import Copied
 from kvdock.protocol.wire_types import Answer, Carrier, Identity, Name
 
 MAX_OUTCOMES: Final = 64
@@ -51,22 +52,24 @@ class Outcome(Identity, frozen=True, kw_only=True):
     why: Why = ""
     """What kept more from being loaded. Empty: nothing did."""
     loaded_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)] = 0
-    """Of the last load, over all ranks."""
+    """What the last load was of, over all ranks."""
     load_us: Microseconds | None = None
     """From when the engine began the load until it knew the load's end. None: it did not load, or not all came."""
     copy_us: Microseconds | None = None
-    """Of that, the copies on the slowest rank. None: that is not known."""
+    """The part that was copying, on the slowest rank. None: that is not known."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
     """How fast the engine computes prompts, as it has measured. 0: it has not."""
 
 
 class Teller(Carrier, kw_only=True):
-    """A call that may tell what became of requests."""
+    """A call that may tell what became of requests, and what was copied."""
 
     outcomes: Annotated[list[Outcome], msgspec.Meta(max_length=MAX_OUTCOMES)] = msgspec.field(default_factory=list)
     """Requests that have ended, in that order. Telling one again is harmless."""
     outcomes_dropped: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     """How many more have ended since the last heartbeat: they did not fit."""
+    copied: Copied | None = None
+    """None: nothing has been copied since."""
 
 
 class OutcomeView(Answer, kw_only=True):

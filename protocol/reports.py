@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvdock.protocol.outcomes import OutcomeView
+from kvdock.protocol.usage import Saved
 from kvdock.protocol.version import API_VERSION
 from kvdock.protocol.wire_types import Answer, Hex64
 
@@ -59,6 +60,9 @@ class Requests(Answer, kw_only=True):
     requests: list[RequestView]
     next: str | None = None
     """Cursor of the next page; None after the last."""
+
+
+Over = Literal["minutes", "hours", "days"]
 
 
 class Series(Answer, kw_only=True):
@@ -162,7 +166,16 @@ class Status(Answer, kw_only=True):
     leases: int
     reservations: int
     counters: dict[str, int]
-    """Totals since start; api/views/history.py explains each."""
+    """Totals since start; api/views/history.py explains each. What benchmarks do is left out."""
+    saved: Saved = msgspec.field(default_factory=Saved)
+    oldest_s: float | None = None
+    """How long the chunk was unused that was unused longest, of those that no engine holds: what is evicted has been
+    unused about so long. None: there is none."""
+    full_in_s: float | None = None
+    """When the pool is full, at the rate at which it has filled in the last minutes. None: it does not fill, or is
+    full."""
+    host: str = ""
+    """The machine's name; only for callers with the scope `read`."""
     tiers: list[TierView] = msgspec.field(default_factory=list)
     """Lower tiers, in the order in which they are asked."""
     mover: MoverView | None = None

@@ -17,6 +17,7 @@ from kvdock._core import SEGMENT_IDS
 from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.usage import Purpose, Used
 from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
@@ -48,7 +49,6 @@ from kvdock.protocol.wire_types import (
 )
 
 # --------------------------------------------------------------------------- identity
-
 
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -121,7 +121,7 @@ class Member(Body, kw_only=True):
     registration is needed."""
 
 
-class AttachSession(Body, kw_only=True):
+class AttachSession(Purpose, kw_only=True):
     instance: Name
     """Id of the engine instance, chosen by the client at random: all its members send the same one."""
     manifest: Manifest
@@ -225,7 +225,7 @@ def listed_id(session: str) -> str:
     return session.rpartition("-")[0]
 
 
-class SessionView(Answer, kw_only=True):
+class SessionView(Used, kw_only=True):
     session: str
     """As listed_id has it."""
     tenant: str = ""

@@ -4,6 +4,7 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
 
     kvdock-P.lock     the lock file: made first, removed last (locks.py)
     kvdock-P-table    the table region of the server
+    kvdock-P-history  what people are shown of hours and days, and while it is written kvdock-P-history.new
     kvdock-P-0000-R … the segments, by number; R: 16 random hex digits, drawn for each, so that no other user can
                       take the name of the next one
 
@@ -31,7 +32,7 @@ from kvdock.shm.errors import ForeignObject, PoolTooSmall
 _posix_ipc: Final[Any] = importlib.import_module("posix_ipc")
 
 SHM_DIR: Final = Path("/dev/shm")
-_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|\.lock)")
+_NAME: Final = re.compile(r"kvdock-([0-9a-f]{16})(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-history(?:\.new)?|\.lock)")
 """Earlier builds named segments without R: such names are known, so that what was left is removed."""
 
 
@@ -42,6 +43,15 @@ def segment_name(pool_id: int, segment: int, drawn: int) -> str:
 
 def region_name(pool_id: int) -> str:
     return f"/kvdock-{pool_id:016x}-table"
+
+
+def history_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
+    return Path(shm_dir) / f"kvdock-{pool_id:016x}-history"
+
+
+def fresh_path(path: Path) -> Path:
+    """Where an object is written before it takes the place of the one at `path`."""
+    return path.with_name(f"{path.name}.new")
 
 
 def lock_path(pool_id: int, shm_dir: Path = SHM_DIR) -> Path:
@@ -89,7 +99,7 @@ def _named(shm_dir: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def open_lock(path: Path) -> int:
-    """Its descriptor, readable and writable. FileNotFoundError, PermissionError, ForeignObject."""
+    """A file's descriptor, readable and writable. FileNotFoundError, PermissionError, ForeignObject."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):

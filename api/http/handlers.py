@@ -11,6 +11,7 @@ from kvdock.api.admin import Admin
 from kvdock.api.events.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
+from kvdock.api.views.contents import Contents
 from kvdock.api.views.explain import Explainer
 from kvdock.api.views.metrics import Metrics
 from kvdock.api.views.probes import Probes
@@ -21,6 +22,7 @@ class Handlers(NamedTuple):
     service: CacheService
     admin: Admin
     reports: Reports
+    contents: Contents
     explainer: Explainer
     probes: Probes
     metrics: Metrics

@@ -30,7 +30,7 @@ from kvdock.protocol import calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError
 from kvdock.protocol.events import KINDS
-from kvdock.protocol.reports import Health
+from kvdock.protocol.reports import Health, Over
 from kvdock.protocol.wire_types import Answer
 
 _WELL_OR_NOT = (200, CODES["not_ready"].status)
@@ -129,9 +129,17 @@ async def status(request: Request) -> Response:
     return answer(handlers_of(request).reports.status(peer_of_call(request)))
 
 
-@_route(c.STATS, "pool", "The last minutes, as time series")
-async def stats(request: Request) -> Response:
-    return answer(handlers_of(request).reports.stats())
+OverQuery = Annotated[Over, Query(alias="over", description="How far back, and how finely")]
+
+
+@_route(
+    c.STATS, "pool", "The last minutes, hours or days, as time series",
+    "`hours`: half a day by the minute; `days`: two weeks by the half-hour. The next server of the pool goes on with "
+    "both.",
+    errors=("bad_argument",),
+)
+async def stats(request: Request, over: OverQuery = "minutes") -> Response:
+    return answer(handlers_of(request).reports.stats(over))
 
 
 @_route(
@@ -144,9 +152,25 @@ async def curve(request: Request) -> Response:
     return answer(handlers_of(request).reports.curve(peer_of_call(request)))
 
 
-_list(
-    c.NAMESPACES, "pool", "list_namespaces", "Manifests that engines have attached with", Reports.namespaces,
+@_route(
+    c.NAMESPACES, "pool", "Manifests that engines have attached with, what is cached of each, and what it was used for",
+    f"{PAGED} The pool's chunks are counted when somebody asks, at most once in some seconds.",
+    errors=("bad_argument",), name="list_namespaces",
 )
+async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
+    return answer(await handlers_of(request).reports.namespaces(peer_of_call(request), limit, cursor))
+
+
+@_route(
+    c.PREFIXES, "pool", "What is cached, by prefix: the most used first",
+    "A prefix is a first chunk with all that goes on from it. The pool's chunks are counted when somebody asks, at "
+    "most once in some seconds.",
+    errors=("bad_argument",), name="list_prefixes",
+)
+async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Response:
+    return answer(await handlers_of(request).contents.prefixes(peer_of_call(request), limit))
+
+
 RequestId = Annotated[str, PathParameter(alias="request", max_length=256, description="As the engine names it")]
 Begins = Annotated[str, Query(alias="request", max_length=256, description="How the ids of requests begin")]
 

@@ -105,6 +105,7 @@ def _take(
     ends = ExitStack()
     ends.callback(lock.close, unlink=True)
     ends.callback(shm.unlink, shm.region_name(pool_id))
+    ends.callback(shm.history_path(pool_id).unlink, missing_ok=True)
     ends.callback(segments.close, unlink=True)
     return Adopted(
         lock, segments, table, found,

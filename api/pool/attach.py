@@ -133,6 +133,8 @@ def _open_session(
         groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
         tenant=tenant_id(tenant),
     )
-    namespace = registry.add_namespace(space, digest, manifest, tenant)
+    namespace = registry.add_namespace(
+        space, digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0
+    )
     table_id = pool.table.open_session(nonce, space, now_ms)
-    return registry.add_session(table_id, body.instance, body.label, namespace)
+    return registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)

@@ -387,6 +387,7 @@ def _new_pool(
             secret = randbits(8 * SECRET_BYTES).to_bytes(SECRET_BYTES, "little")
             lock = PoolLock.create(pool_id, address=address_of(settings), secret=secret)
             undo.callback(lock.close, unlink=True)
+            undo.callback(shm.history_path(pool_id).unlink, missing_ok=True)
             region = _make_region(settings, pool_id, undo)  # first: the segments must fit into what the table leaves
             segments = SegmentPool(
                 pool_id,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvdock._core import Table
+from kvdock.api.pool.sums import Copies, Sums
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Manifest, Member
 
@@ -35,12 +36,22 @@ def owned(tenant: str, text: str) -> str:
     return f"{tenant}\n{text}" if tenant or "\n" in text else text
 
 
+@dataclass(slots=True)
+class NamespaceUse:
+    """What has become of a namespace since this server first saw it."""
+
+    sums: Sums = field(default_factory=Sums)
+    is_bench: bool = True
+    """Benchmarks alone have used it."""
+
+
 @dataclass(slots=True, frozen=True)
 class NamespaceRecord:
     table_id: int
     digest: bytes
     manifest: Manifest
     tenant: str = ""
+    use: NamespaceUse = field(default_factory=NamespaceUse, compare=False)
 
     @property
     def chunk_bytes(self) -> int:
@@ -66,6 +77,7 @@ class MemberRecord:
     """Told of: its heartbeats are missing."""
     dead: bool = False
     """Its lock was found free. It never comes back: a new process is a new member."""
+    copies: Copies = field(default_factory=Copies)
 
     def same_as(self, member: Member) -> bool:
         return (self.ranks, self.scheduler, self.lock_offset) == (
@@ -86,9 +98,17 @@ class SessionRecord:
     number: int
     """Rises from session to session, and orders their list."""
     tenant: str
+    is_bench: bool = False
+    """The server's totals leave out what it does."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
+
+    @property
+    def all_sums(self) -> tuple[Sums, Sums]:
+        """Its own, and its namespace's."""
+        return self.sums, self.namespace.use.sums
 
     @property
     def who(self) -> dict[str, Any]:
@@ -153,18 +173,24 @@ class Registry:
             )
         return found
 
-    def add_namespace(self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "") -> NamespaceRecord:
-        """The table uses the numbers of namespaces again: what had this one is gone."""
+    def add_namespace(
+        self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "", *, holds_chunks: bool = False
+    ) -> NamespaceRecord:
+        """The table uses the numbers of namespaces again: what had this one is gone. `holds_chunks`: of engines of the
+        server before, if this one does not know the namespace yet."""
         found = self._namespaces.get(digest)
         if found is None or found.table_id != table_id:
             self._keep_namespaces(lambda record: record.table_id != table_id)
-            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest, tenant)
+            use = NamespaceUse(is_bench=not holds_chunks)
+            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest, tenant, use)
         return found
 
     def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
         self._namespaces = {digest: record for digest, record in self._namespaces.items() if wanted(record)}
 
-    def add_session(self, table_id: int, instance: str, label: str, namespace: NamespaceRecord) -> SessionRecord:
+    def add_session(
+        self, table_id: int, instance: str, label: str, namespace: NamespaceRecord, *, is_bench: bool = False
+    ) -> SessionRecord:
         """The session's id contains the pool's number, so an id of another pool is never found here. The table never
         uses an id twice, so an id that outlives its server names the same session in the next one, with the same proof.
         """
@@ -173,8 +199,9 @@ class Registry:
         proof = hashlib.blake2b(session_id.encode(), digest_size=16, key=self._secret, person=b"kvdock session")
         record = SessionRecord(
             session_id, f"{session_id}-{proof.hexdigest()}", table_id, instance, label, namespace, self._opened,
-            namespace.tenant,
+            namespace.tenant, is_bench,
         )
+        namespace.use.is_bench &= is_bench
         self._by_id[record.id] = self._by_capability[record.capability] = self._by_table_id[table_id] = record
         self._by_instance[record.tenant, instance] = record
         return record
@@ -204,6 +231,11 @@ class Registry:
             del self._by_instance[record.tenant, record.instance]
         for member in record.members.values():
             self._forget_lock(member)
+
+    def left_by_benches(self) -> list[NamespaceRecord]:
+        """Namespaces that benchmarks alone have used, and that no session uses any more."""
+        used = {session.namespace.table_id for session in self._by_id.values()}
+        return [one for one in self._namespaces.values() if one.use.is_bench and one.table_id not in used]
 
     async def prune(self, table: Table) -> None:
         """Drops what the table has closed, in slices of all sessions; then namespaces that nothing is left of."""

@@ -25,6 +25,9 @@ MOST_ENTRIES = 16384
 """Chunks in all simulated pools together; as many are remembered for the one without bound."""
 MOST_WORK = 13.0
 """What a lookup costs on average, in chunks that are stored in a simulated pool: each is about 0.2 µs."""
+HALF_LIFE_S = 6 * 3600.0
+AGE_S = 600.0
+"""How often older lookups are made to count for less."""
 MOST_NAMESPACES = 256
 ENOUGH_SAMPLES = 500
 """Chunks; fewer would say more about the samples than about the pool."""
@@ -48,7 +51,7 @@ class Curves:
 
     def _begin(self, limits: Limits) -> None:
         self._limits = limits
-        self._began_s = self._now_s()
+        self._began_s = self._aged_s = self._now_s()
         self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
         """By the namespace's digest, the one that was asked longest ago first."""
         self._simulated = Simulated(
@@ -68,6 +71,10 @@ class Curves:
         self._simulated.stored(number, keys)
 
     def _follow_limits(self) -> None:
+        steps, rest_s = divmod(self._now_s() - self._aged_s, AGE_S)
+        if steps:
+            self._simulated.age(0.5 ** min(1000.0, steps * AGE_S / HALF_LIFE_S))
+            self._aged_s = self._now_s() - rest_s
         limits = self._pool.limits
         if limits is self._limits:
             return
@@ -112,6 +119,7 @@ class Curves:
             eviction=self._limits.eviction,
             pool_bytes=self._limits.pool_bytes,
             covers_s=self._now_s() - self._began_s,
+            half_life_s=HALF_LIFE_S,
             sampled_share=self._simulated.share,
             total=SpaceCurve(**self._fields(total)),
             tenants=[TenantCurve(tenant=name, **self._fields(_sum(ones))) for name, ones in sorted(by_tenant.items())],

@@ -1,7 +1,4 @@
-"""Totals, recent requests and time series for people to read. All of it is bounded.
-
-Counters only rise. A series is a row of SERIES or TIER_SERIES; the status page draws all rows and knows none by name.
-"""
+"""Totals and recent requests for people to read. All of it is bounded. Counters only rise."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvdock.protocol.explain import Break
-from kvdock.protocol.reports import PoolView, RequestView, Series, Stats, TierView
+from kvdock.protocol.reports import RequestView
 
 
 class Counters(msgspec.Struct):
@@ -36,6 +33,9 @@ class Counters(msgspec.Struct):
     loaded_chunks: Annotated[int, Meta(description="Chunks in leases")] = 0
     loaded_bytes: Annotated[int, Meta(description="Bytes in leases, counted once per fetch")] = 0
     """Includes leases that were cancelled."""
+    loaded_tokens: Annotated[int, Meta(
+        description="Tokens that engines loaded instead of computing them, as they tell of ended requests"
+    )] = 0
     reservations: Annotated[int, Meta(description="Reservations asked for")] = 0
     short_reservations: Annotated[int, Meta(description="Reservations cut short for want of memory")] = 0
     unpinned_reservations: Annotated[int, Meta(
@@ -72,102 +72,6 @@ TABLE_COUNTERS = (
     "stored_chunks", "stored_bytes", "aborted_chunks", "evicted_chunks", "refused_retains", "mismatches"
 )
 """Counted by the table."""
-
-
-class Sample(NamedTuple):
-    """Everything a series may be computed from, at one moment."""
-
-    counters: Counters
-    pool: PoolView
-    tiers: list[TierView]
-    elapsed_s: float
-
-
-Unit = Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
-Compute = Callable[[Sample, Sample], float | None]
-"""(previous sample, this one) → value; None: there was nothing to measure."""
-
-
-class SeriesSpec(NamedTuple):
-    name: str
-    title: str
-    unit: Unit
-    chart: str
-    compute: Compute
-
-
-def _rate(field: str) -> Compute:
-    def per_second(before: Sample, after: Sample) -> float | None:
-        grown = int(getattr(after.counters, field)) - int(getattr(before.counters, field))
-        return grown / after.elapsed_s if after.elapsed_s > 0 else None
-
-    return per_second
-
-
-def _pool(field: str) -> Compute:
-    return lambda before, after: float(getattr(after.pool, field))
-
-
-def _tiers(counter: str) -> Compute:
-    """All tiers together. None where a tier has begun to count anew."""
-
-    def per_second(before: Sample, after: Sample) -> float | None:
-        was = {tier.name: tier.counters.get(counter, 0) for tier in before.tiers}
-        grown = [tier.counters.get(counter, 0) - was.get(tier.name, 0) for tier in after.tiers]
-        return sum(grown) / after.elapsed_s if after.elapsed_s > 0 and min(grown, default=0) >= 0 else None
-
-    return per_second
-
-
-def _hit_ratio(before: Sample, after: Sample) -> float | None:
-    asked = after.counters.lookup_tokens - before.counters.lookup_tokens
-    return (after.counters.hit_tokens - before.counters.hit_tokens) / asked if asked > 0 else None
-
-
-SERIES: tuple[SeriesSpec, ...] = (
-    SeriesSpec("hit_ratio", "Tokens found", "ratio", "Hit ratio", _hit_ratio),
-    SeriesSpec("lookup_tokens", "Looked up", "per_s", "Tokens", _rate("lookup_tokens")),
-    SeriesSpec("hit_tokens", "Found", "per_s", "Tokens", _rate("hit_tokens")),
-    SeriesSpec("stored_bytes", "Stored", "bytes_per_s", "Traffic", _rate("stored_bytes")),
-    SeriesSpec("loaded_bytes", "Loaded", "bytes_per_s", "Traffic", _rate("loaded_bytes")),
-    SeriesSpec("ready_bytes", "Ready", "bytes", "Pool", _pool("ready_bytes")),
-    SeriesSpec("reserved_bytes", "Being written", "bytes", "Pool", _pool("reserved_bytes")),
-    SeriesSpec("quarantined_bytes", "Quarantined", "bytes", "Pool", _pool("quarantined_bytes")),
-    SeriesSpec("free_bytes", "Free", "bytes", "Pool", _pool("free_bytes")),
-    SeriesSpec("lookups", "Lookups", "per_s", "Calls", _rate("lookups")),
-    SeriesSpec("reservations", "Reservations", "per_s", "Calls", _rate("reservations")),
-    SeriesSpec("evicted_chunks", "Evicted", "per_s", "Evictions", _rate("evicted_chunks")),
-)
-TIER_SERIES: tuple[SeriesSpec, ...] = (
-    SeriesSpec("tier_stored_bytes", "Stored", "bytes_per_s", "Traffic of lower tiers", _tiers("stored_bytes")),
-    SeriesSpec("tier_loaded_bytes", "Loaded", "bytes_per_s", "Traffic of lower tiers", _tiers("loaded_bytes")),
-)
-"""For servers that have tiers."""
-
-
-class History:
-    """A ring of values per series. `sample` is called once an interval, by one task."""
-
-    def __init__(self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES) -> None:
-        self._interval_s, self._specs = interval_s, specs
-        self._rings: list[deque[float | None]] = [deque(maxlen=values) for _ in specs]
-        self._before: Sample | None = None
-        self._sampled_at_s = 0.0
-
-    def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
-        elapsed_s = now_s - self._sampled_at_s
-        after = Sample(msgspec.structs.replace(counters), pool, tiers, elapsed_s)
-        if self._before is not None:
-            for spec, ring in zip(self._specs, self._rings, strict=True):
-                ring.append(spec.compute(self._before, after))
-        self._before, self._sampled_at_s = after, now_s
-
-    def view(self, now_s: float) -> Stats:
-        series = [
-            Series(name=spec.name, title=spec.title, unit=spec.unit, chart=spec.chart, values=list(ring))
-            for spec, ring in zip(self._specs, self._rings, strict=True)
-        ]
-        return Stats(interval_s=self._interval_s, age_s=max(0.0, now_s - self._sampled_at_s), series=series)
 
 
 @dataclass(slots=True)

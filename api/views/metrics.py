@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
 from typing import get_type_hints
 
 import msgspec
@@ -27,6 +28,7 @@ from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.events import Event, Loaded, Stored, kind_of
 from kvdock.protocol.explain import BREAKS
 from kvdock.protocol.reports import Status
+from kvdock.protocol.usage import CopyRates, UseTotals
 
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 
@@ -58,6 +60,9 @@ class Metrics:
     async def _of_tenants(self, peer: Peer) -> bytes:
         if not peer.may("read"):
             return b""
+        return await self._used_by_tenants(peer) + used_by_sessions(self._reports.most_used_sessions(peer))
+
+    async def _used_by_tenants(self, peer: Peer) -> bytes:
         if not peer.may("admin"):
             return used_by({name: view for name, view in self._quotas.views().items() if peer.sees(name)})
         now_s = self._now_s()
@@ -97,6 +102,7 @@ class Metrics:
             yield from of_mover(status.mover)
             yield from of_tiers(status.tiers)
         yield _requested(status, self._missed)
+        yield _copies(self._reports.copy_rates())
         yield _times(self._meter.timings)
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
@@ -116,6 +122,12 @@ class Metrics:
             ("kvdock_sessions", "Sessions attached", status.sessions),
             ("kvdock_leases", "Leases that a rank has not released yet", status.leases),
             ("kvdock_open_reservations", "Reservations that a rank has not finished yet", status.reservations),
+            ("kvdock_saved_seconds", "What computing the loaded tokens would have taken, less what loading them took",
+             status.saved.seconds or 0.0),
+            ("kvdock_oldest_chunk_unused_seconds", "How long the chunk was unused that was unused longest",
+             status.oldest_s or 0.0),
+            ("kvdock_pool_full_in_seconds", "When the pool is full at the rate of the last minutes; +Inf: never",
+             inf if status.full_in_s is None else status.full_in_s),
             ("kvdock_pool_retiring_segments", "Segments that are being drained", len(self._pool.retiring)),
             ("kvdock_ready", "1 when slots can be given out", int(status.status == "ok")),
             ("kvdock_pool_growing", "0 while the pool cannot grow for want of memory",
@@ -138,6 +150,20 @@ def used_by(tenants: Mapping[str, TenantView]) -> bytes:
         for what, amount in msgspec.structs.asdict(view.used).items():
             used.add_metric([tenant, what], amount)
     return exposed([used]) if tenants else b""
+
+
+def used_by_sessions(sessions: Mapping[str, UseTotals]) -> bytes:
+    """`sessions`: by label or id, those that looked up most."""
+    used = CounterMetricFamily(
+        "kvdock_engine_tokens", "Tokens of an attached engine, by what: looked up, found, loaded",
+        labels=["engine", "what"],
+    )
+    for session, totals in sessions.items():
+        for what, tokens in (
+            ("looked_up", totals.lookup_tokens), ("found", totals.hit_tokens), ("loaded", totals.loaded_tokens)
+        ):
+            used.add_metric([session, what], tokens)
+    return exposed([used]) if sessions else b""
 
 
 def exposed(metrics: Iterable[Metric]) -> bytes:
@@ -175,6 +201,16 @@ def _requested(status: Status, missed: Mapping[str, int]) -> Metric:
     for why in BREAKS:
         requested.add_metric([why], missed.get(why, 0))
     return requested
+
+
+def _copies(rates: CopyRates) -> Metric:
+    copies = GaugeMetricFamily(
+        "kvdock_copy_bytes_per_second", "How fast engines copy now, and what plain copies reach there", labels=["what"]
+    )
+    for what, rate in (("load", rates.load_bytes_per_s), ("store", rates.store_bytes_per_s),
+                       ("ceiling", rates.ceiling_bytes_per_s)):
+        copies.add_metric([what], rate or 0.0)
+    return copies
 
 
 def _times(timings: Timings) -> Metric:

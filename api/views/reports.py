@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -14,11 +16,13 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.clock import ServerClock
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.registry import Names, Registry, SessionRecord
+from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord
+from kvdock.api.pool.sums import rates_of
+from kvdock.api.views.contents import Contents
 from kvdock.api.views.curve import Curves
-from kvdock.api.views.history import History
 from kvdock.api.views.paging import page_of
 from kvdock.api.views.probes import Probes
+from kvdock.api.views.series import History
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
@@ -29,17 +33,21 @@ from kvdock.protocol.reports import (
     Leases,
     LeaseView,
     MoverView,
+    Over,
     PoolView,
     Requests,
     Stats,
     Status,
     TierView,
 )
+from kvdock.protocol.usage import CopyRates, UseTotals
 
 VERSION = version("kvdock")
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
+MOST_SESSIONS = 32
+"""Sessions that metrics name."""
 ALL_SESSIONS = 0
 """For the table."""
 
@@ -51,7 +59,7 @@ class Reports:
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, probes: Probes, tally: Tally,
         history: History, curves: Curves | None, tiers: Callable[[], list[TierView]],
-        mover: Callable[[], MoverView | None], wall_s: Callable[[], float],
+        mover: Callable[[], MoverView | None], contents: Contents, wall_s: Callable[[], float],
     ) -> None:
         """`tiers`: as the mover has told of them. Neither this nor `mover` waits for it. `wall_s` dates the status."""
         self._pool, self._table = pool, pool.table
@@ -59,7 +67,7 @@ class Reports:
         self._clock, self._wall_s = clock, wall_s
         self._started_ms = clock.now_ms()
         self._probes, self._tally, self._history, self._tiers = probes, tally, history, tiers
-        self._mover, self._curves = mover, curves
+        self._mover, self._curves, self._contents = mover, curves, contents
 
     # ---------------------------------------------------------------- the server at a glance
 
@@ -102,7 +110,15 @@ class Reports:
                 tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._tiers()
             ],
             mover=self._mover(),
+            saved=self._tally.saved.saved(),
+            oldest_s=self._contents.since_s(stats["oldest_used_ms"]),
+            full_in_s=self._full_in_s(),
+            host=socket.gethostname() if peer.may("read") else "",
         )
+
+    def _full_in_s(self) -> float | None:
+        rate, free_bytes = self._history.filling_bytes_per_s(), self._pool.free_bytes
+        return free_bytes / rate if rate is not None and rate > 0 and free_bytes else None
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -118,8 +134,12 @@ class Reports:
         shown, following = self._tally.recent.view(limit, cursor, peer.sees, request)
         return Requests(requests=shown, next=following)
 
-    def stats(self) -> Stats:
-        return self._history.view(self._clock.now_ms() / 1000)
+    def stats(self, over: Over) -> Stats:
+        return self._history.view(over, self._clock.now_ms() / 1000)
+
+    def keep_history(self) -> None:
+        """For the next server of the pool."""
+        self._history.keep(self._clock.now_ms() / 1000)
 
     def curve(self, peer: Peer) -> Curve:
         if self._curves is None:
@@ -152,6 +172,20 @@ class Reports:
             next=following,
         )
 
+    def copy_rates(self) -> CopyRates:
+        """All engines together, but for benchmarks."""
+        return rates_of([
+            member.copies for record in self._registry.sessions() if not record.is_bench
+            for member in record.members.values()
+        ])
+
+    def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:
+        """By label, or by id where there is none: the MOST_SESSIONS that looked up most tokens, of those seen.
+        If several have one label, it is the one that looked up most."""
+        seen = [one for one in self._registry.sessions() if peer.sees(one.tenant) and not one.is_bench]
+        most = heapq.nlargest(MOST_SESSIONS, seen, key=lambda record: record.sums.lookup_tokens)
+        return {record.label or record.id: record.sums.view() for record in reversed(most)}
+
     def session(self, peer: Peer, session_id: str, limit: int, cursor: int) -> SessionDetail:
         """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""
         record = self._registry.listed(session_id, peer.sees)
@@ -172,22 +206,29 @@ class Reports:
             next=following,
         )
 
-    def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
+    async def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
+        await self._contents.refresh()
         seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
         shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
         attached = Counter(session.namespace.table_id for session in self._registry.sessions())
         return Namespaces(
-            namespaces=[
-                NamespaceView(
-                    namespace=record.digest.hex(),
-                    tenant=record.tenant,
-                    manifest=shown_manifest(record.manifest),
-                    chunk_bytes=record.chunk_bytes,
-                    sessions=attached[record.table_id],
-                )
-                for record in shown
-            ],
-            next=following,
+            namespaces=[self._namespace_view(record, attached[record.table_id]) for record in shown], next=following
+        )
+
+    def _namespace_view(self, record: NamespaceRecord, sessions: int) -> NamespaceView:
+        count = self._contents.of(record.table_id)
+        return NamespaceView(
+            namespace=record.digest.hex(),
+            tenant=record.tenant,
+            manifest=shown_manifest(record.manifest),
+            chunk_bytes=record.chunk_bytes,
+            sessions=sessions,
+            is_bench=record.use.is_bench,
+            chunks=count.chunks,
+            bytes=count.bytes,
+            oldest_s=self._contents.since_s(count.oldest_ms),
+            unused_s=self._contents.since_s(count.newest_ms),
+            totals=record.use.sums.view(),
         )
 
     # ---------------------------------------------------------------- leases and reservations
@@ -253,6 +294,9 @@ def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> di
         "reservations": view.reservations,
         "held_bytes": view.held_bytes,
         "age_s": (now_ms - view.opened_ms) / 1000,
+        "is_bench": record.is_bench,
+        "totals": record.sums.view(),
+        "copy": rates_of([member.copies for member in record.members.values()]),
     }
 
 

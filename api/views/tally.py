@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock._core import Lookup as Found, Reservation as Granted, Table
+from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.convert import grant_text
 from kvdock.api.events.bus import Bus
 from kvdock.api.pool.registry import Recent, SessionRecord
+from kvdock.api.pool.sums import Sums
 from kvdock.api.views.breaks import break_of
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, Detail, RecentRequests
@@ -36,6 +37,8 @@ class _Open:
     """The lookup's."""
     published: int = 0
     """Chunks."""
+    slot_bytes: int = 0
+    """A benchmark's store: what the table counts for it."""
     has_ended: bool = False
 
 
@@ -50,6 +53,10 @@ class Tally:
         the table's clock."""
         self.counters = counters
         self.recent = recent
+        self.saved = Sums()
+        """What all engines have loaded and saved, but for benchmarks."""
+        self._apart = Counters()
+        """What benchmarks did."""
         self.missed: Counter[str] = Counter()
         """Tokens that lookups asked for and did not get, by why."""
         self._curves = curves
@@ -65,13 +72,19 @@ class Tally:
         """The counters, with those that the table keeps brought up to date."""
         stats = self._table.stats()
         for name in TABLE_COUNTERS:
-            setattr(self.counters, name, stats.get(name, 0))
+            setattr(self.counters, name, stats.get(name, 0) - getattr(self._apart, name))
         return self.counters
+
+    def _counters_of(self, session: SessionRecord) -> Counters:
+        return self._apart if session.is_bench else self.counters
+
+    def _curves_of(self, session: SessionRecord) -> Curves | None:
+        return None if session.is_bench else self._curves
 
     def lookup(
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
     ) -> None:
-        counters, manifest = self.counters, session.namespace.manifest
+        counters, manifest = self._counters_of(session), session.namespace.manifest
         key = (session.table_id, request, body.epoch)
         tokens = len(keys) // KEY_BYTES * manifest.chunk_tokens
         counted = self._lookups.get(key)
@@ -83,8 +96,11 @@ class Tally:
             counters.unpinned_lookups += found.unpinned_tokens > 0
             counters.unpinned_tokens += found.unpinned_tokens
             counters.unpinned_chunks += -(-found.unpinned_tokens // manifest.chunk_tokens)
-            if self._curves is not None:
-                self._curves.looked_up(session.namespace, keys, found.hit_tokens)
+            for sums in session.all_sums:
+                sums.lookups, sums.lookup_tokens = sums.lookups + 1, sums.lookup_tokens + tokens
+                sums.hit_tokens += found.hit_tokens
+            if (curves := self._curves_of(session)) is not None:
+                curves.looked_up(session.namespace, keys, found.hit_tokens)
         else:
             counters.lookup_renewals += 1
         chunks, before = found.chunk_count, counted or 0
@@ -93,6 +109,8 @@ class Tally:
         loaded_bytes = fetches * found.bytes_from(before)
         counters.loaded_chunks += max(0, chunks - before)
         counters.loaded_bytes += loaded_bytes
+        for sums in session.all_sums:
+            sums.loaded_bytes += loaded_bytes
         self._lookups.put(key, max(before, chunks))
         now_ns = self.now_ns()
         if counted is not None:
@@ -104,10 +122,11 @@ class Tally:
             tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
         )
         broke = break_of(self._table, session, keys, found, self._server_ms())
-        if broke is not None:
-            self.missed[broke.why] += tokens - found.hit_tokens
         detail = Detail(session.namespace.digest, broke)
-        self.recent.add(session.tenant, row, detail)
+        if not session.is_bench:
+            if broke is not None:
+                self.missed[broke.why] += tokens - found.hit_tokens
+            self.recent.add(session.tenant, row, detail)
         if self._bus.wants(e.LookedUp):
             self._bus.publish(e.LookedUp(
                 **session.who, request=body.request, tokens=tokens,
@@ -162,22 +181,27 @@ class Tally:
     ) -> None:
         if granted.grant in self._stores:
             return
-        self.counters.reservations += 1
-        self.counters.short_reservations += granted.limited in ("held_bytes", "no_space")
-        self.counters.unpinned_reservations += granted.limited == "pinning"
-        self.counters.quota_reservations += granted.limited == "quota"
+        counters = self._counters_of(session)
+        counters.reservations += 1
+        counters.short_reservations += granted.limited in ("held_bytes", "no_space")
+        counters.unpinned_reservations += granted.limited == "pinning"
+        counters.quota_reservations += granted.limited == "quota"
         now_ns = self.now_ns()
         if granted.grant:
-            self._stores.put(granted.grant, _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns))
-        if self._curves is not None and not body.temporary:
-            self._curves.stored(session.namespace, keys)
+            known = _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns)
+            known.slot_bytes = _slot_bytes(granted) if session.is_bench else 0
+            self._stores.put(granted.grant, known)
+        if (curves := self._curves_of(session)) is not None and not body.temporary:
+            curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
         tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens
-        self.recent.add(session.tenant, RequestView(
+        row = RequestView(
             at=self._wall_s(), kind="store", session=session.id, label=session.label, request=body.store,
             tokens=tokens, hit_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
             took_us=(now_ns - started_ns) // 1000,
-        ), Detail(session.namespace.digest))
+        )
+        if not session.is_bench:
+            self.recent.add(session.tenant, row, Detail(session.namespace.digest))
         if self._bus.wants(e.Reserved):
             self._bus.publish(e.Reserved(
                 **session.who, store=body.store,
@@ -192,6 +216,12 @@ class Tally:
         if known is None or known.has_ended:
             return
         grown, known.published, known.has_ended = published - known.published, published, is_whole
+        stored_bytes = known.bytes * grown // known.chunks if known.chunks else 0
+        for sums in session.all_sums:
+            sums.stored_bytes += stored_bytes
+        if session.is_bench:
+            self._apart.stored_chunks += grown
+            self._apart.stored_bytes += known.slot_bytes * grown // max(1, known.chunks)
         if grown > 0 and self._bus.wants(e.Stored):
             self._bus.publish(e.Stored(
                 **session.who, store=known.name,
@@ -213,11 +243,24 @@ class Tally:
 
     def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
         """What an engine tells of requests that have ended."""
-        self.counters.outcomes += len(body.outcomes)
-        self.counters.dropped_outcomes += body.outcomes_dropped
+        counters = self._counters_of(session)
+        counters.outcomes += len(body.outcomes)
+        counters.dropped_outcomes += body.outcomes_dropped
         for outcome in body.outcomes:
+            view = view_of(outcome)
+            counters.loaded_tokens += outcome.loaded_tokens
+            for sums in session.all_sums:
+                sums.ended(view)
+            if session.is_bench:
+                continue
+            self.saved.ended(view)
             self.recent.tell(session.tenant, RequestView(
                 at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
                 tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
-                outcome=view_of(outcome),
+                outcome=view,
             ), Detail(session.namespace.digest))
+
+
+def _slot_bytes(granted: Granted) -> int:
+    """What the slots of a reservation take."""
+    return sum(-(-part[4] // SLOT_ALIGN) * SLOT_ALIGN for _, parts in granted.chunks for part in parts)

@@ -65,6 +65,7 @@ void bind_curve(py::module_& m) {
         Keys k = keys_of(keys);
         c.stored(space, k.at, k.count);
       }, "space"_a, "keys"_a)
+      .def("age", &Curve::age, "kept"_a)
       .def_property_readonly("share", &Curve::share)
       .def_property_readonly("entries", &Curve::entries)
       .def_property_readonly("remembered", &Curve::remembered)

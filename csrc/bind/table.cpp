@@ -8,6 +8,7 @@
 
 #include "bind/bind.h"
 #include "bind/part_codec.h"
+#include "table/census.h"
 #include "table/table.h"
 
 namespace pybind11::detail {
@@ -314,6 +315,45 @@ void bind_grants(py::class_<BoundTable>& c) {
       .def("open_grants", call(&Grants::open_grants), "session"_a, "request"_a);
 }
 
+// A count of a table's chunks, which keeps the table alive.
+struct BoundCensus {
+  py::object table;
+  BoundTable& of;
+  Census census;
+};
+
+template <class... Args, class Method>
+auto counted(Method method) {
+  return [method](BoundCensus& c, Args... args) {
+    py::gil_scoped_release nogil;
+    std::lock_guard lock(c.of.table->mutex);
+    return (c.census.*method)(std::forward<Args>(args)...);
+  };
+}
+
+void bind_census(py::module_& m) {
+  py::class_<BoundCensus>(m, "Census")
+      .def(py::init([](py::object table) {
+        auto& of = table.cast<BoundTable&>();
+        std::lock_guard lock(of.table->mutex);
+        return std::unique_ptr<BoundCensus>(new BoundCensus{table, of, Census(of.table->part<Chunks>())});
+      }), "table"_a)
+      .def("step", counted<uint32_t>(&Census::step), "budget"_a)
+      .def("spaces", [](BoundCensus& c) {
+        py::list out;
+        for (auto& [space, n] : counted<>(&Census::spaces)(c))
+          out.append(py::make_tuple(space, n.chunks, n.bytes, n.oldest, n.newest));
+        return out;
+      })
+      .def("prefixes", [](BoundCensus& c, std::vector<uint32_t> spaces, size_t most) {
+        auto [found, all] = counted<const std::vector<uint32_t>&, size_t>(&Census::prefixes)(c, spaces, most);
+        py::list out;
+        for (const PrefixCount& p : found)
+          out.append(py::make_tuple(p.space, p.first, p.chunks, p.bytes, p.born_ms, p.used_ms, p.uses));
+        return py::make_tuple(out, all);
+      }, "namespaces"_a, "most"_a);
+}
+
 py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
                 const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& segments, uint64_t limit_bytes,
                 uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap) {
@@ -384,6 +424,7 @@ void bind_table(py::module_& m) {
   bind_tenants(c);
   bind_members(c);
   bind_grants(c);
+  bind_census(m);
 }
 
 }  // namespace kvdock

@@ -40,6 +40,23 @@ void CurveSums::add(const CurveSums& other) {
   join(ever, other.ever);
 }
 
+void CurveSums::scale(double by) {
+  for (uint64_t* count : {&lookups, &samples, &asked, &missed})
+    *count = static_cast<uint64_t>(std::llround(static_cast<double>(*count) * by));
+  auto shrink = [by](Missed& sum) {
+    sum.here *= by;
+    sum.there *= by;
+  };
+  for (Missed& pool : pools) shrink(pool);
+  shrink(ever);
+}
+
+void Curve::age(double kept) {
+  if (!(kept > 0 && kept <= 1)) throw TableError("bad_argument", "a share that is kept", std::to_string(kept), "0 to 1");
+  all_.scale(kept);
+  for (Space& space : spaces_) space.sums.scale(kept);
+}
+
 Curve::Curve(const std::string& policy, uint64_t pool_bytes, const CurveOptions& options)
     : options_(options),
       pool_bytes_(pool_bytes),

@@ -48,6 +48,7 @@ struct CurveSums {
   Missed ever{};
 
   void add(const CurveSums& other);
+  void scale(double by);
   // The shares of the tokens that would be found. REQUIRES: asked != 0.
   double found_at(size_t pool) const { return found(pools[pool]); }
   double found_ever() const { return found(ever); }
@@ -67,6 +68,9 @@ class Curve {
   void looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found);
   // Chunks are stored. Those that a lookup has named are there already.
   void stored(uint32_t space, const uint8_t* keys, size_t count);
+
+  // What was counted up to now counts for `kept` of it from now on. TableError bad_argument.
+  void age(double kept);
 
   double share() const { return seen_by(0); }  // of all chunks that are sampled now
   const CurveSums& all() const { return all_; }

@@ -129,7 +129,7 @@ void Chunks::stamp(uint32_t id, uint64_t tick) {
 
 void Chunks::use(uint32_t id, uint64_t tick) {
   unlist(id);
-  info_[id].marked_by = 0;
+  note_use(id);
   info_[id].kind = policy_->used(described(id), tick);
   stamp(id, tick);
 }
@@ -277,6 +277,7 @@ void Chunks::publish_chunk(uint32_t id) {
   e.reserved = kNone;
   e.ready = id;
   info_[id].children = e.children;
+  note_born(id, old);
   set_kind(id);
   ++counters_.stored_chunks;
   counters_.stored_bytes += bytes_of(id);

@@ -65,6 +65,12 @@ class Chunks {
     changes_.note(r.space, r.key, false);
     departures_.note(r.space, r.key, why, r.last_used);
   }
+  // When a request last named a chunk, by its tick; 0 if that is not known. On the server clock, as all `_ms` here.
+  uint64_t used_ms(uint64_t tick) const { return departures_.used_at(tick); }
+  uint64_t born_ms(uint32_t id) const { return uint64_t{info_[id].born_s} * 1000; }  // stored; 0: before this server
+  uint32_t uses_of(uint32_t id) const { return info_[id].uses; }  // by lookups, since this server's start
+  // The last use of the chunk that was unused longest, of those that no engine holds; 0 if that is not known.
+  uint64_t oldest_used_ms() const;
   void set_now(uint64_t now_ms) { departures_.set_now(now_ms, header_.use_tick); }
   uint32_t chunks_in(uint32_t space) const { return space < records_in_.size() ? records_in_[space] : 0; }
   const Counters& counters() const { return counters_; }
@@ -77,6 +83,8 @@ class Chunks {
   const KeyEntry* find(uint32_t space, const Key& key) const { return index_.find(space, key); }
   void prefetch_key(uint32_t space, const Key& key) const { index_.prefetch(space, key); }
   Record& record(uint32_t id) const { return pages_.at(id); }
+  uint32_t records_end() const { return pages_.end(); }                           // ids are below it
+  uint32_t next_record(uint32_t from) const { return pages_.next_id(from); }      // records_end() after the last
   uint64_t bytes_of(uint32_t id) const { return uint64_t{info_[id].pages} * kSlotAlign; }
   void prefetch_record(uint32_t id) const {
     const uint8_t* at = pages_.address_of(id);
@@ -169,6 +177,8 @@ class Chunks {
     uint32_t sole = kNone;  // the one session that pins it, kMany, or kNone
     uint32_t children = 0;  // of a READY record: what its key's index entry counts, kept beside the pins
     uint32_t pages = 0;     // bytes in kSlotAlign; 0 while FREE
+    uint32_t born_s = 0;    // when it became READY, on the server clock; 0: before this server
+    uint32_t uses = 0;      // by lookups
     bool kept = false;      // not to be evicted until kept_until_ms
     uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
     bool listed = false;    // in the list that list_of() names
@@ -182,6 +192,14 @@ class Chunks {
   static uint64_t pair_of(uint32_t session, uint32_t id) { return uint64_t{session} << 32 | id; }
 
   void count_state(uint32_t id, int sign);
+  void note_use(uint32_t id) {
+    info_[id].marked_by = 0;
+    ++info_[id].uses;
+  }
+  void note_born(uint32_t id, uint32_t replaced) {
+    info_[id].born_s = static_cast<uint32_t>(std::max<uint64_t>(1, departures_.now_ms() / 1000));
+    info_[id].uses = replaced == kNone ? 0 : info_[replaced].uses;
+  }
   void set_state(uint32_t id, RecordState state);
   void add_child(uint32_t space, const Key& parent);
   void drop_child(uint32_t space, const Key& parent);

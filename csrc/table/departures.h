@@ -71,6 +71,15 @@ class Departures {
     }
   }
 
+  uint64_t now_ms() const { return now_ms_; }
+
+  // The time of that tick of use; 0 if it lies before those that are known.
+  uint64_t used_at(uint64_t tick) const {
+    auto is_before = [](const Use& use, uint64_t t) { return use.tick < t; };
+    auto it = std::lower_bound(uses_.begin(), uses_.end(), tick, is_before);
+    return it == uses_.end() ? now_ms_ : it == uses_.begin() && it->tick > tick ? 0 : it->ms;
+  }
+
  private:
   struct Use {
     uint64_t tick, ms;
@@ -87,12 +96,6 @@ class Departures {
   void drop(uint32_t at) {
     auto it = latest_.find(hash(kept_[at].space, kept_[at].key));
     if (it != latest_.end() && it->second == at) latest_.erase(it);
-  }
-
-  uint64_t used_at(uint64_t tick) const {
-    auto is_before = [](const Use& use, uint64_t t) { return use.tick < t; };
-    auto it = std::lower_bound(uses_.begin(), uses_.end(), tick, is_before);
-    return it == uses_.end() ? now_ms_ : it == uses_.begin() && it->tick > tick ? 0 : it->ms;
   }
 
   uint64_t now_ms_ = 0, next_ = 0;

@@ -291,4 +291,11 @@ void Chunks::expire_kept(uint64_t now) {
   while (!kept_until_.empty() && kept_until_.begin()->first <= now) keep(kept_until_.begin()->second, 0);
 }
 
+uint64_t Chunks::oldest_used_ms() const {
+  std::optional<uint64_t> oldest = kept_.oldest();
+  for (auto& [priority, leaves] : evictions_)
+    if (auto used = leaves.oldest(); used && (!oldest || *used < *oldest)) oldest = used;
+  return oldest ? used_ms(*oldest) : 0;
+}
+
 }  // namespace kvdock

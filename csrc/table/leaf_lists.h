@@ -42,6 +42,14 @@ class LeafLists {
   void for_each_shape(F&& f) const {
     for (auto& [shape, leaves] : by_shape_) f(shape);
   }
+  // The least last use of all.
+  std::optional<uint64_t> oldest() const {
+    std::optional<uint64_t> used;
+    for (auto& [shape, leaves] : by_shape_)
+      for (auto& kind : leaves)
+        if (!kind.empty() && (!used || kind.begin()->used < *used)) used = kind.begin()->used;
+    return used;
+  }
   // f(kind, leaf): of each shape and kind the least recently used ones, `most` of them.
   template <class F>
   void for_each_oldest(size_t most, F&& f) const {

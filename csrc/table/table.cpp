@@ -263,6 +263,7 @@ std::map<std::string, uint64_t> Table::stats() {
       {"stored_bytes", chunks_.counters().stored_bytes},
       {"aborted_chunks", grants_.aborted_chunks()},
       {"evicted_chunks", chunks_.counters().evicted_chunks},
+      {"oldest_used_ms", chunks_.oldest_used_ms()},
       {"mismatches", counters_.mismatches},
       {"refused_retains", counters_.refused_retains},
   };

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from admin_helpers import ok
-from api_helpers import NOBODYS, ServerProcess, access_file, attach, keys, raw, unique
+from api_helpers import NOBODYS, ServerProcess, access_file, attach, keys, manifest, raw, small_pool, unique
 
 from kvdock.api.access.issue import entry
+from kvdock.api.access.peer import of_user
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.pool.registry import NamespaceRecord
+from kvdock.api.settings import Settings
+from kvdock.api.views.curve import Curves
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 
@@ -133,3 +141,21 @@ def test_it_begins_anew_with_another_size_or_policy(server: ServerProcess) -> No
     ok(server.http, "PATCH", "/v1/config", {"session_cap": 0.4})
     asked(server, A, [unique("prompt")])
     assert curve_for(server)["total"]["lookups"] == 2
+
+
+def test_a_curve_follows_what_engines_do_now(tmp_path: Path) -> None:
+    """Hours pass on a clock that the test sets: half counts after each half-life."""
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
+    pool, now_s = open_pool(settings, secrets.randbits), [1000.0]
+    try:
+        curves = Curves(pool, lambda: now_s[0])
+        space = NamespaceRecord(0, bytes(32), manifest(), "")
+        peer = of_user(os.geteuid())
+        for _ in range(64):
+            curves.looked_up(space, bytes.fromhex("".join(keys(4, "old"))), 0)
+        for hours, lookups in ((6, 32), (12, 8), (90 * 24, 0)):
+            now_s[0] += 3600 * hours
+            assert curves.view(peer).total.lookups == lookups
+            assert curves.view(peer).half_life_s == 6 * 3600
+    finally:
+        pool.close()

@@ -56,7 +56,7 @@ def test_head_is_get_without_the_body(server: ServerProcess, path: str) -> None:
     for address in (server.http, server.unix):
         (status, headers, content), head = raw(address, "GET", path), raw(address, "HEAD", path)
         assert (head[0], head[2]) == (status, b"") and content
-        if path in ("/metrics", "/v1/curve", "/v1/status", "/v1/stats"):  # their numbers move
+        if path in ("/metrics", "/v1/curve", "/v1/prefixes", "/v1/status", "/v1/stats"):  # their numbers move
             assert int(head[1]["content-length"]) > 0
             headers["content-length"] = head[1]["content-length"]
         headers.pop("transfer-encoding", None)  # there is nothing to transfer
@@ -261,7 +261,7 @@ def test_an_integer_with_a_fraction_is_refused_as_the_document_says(
 
 OPERATIONS = {
     "abort", "attach", "cancel", "clear", "commit", "configure", "curve", "delete_chunks", "evict", "explain",
-    "healthz", "heartbeat", "hint", "hold", "leave", "list_events", "list_leases", "list_namespaces",
+    "healthz", "heartbeat", "hint", "hold", "leave", "list_events", "list_leases", "list_namespaces", "list_prefixes",
     "list_requests", "list_segments", "list_sessions", "livez", "lookup", "metrics", "mismatch", "pin_chunks",
     "prefetch", "readyz", "release", "release_many", "reserve", "show_config", "show_lease", "show_session",
     "startupz", "stats", "status",

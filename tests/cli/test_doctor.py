@@ -150,7 +150,7 @@ def test_doctor_shows_how_gpu_copies_were_calibrated(tmp_path: Path) -> None:
     assert found["level"] == "ok" and found["found"].startswith("not measured yet")
     (tmp_path / "kvdock").mkdir()
     geometry, tuning = Geometry(64, 4096, 1, 16), CopyTuning()
-    known = Calibration("NVIDIA H200", "ab" * 16, 13000, geometry, tuning, 0.4, 0.991, 0.982)
+    known = Calibration("NVIDIA H200", "ab" * 16, 13000, geometry, tuning, 0.4, 0.991, 0.982, 55e9)
     save_calibration(tmp_path / "kvdock/copy-1.json", known)
     found = checks_of(kvdock("doctor", "--json", XDG_CACHE_HOME=str(tmp_path), **SMALL), 0)["GPU copies"]
     assert found["found"] == known.describe() and "load 99.1%" in found["found"]

@@ -87,26 +87,26 @@ def run(engine: Engine, request: str, prompt: list[int]) -> None:
 
 
 def told(client: Client, request: str) -> OutcomeView:
-    outcomes = [one.outcome for one in client.requests(request=request).requests if one.outcome is not None]
-    assert outcomes
-    return outcomes[0]
+    def outcomes() -> list[OutcomeView]:
+        return [one.outcome for one in client.requests(request=request).requests if one.outcome is not None]
+
+    eventually(lambda: bool(outcomes()))
+    return outcomes()[0]
 
 
 def test_a_real_engine_tells_what_its_load_took_and_saved(quick: ServerProcess) -> None:
     prompt = tokens_of(91, 6, tail=7)
+    outcomes = dict[str, OutcomeView]()
     with Client(quick.unix) as client:
         for name in ("writes", "reads"):
             engine = engine_over(quick.unix)
             try:
                 run(engine, f"before {name}", tokens_of(92 if name == "writes" else 93, 4))
                 run(engine, name, prompt)
-                eventually(lambda name=name: bool(client.requests(request=name).requests))  # type: ignore[misc]
-                eventually(lambda name=name: any(  # type: ignore[misc]
-                    one.outcome for one in client.requests(request=name).requests
-                ))
+                outcomes[name] = told(client, name)
             finally:
                 engine.close()
-        wrote, read = told(client, "writes"), told(client, "reads")
+        wrote, read = outcomes["writes"], outcomes["reads"]
         assert (wrote.loaded_tokens, wrote.load_us, wrote.saved_s) == (0, None, None)
         assert read.loaded_tokens == 6 * CHUNK and read.prefill_tokens_per_s > 0
         assert read.load_us is not None and read.copy_us is not None and read.saved_s is not None

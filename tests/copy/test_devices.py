@@ -86,7 +86,7 @@ def test_copies_with_the_cpu_refuse_a_stream() -> None:
 
 def calibration() -> Calibration:
     tuning = CopyTuning(piece_bytes=8 << 20, load_ctas=4)
-    return Calibration("NVIDIA H200", "ab" * 16, 13000, Geometry(64, 256, 16, 16), tuning, 0.4, 0.99, 0.98)
+    return Calibration("NVIDIA H200", "ab" * 16, 13000, Geometry(64, 256, 16, 16), tuning, 0.4, 0.99, 0.98, 55e9)
 
 
 def test_a_geometry_is_what_of_a_layout_decides_speed() -> None:

@@ -402,6 +402,7 @@ def test_a_calibration_is_made_once_kept_and_made_again_when_it_cannot_be_read(
     (kept,) = cached_tunings(tmp_path)
     assert kept.tuning == first and kept.device == torch.cuda.get_device_name(0)
     assert 0.5 < kept.load_share < 1.2 and 0.5 < kept.store_share < 1.2
+    assert 1e9 < kept.plain_load_bytes_per_s < 1e12
     (path,) = tmp_path.glob("copy-*.json")
     path.write_text(json.dumps({"format": 1, "half": "a file"}))
     tuned(layout, 0, part_blocks=16, cache_dir=tmp_path)

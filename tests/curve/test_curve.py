@@ -196,3 +196,26 @@ def test_wrong_arguments_are_refused(call: object) -> None:
     with pytest.raises(TableError) as error:
         call()
     assert error.value.code == "bad_argument"
+
+
+def test_what_was_asked_for_long_ago_counts_for_less() -> None:
+    """The same curve once nothing is found any more, with and without age: the aged one follows."""
+    old = [[1, 2, 3, 4]] * 200
+    new = [list(range(1000 + 4 * n, 1004 + 4 * n)) for n in range(100)]
+    aged, plain = (fed(new_curve(), old, [0] + [4] * 199) for _ in range(2))
+    before = aged.all.found_at
+    aged.age(0.25)
+    assert aged.all.found_at == pytest.approx(before) and aged.all.lookups == 50
+    assert aged.of_space(0).asked == aged.all.asked == 50 * 4 * TOKENS
+    for curve in (aged, plain):
+        fed(curve, new, [0] * 100)
+    assert plain.all.found_at[2] == pytest.approx(199 / 300)
+    assert aged.all.found_at[2] == pytest.approx(199 / 4 / 150)
+    assert aged.all.found_ever == pytest.approx(199 / 4 / 150)
+
+
+@pytest.mark.parametrize("kept", [0.0, -1.0, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(kept: float) -> None:
+    with pytest.raises(TableError) as refused:
+        new_curve().age(kept)
+    assert refused.value.code == "bad_argument"

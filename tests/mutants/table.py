@@ -160,8 +160,8 @@ MUTANTS = (
         DUPLICATES, "test_duplicates_go_before_what_was_used_longer_ago_and_their_ends_first",
     ),
     Mutant(
-        "C32", "a duplicate stays one when a lookup has found it", "csrc/table/chunks.cpp",
-        "  info_[id].marked_by = 0;\n", "",
+        "C32", "a duplicate stays one when a lookup has found it", "csrc/table/chunks.h",
+        "    info_[id].marked_by = 0;\n", "",
         DUPLICATES, "test_a_lookup_that_finds_a_duplicate_unmarks_it",
     ),
     Mutant(

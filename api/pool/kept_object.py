@@ -1,0 +1,40 @@
+"""A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from kvdock.shm import objects as shm
+from kvdock.shm.errors import ForeignObject
+
+log = logging.getLogger("kvdock.api")
+
+
+class KeptObject:
+    def __init__(self, path: Path, what: str) -> None:
+        """`what` it holds, for the log."""
+        self._path, self._what = path, what
+
+    def read(self) -> bytes:
+        """Empty: there is none, or it cannot be read."""
+        try:
+            with os.fdopen(shm.open_lock(self._path), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return b""
+        except (OSError, ForeignObject) as error:
+            log.warning("%s begins anew: %s", self._what, error)
+            return b""
+
+    def write(self, content: bytes) -> None:
+        fresh = shm.fresh_path(self._path)
+        try:
+            fresh.unlink(missing_ok=True)
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(content)
+            fresh.replace(self._path)
+        except OSError as error:
+            log.warning("%s is not kept for the next server: %s", self._what, error)

@@ -1,0 +1,78 @@
+"""What a session or a namespace has used since this server first saw it, and how fast its members copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdock.protocol.outcomes import OutcomeView
+from kvdock.protocol.usage import Copied, CopyRates, Saved, UseTotals
+
+KEPT_SHARE = 0.8
+"""What older copies count for when newer ones are added: rates are those of the last few heartbeats with copies."""
+
+
+@dataclass(slots=True)
+class Sums:
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    saved_s: float | None = None
+
+    def ended(self, outcome: OutcomeView) -> None:
+        self.loaded_tokens += outcome.loaded_tokens
+        if outcome.saved_s is not None:
+            self.saved_s = (self.saved_s or 0.0) + outcome.saved_s
+
+    def view(self) -> UseTotals:
+        return UseTotals(
+            lookups=self.lookups, lookup_tokens=self.lookup_tokens, hit_tokens=self.hit_tokens,
+            loaded_tokens=self.loaded_tokens, loaded_bytes=self.loaded_bytes, stored_bytes=self.stored_bytes,
+            saved_s=self.saved_s,
+        )
+
+    def saved(self) -> Saved:
+        return Saved(tokens=self.loaded_tokens, seconds=self.saved_s)
+
+
+@dataclass(slots=True)
+class Speed:
+    size_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, size_bytes: int, took_us: int) -> None:
+        if size_bytes and took_us:
+            self.size_bytes = KEPT_SHARE * self.size_bytes + size_bytes
+            self.seconds = KEPT_SHARE * self.seconds + took_us / 1e6
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.size_bytes / self.seconds if self.seconds else None
+
+
+class Copies:
+    """How fast one member copies, as its heartbeats tell."""
+
+    def __init__(self) -> None:
+        self.loads, self.stores, self.ceiling_bytes_per_s = Speed(), Speed(), 0.0
+
+    def add(self, copied: Copied) -> None:
+        self.loads.add(copied.load_bytes, copied.load_us)
+        self.stores.add(copied.store_bytes, copied.store_us)
+        self.ceiling_bytes_per_s = copied.ceiling_bytes_per_s or self.ceiling_bytes_per_s
+
+
+def rates_of(members: list[Copies]) -> CopyRates:
+    """Members copy side by side, so their rates add up, as far as they are known."""
+
+    def total(rates: list[float | None]) -> float | None:
+        known = [rate for rate in rates if rate]
+        return sum(known) if known else None
+
+    return CopyRates(
+        load_bytes_per_s=total([one.loads.bytes_per_s for one in members]),
+        store_bytes_per_s=total([one.stores.bytes_per_s for one in members]),
+        ceiling_bytes_per_s=total([one.ceiling_bytes_per_s for one in members]),
+    )

@@ -1,0 +1,92 @@
+"""What the pool holds, by namespace and prefix. A census of all chunks tells it (csrc/table/census.h): the event loop
+makes it in slices, when somebody asks, and others get the same one for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvdock._core import Census, Table
+from kvdock.api.access.peer import Peer
+from kvdock.api.clock import ServerClock
+from kvdock.api.pool.registry import Registry
+from kvdock.protocol.usage import Prefixes, PrefixView
+
+SLICE_CHUNKS = 4096
+"""About half a millisecond."""
+FRESH_S = 1.0
+MOST_SHARE = 0.005
+"""A census may take so much of the event loop's time: one that took longer counts as fresh for longer."""
+MOST_PREFIXES = 256
+
+
+class Count(NamedTuple):
+    """What a namespace holds. Times are the server clock's in milliseconds; 0: not known."""
+
+    chunks: int
+    bytes: int
+    oldest_ms: int
+    newest_ms: int
+
+
+NOTHING = Count(0, 0, 0, 0)
+
+
+class Contents:
+    def __init__(
+        self, table: Table, registry: Registry, clock: ServerClock, now_s: Callable[[], float]
+    ) -> None:
+        self._table, self._registry, self._clock, self._now_s = table, registry, clock, now_s
+        self._census: Census | None = None
+        self._counts: dict[int, Count] = {}
+        self._counted_s = self._took_s = 0.0
+        self._making: asyncio.Task[None] | None = None
+
+    async def refresh(self) -> None:
+        """Counts, unless that was done a moment ago. Those who ask meanwhile wait for the same count."""
+        if self._making is None or self._making.done():
+            lasts_s = max(FRESH_S, self._took_s / MOST_SHARE)
+            if self._census is not None and self._now_s() - self._counted_s < lasts_s:
+                return
+            self._making = asyncio.create_task(self._count())
+        await asyncio.shield(self._making)
+
+    async def _count(self) -> None:
+        census, worked_s = Census(self._table), 0.0
+        while True:
+            began_s = self._now_s()
+            is_whole = census.step(SLICE_CHUNKS)
+            worked_s += self._now_s() - began_s
+            if is_whole:
+                break
+            await asyncio.sleep(0)
+        self._counts = {space: Count(*counted) for space, *counted in census.spaces()}
+        self._census, self._counted_s, self._took_s = census, self._now_s(), worked_s
+
+    def of(self, space: int) -> Count:
+        """As last counted."""
+        return self._counts.get(space, NOTHING)
+
+    def since_s(self, at_ms: int) -> float | None:
+        return max(0, self._clock.now_ms() - at_ms) / 1000 if at_ms else None
+
+    async def prefixes(self, peer: Peer, limit: int) -> Prefixes:
+        """Those of namespaces that the caller sees."""
+        await self.refresh()
+        assert self._census is not None, "it was counted"
+        seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}
+        found, count = self._census.prefixes(list(seen), min(limit, MOST_PREFIXES))
+        return Prefixes(
+            prefixes=[
+                PrefixView(
+                    namespace=seen[space].digest.hex(), tenant=seen[space].tenant, model=seen[space].manifest.model,
+                    key=first.hex(), tokens=chunks * seen[space].manifest.chunk_tokens, chunks=chunks, bytes=held,
+                    age_s=self.since_s(born_ms), unused_s=self.since_s(used_ms), uses=uses,
+                )
+                for space, first, chunks, held, born_ms, used_ms, uses in found
+            ],
+            prefix_count=count,
+            counted_s=max(0.0, self._now_s() - self._counted_s),
+        )

@@ -1,0 +1,50 @@
+"""How fast plain copies go on this machine: what an engine's copies are compared with.
+
+In host memory it is what memcpy reaches with the copier's threads, measured here once in a process. On a GPU it is what
+one copy between page-locked memory and the device reaches, as the calibration of copies has measured it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from array import array
+from ctypes import addressof, c_char
+from functools import cache
+
+from kvdock import _core
+from kvdock.datapath.cuda import require_cuda
+from kvdock.datapath.devices import Device
+from kvdock.datapath.tuning import cached_tunings
+
+SCRATCH_BYTES = 32 << 20
+PIECE_BYTES = 64 << 10
+ROUNDS = 3
+
+
+def ceiling_bytes_per_s(device: Device, threads: int) -> float:
+    """The best of ROUNDS. 0: not known, because copies of that GPU were not calibrated. NoCuda."""
+    if device.cuda is None:
+        return _memcpy_bytes_per_s(threads)
+    uuid = require_cuda(device.cuda).uuid
+    return max((one.plain_load_bytes_per_s for one in cached_tunings() if one.uuid == uuid), default=0.0)
+
+
+@cache
+def _memcpy_bytes_per_s(threads: int) -> float:
+    """Takes some tens of milliseconds."""
+    with mmap.mmap(-1, SCRATCH_BYTES) as source, mmap.mmap(-1, SCRATCH_BYTES) as spare:
+        source[:] = spare[:] = bytes(SCRATCH_BYTES)  # touched: no page faults while it is measured
+        from_, to = (
+            array("Q", range(start, start + SCRATCH_BYTES, PIECE_BYTES)) for start in map(_address_of, (source, spare))
+        )
+        took_s = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            _core.memcpy_pieces(to, from_, PIECE_BYTES, threads=threads)
+            took_s.append(time.perf_counter() - began)
+    return SCRATCH_BYTES / min(took_s)
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return addressof(c_char.from_buffer(memory))

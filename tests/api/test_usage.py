@@ -1,0 +1,234 @@
+"""What engines have used and saved, what is cached, and that benchmarks falsify none of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw, unique
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvdock.api.access.issue import entry
+from kvdock.client.client import Client
+from kvdock.datapath.liveness import MemberLiveness
+from kvdock.protocol import schemas as s
+from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.usage import Copied, UseTotals
+
+CHUNK_TOKENS, CHUNK_BYTES = 16, 16384
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix) as made:
+        yield made
+
+
+def bench(client: Client, **manifest: object) -> Engine:
+    """An engine that has said that it measures."""
+    engine = attach(client, **manifest)  # type: ignore[arg-type]  # fields of a manifest
+    client.leave(engine.session, engine.member)
+    engine.liveness.close()
+    lock = MemberLiveness(client.segments().lock_file, source=random.Random())
+    member = msgspec.structs.replace(engine.body.member, id=unique("bench"), lock_offset=lock.offset)
+    body = msgspec.structs.replace(engine.body, instance=unique("bench"), member=member, is_bench=True)
+    return Engine(client, client.attach(body), member.id, lock, body)
+
+
+def totals_of(client: Client, engine: Engine) -> UseTotals:
+    (view,) = (one for one in client.sessions().sessions if one.session == engine.listed)
+    return view.totals
+
+
+def test_a_session_and_its_namespace_say_what_they_used_and_saved(client: Client) -> None:
+    writer, reader = attach(client, label="writer"), attach(client, label="reader")
+    chain = keys(4)
+    writer.store(chain)
+    reader.release(reader.lookup([*chain, *keys(1, "new")], "r1").lease, 0)
+    reader.heartbeat(outcomes=[
+        Outcome(request="r1", prompt_tokens=90, found_tokens=64, loaded_tokens=64, loaded_bytes=4 * CHUNK_BYTES,
+                load_us=20_000, copy_us=5_000, prefill_tokens_per_s=640.0),
+        Outcome(request="r2", prompt_tokens=90, found_tokens=64, loaded_tokens=32),
+    ])
+    assert totals_of(client, writer) == UseTotals(stored_bytes=4 * CHUNK_BYTES)
+    wanted = UseTotals(
+        lookups=1, lookup_tokens=80, hit_tokens=64, loaded_tokens=96, loaded_bytes=4 * CHUNK_BYTES, saved_s=0.08
+    )
+    assert totals_of(client, reader) == wanted
+    (namespace,) = client.namespaces().namespaces
+    assert namespace.totals == msgspec.structs.replace(wanted, stored_bytes=4 * CHUNK_BYTES)
+    saved = client.status().saved
+    assert saved.tokens == 96 and saved.seconds == pytest.approx(0.08)
+    assert client.status().counters["loaded_tokens"] == 96
+    writer.close()
+    reader.close()
+
+
+def test_copy_rates_are_those_of_the_last_copies_beside_the_ceiling(client: Client) -> None:
+    engine = attach(client)
+    for _ in range(30):
+        engine.heartbeat(copied=Copied(load_bytes=10 * MIB, load_us=5_000, ceiling_bytes_per_s=8e9))
+    for _ in range(30):
+        engine.heartbeat(copied=Copied(load_bytes=10 * MIB, load_us=2_500, store_bytes=MIB, store_us=1_000))
+    (view,) = client.sessions().sessions
+    assert view.copy.load_bytes_per_s == pytest.approx(4000 * MIB, rel=0.02)
+    assert view.copy.store_bytes_per_s == pytest.approx(1000 * MIB)
+    assert view.copy.ceiling_bytes_per_s == 8e9
+    engine.close()
+
+
+def test_an_engine_that_copied_nothing_has_no_rates(client: Client) -> None:
+    engine = attach(client)
+    engine.heartbeat()
+    (view,) = client.sessions().sessions
+    assert (view.copy.load_bytes_per_s, view.copy.store_bytes_per_s, view.copy.ceiling_bytes_per_s) == (None,) * 3
+    engine.close()
+
+
+# --------------------------------------------------------------------------- what is cached
+
+
+def test_prefixes_are_listed_by_use_with_age_and_size(client: Client) -> None:
+    engine = attach(client)
+    popular, once = keys(3, "popular"), keys(5, "once")
+    for chain in (popular, once):
+        engine.store(chain)
+    tail = keys(2, "tail")
+    engine.store([*popular, *tail])
+    for number in range(3):
+        engine.release(engine.lookup(popular, f"r{number}").lease, 0)
+    engine.release(engine.lookup(once, "other").lease, 0)
+    found = client.prefixes()
+    assert [one.key for one in found.prefixes] == [popular[0], once[0]] and found.prefix_count == 2
+    first = found.prefixes[0]
+    assert (first.uses, first.chunks, first.tokens, first.bytes) == (3, 5, 80, 5 * CHUNK_BYTES)
+    assert first.namespace == engine.attached.namespace and first.model == "test-model" and first.tenant == ""
+    assert first.age_s is not None and 0 <= first.age_s < 60 and first.unused_s is not None and first.unused_s < 60
+    (namespace,) = client.namespaces().namespaces
+    assert (namespace.chunks, namespace.bytes) == (10, 10 * CHUNK_BYTES)
+    assert namespace.oldest_s is not None and namespace.unused_s is not None
+    assert 0 <= namespace.unused_s <= namespace.oldest_s < 60
+    assert len(client.prefixes(limit=1).prefixes) == 1
+    engine.close()
+
+
+def test_a_pool_that_holds_nothing_has_no_ages(client: Client) -> None:
+    engine = attach(client)
+    assert client.prefixes().prefixes == [] and client.status().oldest_s is None
+    (namespace,) = client.namespaces().namespaces
+    assert (namespace.chunks, namespace.oldest_s, namespace.unused_s) == (0, None, None)
+    engine.close()
+
+
+def test_a_tenant_sees_its_own_prefixes_alone(tmp_path: Path) -> None:
+    tokens = {name: f"{name}-token-" + "t" * 32 for name in "ab"}
+    entries = [entry(name, token, ["engine"], name) for name, token in tokens.items()]
+    with ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server:
+        for name, token in tokens.items():
+            with Client(server.unix, access_token=token) as client:
+                engine = attach(client)
+                engine.store(keys(2, name))
+                engine.close()
+        for name, token in tokens.items():
+            with Client(server.unix, access_token=token) as client:
+                found = client.prefixes()
+                assert [(one.key, one.tenant) for one in found.prefixes] == [(keys(2, name)[0], name)]
+                assert found.prefix_count == 1
+        with Client(server.unix) as operator:
+            assert operator.prefixes().prefix_count == 2
+
+
+# --------------------------------------------------------------------------- benchmarks
+
+
+def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerProcess, client: Client) -> None:
+    engine = attach(client)
+    engine.store(keys(2, "real"))
+    before = client.status()
+    measuring = bench(client, model="bench-model")
+    measuring.store(keys(6, "bench"))
+    measuring.release(measuring.lookup(keys(6, "bench"), "rb").lease, 0)
+    measuring.lookup(keys(3, "missing"), "missed")
+    measuring.heartbeat(outcomes=[Outcome(
+        request="rb", prompt_tokens=96, loaded_tokens=96, load_us=10, prefill_tokens_per_s=10.0
+    )], copied=Copied(load_bytes=MIB, load_us=1))
+    after = client.status()
+    changed = {name for name, total in after.counters.items() if total != before.counters[name]}
+    assert changed == {"attached_members"} and after.saved == before.saved
+    assert all(one.session == engine.listed for one in client.requests().requests)
+    assert client.curve().total.lookups == 0
+    metrics = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(raw(server.http, "GET", "/metrics")[2].decode())
+        for sample in family.samples
+    }
+    assert metrics["kvdock_requested_tokens_total", "found"] == metrics["kvdock_requested_tokens_total", "unknown"] == 0
+    assert metrics["kvdock_copy_bytes_per_second", "load"] == 0
+    views = {one.namespace: one for one in client.namespaces().namespaces}
+    assert views[measuring.attached.namespace].is_bench and not views[engine.attached.namespace].is_bench
+    assert views[measuring.attached.namespace].totals.stored_bytes == 6 * CHUNK_BYTES
+    assert [one.is_bench for one in client.sessions().sessions] == [False, True]
+    measuring.close()  # without a word, as if it had been killed
+    eventually(lambda: [one.namespace for one in client.namespaces().namespaces] == [engine.attached.namespace])
+    assert client.status().chunks.ready == 2, "what engines stored stays"
+    engine.close()
+
+
+def test_what_an_engine_shares_with_a_benchmark_stays(client: Client) -> None:
+    measuring, engine = bench(client), attach(client)
+    measuring.store(keys(2, "shared"))
+    client.leave(measuring.session, measuring.member)
+    measuring.close()
+    client.leave(engine.session, engine.member)
+    engine.close()
+    time.sleep(1.2)  # two rounds of the keeper
+    assert client.status().chunks.ready == 2
+    assert not client.namespaces().namespaces[0].is_bench
+
+
+def test_a_benchmark_in_an_adopted_namespace_takes_nothing_with_it(server: ServerProcess) -> None:
+    with Client(server.unix) as client:
+        engine = attach(client)
+        engine.store(keys(2, "kept"))
+        client.leave(engine.session, engine.member)
+        engine.close()
+    server.stop(9)
+    with ServerProcess(**server.settings) as second, Client(second.unix) as client:
+        measuring = bench(client)
+        measuring.lookup(keys(2, "kept"), "rb")
+        client.leave(measuring.session, measuring.member)
+        measuring.close()
+        time.sleep(1.2)  # two rounds of the keeper
+        assert client.status().chunks.ready == 2
+
+
+def test_metrics_name_engines_to_those_who_may_read_alone(tmp_path: Path) -> None:
+    token = "reader-token-" + "t" * 32
+    entries = [entry("reader", token, ["read"], "")]
+    with ServerProcess(access_file=str(access_file(tmp_path, *entries))) as server, Client(server.unix) as client:
+        engine = attach(client, label="engine A")
+        engine.lookup(keys(2), "r")
+        line = 'kvdock_engine_tokens_total{engine="engine A",what="looked_up"} 32.0'
+        assert line not in raw(server.http, "GET", "/metrics", headers=NOBODYS)[2].decode()
+        asked = {"Authorization": f"Bearer {token}"}
+        assert line in raw(server.http, "GET", "/metrics", headers=asked)[2].decode()
+        engine.close()
+
+
+def test_attaching_says_nothing_of_benchmarks_by_default() -> None:
+    assert b"is_bench" not in msgspec.json.encode(s.AttachSession(
+        instance="i", manifest=s.Manifest(
+            model="m", kv_dtype="f", layers=1, kv_heads=1, head_size=1, chunk_tokens=16, block_tokens=16,
+            groups=(s.Group(part_bytes=1),),
+        ), member=s.Member(id="m", lock_offset=1),
+    ))

@@ -1,0 +1,104 @@
+"""`kvdock cached` and `kvdock history`: what fills the pool, and how the server did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from api_helpers import ServerProcess, attach, eventually, keys
+from cli_helpers import kvdock
+
+from kvdock.client.client import Client
+from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.usage import Copied
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(history_interval_s=0.1) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.unix) as made:
+        yield made
+
+
+def said(server: ServerProcess, *words: str) -> str:
+    done = kvdock(*words, "--server", server.unix, COLUMNS="140")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_empty_pool_caches_nothing(server: ServerProcess) -> None:
+    assert said(server, "cached").strip() == "nothing is cached"
+
+
+def test_what_is_cached_is_listed_by_model_and_by_prefix(server: ServerProcess, client: Client) -> None:
+    large, small = attach(client, model="large one"), attach(client, model="small\x1b[31m one")
+    large.store(keys(6, "a"))
+    small.store(keys(2, "b"))
+    for number in range(3):
+        small.release(small.lookup(keys(2, "b"), f"r{number}").lease, 0)
+    lines = said(server, "cached").splitlines()
+    assert lines[1].startswith("large one ") and " 96.0 KiB " in lines[1] and " 6 " in lines[1]
+    assert "small�[31m one" in lines[2] and "100 %" in lines[2] and "ago" in lines[2]
+    first, second = lines[5:7]
+    assert first.startswith(keys(2, "b")[0][:12]) and "3 times" in first and " 32.0 KiB " in first
+    assert second.startswith(keys(6, "a")[0][:12]) and "0 times" in second
+    assert said(server, "cached", "--limit", "1").splitlines()[-1] == "… and 1 prefix more: --limit N"
+    shown = json.loads(said(server, "cached", "--json"))
+    assert [one["chunks"] for one in shown["namespaces"]] == [6, 2]
+    assert [one["uses"] for one in shown["prefixes"]["prefixes"]] == [3, 0]
+    large.close()
+    small.close()
+
+
+def test_history_has_rows_of_means(server: ServerProcess, client: Client) -> None:
+    assert said(server, "history", "--over", "days").strip() == (
+        "nothing was measured yet: the first value comes after 30 min 0 s"
+    )
+    engine = attach(client)
+    engine.store(keys(2))
+    engine.lookup([*keys(2), *keys(2, "new")])
+
+    def measured() -> bool:
+        return any(values for one in client.stats().series if one.name == "hit_ratio" for values in one.values)
+
+    eventually(measured)
+    lines = said(server, "history", "--over", "minutes").splitlines()
+    assert lines[0].split() == ["from", "hit", "rate", "looked", "up", "found", "loaded", "stored", "cached", "evicted"]
+    assert 2 <= len(lines) <= 25 and any("50.0 %" in line for line in lines)
+    assert json.loads(said(server, "history", "--over", "minutes", "--json"))["interval_s"] == 0.1
+    engine.close()
+
+
+def test_status_says_what_was_saved_and_how_fast_engines_copy(server: ServerProcess, client: Client) -> None:
+    engine = attach(client, label="engine A")
+    engine.store(keys(2))
+    engine.heartbeat(
+        outcomes=[Outcome(request="r", prompt_tokens=40, loaded_tokens=32, load_us=500_000, prefill_tokens_per_s=16.0)],
+        copied=Copied(load_bytes=3 << 30, load_us=1_000_000, ceiling_bytes_per_s=4 << 30),
+    )
+    text = said(server, "status")
+    assert "32 tok loaded instead of computed, 1.5 s of engines' time saved" in text
+    assert "3.0 GiB/s loaded, 75.0 % of plain copies" in text and "the oldest chunk was unused for" in text
+    assert "what is cached goes; `kvdock serve --takeover` replaces the server and keeps it" in text
+    assert "3.0 GiB/s, 75.0 % of plain" in said(server, "top", "--once")
+    engine.heartbeat(outcomes=[
+        Outcome(request="r2", prompt_tokens=40, loaded_tokens=16, load_us=4_000_000, prefill_tokens_per_s=16.0)
+    ])
+    assert "48 tok loaded instead of computed, which took 1.5 s longer than computing them" in said(server, "status")
+    engine.close()
+
+
+def test_status_says_that_a_kept_pool_stays() -> None:
+    with ServerProcess(on_exit="keep") as server, Client(server.unix) as client:
+        engine = attach(client)
+        assert "at its end" not in said(server, "status"), "nothing is cached yet"
+        engine.store(keys(1))
+        assert "what is cached stays for the next server at its socket" in said(server, "status")
+        engine.close()
+        server.stop(2)

@@ -12,23 +12,32 @@ const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
 /** Only here, in memory: it ends with the page, and is in no URL and no storage. */
 let token = "";
-/** For everybody, so asked without the token: with one that the server does not know (any more) they are refused. */
+/** Whether the server has answered a call with this token. */
+let isKnown = false;
+/**
+ * For everybody, so asked without the token until it is known: with one that the server does not know they are refused.
+ * With one that it knows their answers tell more.
+ */
 const OPEN = new Set(["v1/status", "v1/stats"]);
 
 export function useToken(text) {
   token = text;
+  isKnown = false;
 }
 
+const isOpen = (path) => OPEN.has(path.split("?")[0]);
+
 function headersFor(path) {
-  const isOpen = OPEN.has(path.split("?")[0]);
-  return token && !isOpen ? { Authorization: `Bearer ${token}` } : {};
+  return token && (isKnown || !isOpen(path)) ? { Authorization: `Bearer ${token}` } : {};
 }
 
 /** The answer to a fetch; throws an Error for people, with the answer's status, if it is a refusal. */
 export async function ask(path, { headers = {}, ...options } = {}) {
   const all = { ...headersFor(path), ...headers };
   const answer = await fetch(path, { cache: "no-store", ...options, headers: all });
+  if (all.Authorization) isKnown = answer.status !== 401;
   if (answer.ok) return answer;
+  if (all.Authorization && !isKnown && isOpen(path)) return ask(path, { headers, ...options }); // it was revoked
   const refusal = new Error(`it answered ${answer.status}${await problem(answer)}`);
   throw Object.assign(refusal, { status: answer.status });
 }

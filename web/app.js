@@ -58,7 +58,7 @@ const panels = [
   { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
   {
     id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
-    view: (root) => mountCached(root, keep, () => refreshAll()),
+    view: (root) => mountCached(root, changed, () => refreshAll()),
   },
   { id: "curve", needs: ["curve"], view: mountCurve, isThere: () => !sources.curve.absent },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
@@ -101,12 +101,6 @@ function findRequests(begins) {
 function changed() {
   for (const source of Object.values(sources)) source.hurry();
   ask();
-}
-
-function keep(prefix) {
-  const { fold, draw } = panels.find(({ id }) => id === "admin");
-  fold.open();
-  draw.keep(prefix);
 }
 
 let frame = 0;

@@ -30,10 +30,6 @@ export function mountFold(root, changed) {
     get isOpen() {
       return !isFold || root.open;
     },
-    open() {
-      root.open = true;
-      root.scrollIntoView({ block: "start" });
-    },
     summarise(text) {
       setText(words, text);
     },

@@ -109,10 +109,10 @@ def test_a_kept_prefix_survives_eviction_and_goes_once_it_is_unpinned(
 ) -> None:
     server, engine = busy
     keep = form(admin_page, "Keep a prefix")
-    keep.get_by_label("Key").fill("beef")
+    keep.get_by_label("Key of").fill("beef")
     keep.get_by_role("button", name="Keep…").click()
     expect(keep.locator(".said")).to_have_text("Not done: a key has 64 hex digits, this has 4 characters.")
-    keep.get_by_label("Key").fill(STORED[-1])
+    keep.get_by_label("Key of").fill(STORED[-1])
     keep.get_by_role("button", name="Keep…").click()
     expect(admin_page.get_by_role("dialog")).to_contain_text("not evicted for an hour")
     admin_page.get_by_role("button", name="Keep", exact=True).click()

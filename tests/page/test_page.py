@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import page_helpers as say
-import page_views as views
 import pytest
 from api_helpers import eventually
 from page_helpers import OpenPage, PageServer
@@ -32,7 +31,7 @@ def test_health_says_ready_version_and_pool(page_server: PageServer, open_page: 
 
 
 def test_the_host_is_named_where_the_server_tells_it(page_server: PageServer, open_page: OpenPage) -> None:
-    page_server.bodies["status"] = views.with_fields(say.status(), host="gpu-node-3")
+    page_server.bodies["status"] = say.status(host="gpu-node-3")
     page = open_page(page_server.url)
     assert say.plain(page.locator("#facts").inner_text()) == "host gpu-node-3 version 0.1.0 up 1 d 2 h"
     assert page.title() == "kvdock on gpu-node-3"

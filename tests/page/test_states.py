@@ -14,7 +14,9 @@ from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.admin_schemas import Namespaces
 from kvdock.protocol.reports import ChunkCounts, Leases
+from kvdock.protocol.usage import Prefixes
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -40,9 +42,9 @@ def _hostile(server: PageServer) -> None:
     server.bodies |= {
         "sessions": schemas.Sessions(sessions=[who]), "requests": requests,
         "leases": Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])]),
-        "namespaces": {"namespaces": [views.namespace(1, HOSTILE, tenant=HOSTILE)], "next": None},
-        "prefixes": {"prefixes": [views.prefix(1, model=HOSTILE, tenant=HOSTILE)], "next": None},
-        "status": views.with_fields(say.with_tiers(status="not ready", reasons=[HOSTILE]), host=HOSTILE),
+        "namespaces": Namespaces(namespaces=[views.namespace(1, HOSTILE, tenant=HOSTILE)]),
+        "prefixes": Prefixes(prefixes=[views.prefix(1, model=HOSTILE)], prefix_count=1, counted_s=0.1),
+        "status": say.with_tiers(status="not ready", reasons=[HOSTILE], host=HOSTILE),
     }
 
 
@@ -54,7 +56,9 @@ def _many(server: PageServer) -> None:
     server.bodies |= {
         "sessions": schemas.Sessions(sessions=each), "segments": say.segments(1000),
         "status": say.status(sessions=200, pool=pool, chunks=chunks),
-        "namespaces": {"namespaces": [views.namespace(i % 250 + 1, f"model-{i}") for i in range(300)], "next": "300"},
+        "namespaces": Namespaces(
+            namespaces=[views.namespace(i % 250 + 1, f"model-{i}") for i in range(300)], next="300"
+        ),
         "prefixes": views.prefixes(100),
     }
 

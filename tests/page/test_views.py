@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 import page_helpers as say
 import page_views as views
 import pytest
+from api_helpers import eventually
 from page_helpers import OpenPage, PageServer
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import events as e, schemas
 from kvdock.protocol.reports import Leases, Requests
+from kvdock.protocol.usage import CopyRates, Saved, UseTotals
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -68,12 +69,14 @@ def test_the_main_figures_are_of_the_last_minutes_and_leave_out_what_is_not_know
     rates = [say.series("lookup_tokens", "per_s", "tokens", [100.0, None, 300.0]),
              say.series("hit_tokens", "per_s", "tokens", [100.0, None, 0.0])]
     page_server.bodies["stats"] = say.history(*rates)
-    page_server.bodies["status"] = views.with_fields(say.status(), saved={"tokens": 1_000_000, "seconds": 5_400.0})
+    page_server.bodies["status"] = say.status(saved=Saved(tokens=1_000_000, seconds=5_400.0))
     page = open_page(page_server.url)
     tiles = [say.plain(text) for text in page.locator("#tiles .tile").all_inner_texts()]
     assert tiles[0] == "Hit rate 25 % in the last 3.0 s; 78 % since start, of 61.2 M tokens looked up"
-    assert tiles[1] == "Saved 1 h 30 min of computing: 1.00 M tokens were not computed again"
-    page_server.bodies["status"] = views.with_fields(say.status(), saved={"tokens": 1_000_000, "seconds": None})
+    assert tiles[1] == "Saved 1 h 30 min of computing: 1.00 M tokens were loaded instead"
+    page_server.bodies["status"] = say.status(saved=Saved(tokens=2_000_000))
+    expect(page.locator("#tiles .tile").nth(1)).to_contain_text("tokens were loaded instead of computed")
+    page_server.bodies["status"] = say.status()
     expect(page.locator("#tiles .tile").nth(1)).to_contain_text("tokens found, in 18,402")
 
 
@@ -148,23 +151,28 @@ def test_what_is_cached_is_summed_up_by_model_namespace_and_tenant(
     assert rows(page, "cached")[0].startswith("the server's own user 3 namespaces")
 
 
-def test_prefixes_show_age_and_use_and_lead_to_keeping_them(page_server: PageServer, open_page: OpenPage) -> None:
+def test_prefixes_show_age_and_use_and_can_be_removed(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
     page.get_by_role("radio", name="Prefix").check()
     expect(page.locator("#cached tbody tr:visible")).to_have_count(10)
-    first = f"010101010101 {views.MODELS[0]} 2,048 16.0 MiB 8 chunks 1,000 12 s 1 h Keep…"
+    first = f"010101010101 {views.MODELS[0]} 2,048 16.0 MiB 8 chunks 1,000 12 s 1 h Remove…"
     assert rows(page, "cached")[0] == first
-    page.get_by_role("button", name="Keep the prefix 020202020202").click()
-    expect(page.get_by_label("Key")).to_have_value("02" * 32)
-    expect(page.get_by_label("Namespace").last).to_have_value("01" * 32)
+    page_server.answers["/v1/chunks/delete"] = {"chunks": 1}
+    page.get_by_role("button", name="Remove the prefix 020202020202").click()
+    question = page.get_by_role("dialog", name="Remove the prefix 020202020202?")
+    expect(question).to_contain_text("None of its 4,096\u00a0tokens will be found any more")
+    assert page_server.sent == []
+    question.get_by_role("button", name="Remove", exact=True).click()
+    expect(question).to_be_hidden()
+    eventually(lambda: len(page_server.sent) == 1)
+    assert page_server.sent == [("POST", "/v1/chunks/delete", {"namespace": "01" * 32, "keys": ["02" * 32]})]
 
 
 def test_an_older_server_s_namespaces_are_shown_without_what_it_does_not_tell(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
-    plain = {field: value for field, value in views.namespace(1, "m").items() if field in (
-        "namespace", "tenant", "manifest", "chunk_bytes", "sessions"
-    )}
+    fields = ("namespace", "tenant", "manifest", "chunk_bytes", "sessions")
+    plain = {field: value for field, value in msgspec.to_builtins(views.namespace(1, "m")).items() if field in fields}
     page_server.bodies["namespaces"] = {"namespaces": [plain]}
     del page_server.bodies["prefixes"]
     page = open_page(page_server.url)
@@ -177,12 +185,11 @@ def test_engines_show_hits_bytes_and_their_copies_beside_what_the_machine_can(
     page_server: PageServer, open_page: OpenPage
 ) -> None:
     who = say.live_sessions().sessions[1]
-    totals = {"lookups": 9, "lookup_tokens": 4_000_000, "hit_tokens": 3_000_000, "loaded_tokens": 2_000_000,
-              "loaded_bytes": 5 << 30, "stored_bytes": 1 << 30, "saved_s": 90.0}
-    copy: dict[str, Any] = {
-        "load_bytes_per_s": 12 << 30, "store_bytes_per_s": None, "ceiling_bytes_per_s": 24 << 30
-    }
-    page_server.bodies["sessions"] = {"sessions": [views.with_fields(who, totals=totals, copy=copy)], "next": None}
+    totals = UseTotals(lookups=9, lookup_tokens=4_000_000, hit_tokens=3_000_000, loaded_tokens=2_000_000,
+                       loaded_bytes=5 << 30, stored_bytes=1 << 30, saved_s=90.0)
+    copy = CopyRates(load_bytes_per_s=12 << 30, ceiling_bytes_per_s=24 << 30)
+    shown = msgspec.structs.replace(who, totals=totals, copy=copy)
+    page_server.bodies["sessions"] = schemas.Sessions(sessions=[shown])
     page = open_page(page_server.url, viewport={"width": 1440, "height": 900})
     expect(page.locator("#sessions tbody tr")).to_have_count(1)
     assert "75 % of 4.00 M tokens 5.00 GiB 2.00 M tokens 1.00 GiB 1 min 30 s 12.0 GiB/s of 24.0 GiB/s" in (

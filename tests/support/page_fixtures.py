@@ -19,10 +19,14 @@ ARGS = [
 ]
 
 
+def browser_path() -> str | None:
+    """The shell is Chromium without the windows that nobody sees: half the work."""
+    return shutil.which("chromium-headless-shell") or shutil.which("chromium")
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    # The shell is Chromium without the windows that nobody sees: half the work.
-    path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    path = browser_path()
     if path is None:
         pytest.skip("no chromium on PATH: the status page was not looked at")
     with sync_playwright() as playwright:

@@ -21,6 +21,7 @@ import page_views as views
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.admin_schemas import Namespaces
 from kvdock.protocol.events import kind_of
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import (
@@ -216,7 +217,7 @@ def empty_bodies() -> Bodies:
         "leases": Leases(leases=[]),
         "requests": Requests(requests=[]),
         "segments": segments(0),
-        "namespaces": {"namespaces": [], "next": None},
+        "namespaces": Namespaces(namespaces=[]),
         "prefixes": views.prefixes(0),
         "curve": views.curve((None,) * 7),
         "config": views.config(),

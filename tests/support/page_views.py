@@ -8,17 +8,13 @@ import msgspec
 
 from kvdock.protocol import admin_schemas as a, events as e, schemas as s
 from kvdock.protocol.curve import Curve, CurvePoint, NamespaceCurve, SpaceCurve, TenantCurve
-from kvdock.protocol.explain import BREAKS, Break, Explanation, LookupStory, OtherNamespace
+from kvdock.protocol.explain import BREAKS, Break, Explanation, LoadStory, LookupStory, OtherNamespace
 from kvdock.protocol.outcomes import Outcome, view_of
+from kvdock.protocol.usage import Prefixes, PrefixView, UseTotals
 
 GIB = 1 << 30
 MIB = 1 << 20
 MODELS = ("Qwen/Qwen3-235B-A22B", "meta-llama/Llama-3.3-70B-Instruct", "deepseek-ai/DeepSeek-V3.2")
-
-
-def with_fields(body: msgspec.Struct, **more: Any) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(body)
-    return {**built, **more}
 
 
 def manifest(model: str, **changes: Any) -> s.Manifest:
@@ -29,35 +25,34 @@ def manifest(model: str, **changes: Any) -> s.Manifest:
     return msgspec.structs.replace(plain, **changes)
 
 
-def namespace(number: int, model: str, **more: Any) -> dict[str, Any]:
+def namespace(number: int, model: str, **more: Any) -> a.NamespaceView:
     """One that holds `number` * 100 chunks."""
+    used = UseTotals(lookups=number, lookup_tokens=number * 1_000_000, hit_tokens=number * 700_000)
     view = a.NamespaceView(
-        namespace=f"{number:02x}" * 32, manifest=manifest(model), chunk_bytes=2 * MIB, sessions=1
+        namespace=f"{number:02x}" * 32, manifest=manifest(model), chunk_bytes=2 * MIB, sessions=1, chunks=number * 100,
+        bytes=number * 200 * MIB, oldest_s=7200.0 * number, unused_s=3.0 * number, totals=used,
     )
-    held = {
-        "chunks": number * 100, "bytes": number * 100 * 2 * MIB, "oldest_s": 7200.0 * number, "unused_s": 3.0 * number,
-        "lookup_tokens": number * 1_000_000, "hit_tokens": number * 700_000, "is_bench": False,
-    }
-    return with_fields(view, **(held | more))
+    return msgspec.structs.replace(view, **more)
 
 
-def namespaces() -> dict[str, Any]:
-    return {"next": None, "namespaces": [
+def namespaces() -> a.Namespaces:
+    return a.Namespaces(namespaces=[
         namespace(1, MODELS[0]), namespace(2, MODELS[0], tenant="research"), namespace(3, MODELS[1]),
         namespace(4, "kvdock-bench-1024", is_bench=True),
-    ]}
+    ])
 
 
-def prefix(number: int, **more: Any) -> dict[str, Any]:
-    return {
-        "namespace": "01" * 32, "model": MODELS[0], "tenant": "", "key": f"{number:02x}" * 32, "tokens": 2048 * number,
-        "chunks": 8 * number, "bytes": 16 * number * MIB, "age_s": 5400.0, "unused_s": 12.0, "uses": 1000 // number,
-        **more,
-    }
+def prefix(number: int, **more: Any) -> PrefixView:
+    view = PrefixView(
+        namespace="01" * 32, model=MODELS[0], tenant="", key=f"{number:02x}" * 32, tokens=2048 * number,
+        chunks=8 * number, bytes=16 * number * MIB, age_s=5400.0, unused_s=12.0, uses=1000 // number,
+    )
+    return msgspec.structs.replace(view, **more)
 
 
-def prefixes(count: int = 12) -> dict[str, Any]:
-    return {"next": None, "prefixes": [prefix(number) for number in range(1, count + 1)]}
+def prefixes(count: int = 12) -> Prefixes:
+    listed = [prefix(number) for number in range(1, count + 1)]
+    return Prefixes(prefixes=listed, prefix_count=count, counted_s=1.0)
 
 
 def curve(shares: tuple[float | None, ...] = (0.31, 0.48, 0.63, 0.71, 0.74, 0.75, 0.75)) -> Curve:
@@ -71,7 +66,8 @@ def curve(shares: tuple[float | None, ...] = (0.31, 0.48, 0.63, 0.71, 0.74, 0.75
         "lookups": 18_402, "tokens": 61_204_512, "sampled_chunks": 9_000, "hit_share": 0.62, "points": points
     }
     return Curve(
-        eviction="adaptive", pool_bytes=16 * GIB, covers_s=7_300.0, sampled_share=0.25, total=SpaceCurve(**whole),
+        eviction="adaptive", pool_bytes=16 * GIB, covers_s=7_300.0, half_life_s=86_400.0, sampled_share=0.25,
+        total=SpaceCurve(**whole),
         tenants=[TenantCurve(tenant="", **whole), TenantCurve(tenant="research", **(whole | {"points": []}))],
         namespaces=[NamespaceCurve(
             namespace="01" * 32, tenant="", model=MODELS[0], chunk_tokens=256, chunk_bytes=2 * MIB, **whole
@@ -98,7 +94,7 @@ def config(**changes: Any) -> a.Config:
     return a.Config(limits=limits(**changes), settings={}, retiring=[], tenants=tenants)
 
 
-def explanation(request: str, **more: Any) -> dict[str, Any]:
+def explanation(request: str, **more: Any) -> Explanation:
     """A lookup that found half of its tokens, because the rest was evicted."""
     broke = Break(at_tokens=4096, why="room", in_words=BREAKS["room"], gone_s=95.0, unused_s=4_000.0)
     looked = LookupStory(
@@ -111,10 +107,8 @@ def explanation(request: str, **more: Any) -> dict[str, Any]:
         sentences=["The lookup found 4,096 of 8,192 tokens.", f"Behind them the prefix ends: {BREAKS['room']}."],
         nearest=OtherNamespace(namespace="02" * 32, differs={"kv_dtype": ["bfloat16", "fp8_e4m3"]}),
     )
-    load = {
-        "tokens": 3072, "bytes": 24 * MIB, "took_ms": 12.0, "queue_ms": 4.0, "copy_ms": 8.0, "bytes_per_s": 3.1e9
-    }
-    return with_fields(body, **({"load": load, "saved_s": 0.84} | more))
+    load = LoadStory(tokens=3072, bytes=24 * MIB, took_ms=12.0, queue_ms=4.0, copy_ms=8.0, bytes_per_s=3.1e9)
+    return msgspec.structs.replace(body, load=load, saved_s=0.84, **more)
 
 
 def event(seq: int, body: e.Event) -> e.Event:

@@ -107,14 +107,14 @@ export function mountAdmin(root, changed) {
     action("Make room", "Evicts what is worth least until so much is free.", [labelled("Free", amount)], "Evict…",
       evict),
     action(
-      "Keep a prefix", "Keeps it from being evicted. The list of prefixes above fills this in.",
-      [labelled("Namespace", space), labelled("Key", key), labelled("For", until)], "Keep…", keep,
+      "Keep a prefix", "Keeps a chunk and what precedes it from being evicted. kvdock keep does it for a whole prompt.",
+      [labelled("Namespace", space), labelled("Key of the last chunk", key), labelled("For", until)], "Keep…", keep,
     ),
   );
   const drawLimits = mountLimits(root, action, changed);
   const drawTenants = mountTenants(root);
 
-  const draw = (latest) => {
+  return (latest) => {
     bodies = latest;
     setHidden(grid, false);
     const all = namespaces().map((n) => [n.namespace, nameOf(n)]);
@@ -124,11 +124,4 @@ export function mountAdmin(root, changed) {
     drawLimits(latest);
     drawTenants(latest);
   };
-  draw.keep = (prefix) => {
-    if (bodies) draw(bodies);
-    space.value = prefix.namespace;
-    key.value = prefix.key;
-    key.focus();
-  };
-  return draw;
 }

@@ -1,7 +1,9 @@
 // What is cached, summed up by model, namespace or tenant, or prefix by prefix.
 
+import { send } from "../api.js";
 import { button, choice } from "../choice.js";
-import { el, hint, setHidden } from "../dom.js";
+import { confirmed } from "../confirm.js";
+import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { about, age, bytes, count, plural, shareOf } from "../format.js";
 import { barred, Table, twoPart } from "../table.js";
 
@@ -27,6 +29,7 @@ const GROUPS = {
 };
 
 const sum = (all, field) => all.reduce((so, n) => so + (n[field] ?? 0), 0);
+const totals = (all, field) => sum(all.map((n) => n.totals ?? {}), field);
 const known = (all, field) => all.map((n) => n[field]).filter((value) => value !== null && value !== undefined);
 
 function grouped(namespaces, way) {
@@ -46,8 +49,8 @@ function grouped(namespaces, way) {
     bytes: sum(all, "bytes"),
     oldest_s: Math.max(...known(all, "oldest_s")),
     unused_s: Math.min(...known(all, "unused_s")),
-    hit_tokens: sum(all, "hit_tokens"),
-    lookup_tokens: sum(all, "lookup_tokens"),
+    hit_tokens: totals(all, "hit_tokens"),
+    lookup_tokens: totals(all, "lookup_tokens"),
     sessions: sum(all, "sessions"),
     pool_bytes: 0,
   }));
@@ -71,20 +74,39 @@ const BY_GROUP = [
     title: () => "How long ago a request named one of its chunks",
   },
   {
-    head: "Oldest", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.oldest_s),
-    title: () => "How long ago its oldest chunk was stored",
+    head: "Least used", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.oldest_s),
+    title: () => "How long ago a request named the chunk that was unused for longest",
   },
   { head: "Engines", cls: "num", text: (g) => count(g.sessions) },
 ];
 
-function byPrefix(keep) {
-  const kept = (cell) => {
+/** Takes a prefix out of use by its first chunk: nothing behind that can be found without it. */
+async function remove(prefix, changed) {
+  const title = `Remove the prefix ${prefix.key.slice(0, 12)}?`;
+  const lines = [
+    `None of its ${plural(prefix.tokens, "token")} will be found any more: requests compute them again.`,
+    "Its memory is free once room is needed. This cannot be undone.",
+  ];
+  if (!(await confirmed({ title, lines, verb: "Remove" }))) return;
+  await send("POST", "v1/chunks/delete", { namespace: prefix.namespace, keys: [prefix.key] });
+  changed();
+}
+
+function byPrefix(changed) {
+  const removed = (cell) => {
     let last = null;
-    const node = button("Keep…", () => keep(last), "small");
-    cell.append(node);
+    const said = el("small", { attrs: { role: "status" } });
+    const node = button("Remove…", async () => {
+      try {
+        await remove(last, changed);
+      } catch (error) {
+        setText(said, `Not done: ${error.message}.`);
+      }
+    }, "small");
+    cell.append(node, " ", said);
     return (prefix) => {
       last = prefix;
-      node.setAttribute("aria-label", `Keep the prefix ${prefix.key.slice(0, 12)}`);
+      setAttr(node, "aria-label", `Remove the prefix ${prefix.key.slice(0, 12)}`);
     };
   };
   return [
@@ -100,12 +122,12 @@ function byPrefix(keep) {
     { head: "Uses", cls: "num", text: (p) => count(p.uses) },
     { head: "Last used", cls: "num", text: (p) => about(p.unused_s) },
     { head: "Age", cls: "num", text: (p) => about(p.age_s), title: (p) => age(p.age_s ?? 0) },
-    { head: "Keep", cls: "num", has: (p) => p.mayKeep, make: kept },
+    { head: "Remove", cls: "num", has: (p) => p.mayRemove, make: removed },
   ];
 }
 
-/** keep: (prefix) => void, leads to where a prefix is kept. ask: () => void, has the page fetch what is wanted now. */
-export function mountCached(root, keep, ask) {
+/** changed: () => void, when something was removed. ask: () => void, has the page fetch what is wanted now. */
+export function mountCached(root, changed, ask) {
   let way = "model";
   let last = null;
   const ways = choice("Sum up by", WAYS, way, (chosen) => {
@@ -113,15 +135,15 @@ export function mountCached(root, keep, ask) {
     if (last) draw(last);
     if (way === "prefix") ask();
   });
-  const more = el("p", { cls: "muted after", text: "Only the first of many namespaces are summed up here." });
+  const more = el("p", { cls: "muted after" });
   root.append(ways);
   const groups = new Table(root, {
     label: "What is cached", columns: BY_GROUP, keyOf: (g) => g.id, limit: 10,
     empty: hint("Nothing is cached yet: no engine has attached."),
   });
   const prefixes = new Table(root, {
-    label: "Prefixes, the most used first", columns: byPrefix(keep), keyOf: (p) => `${p.namespace} ${p.key}`, limit: 10,
-    empty: hint("No prefix is cached."),
+    label: "Prefixes, the most used first", columns: byPrefix(changed), keyOf: (p) => `${p.namespace} ${p.key}`,
+    limit: 10, empty: hint("No prefix is cached."),
   });
   root.append(more);
   setHidden(more, true);
@@ -137,10 +159,13 @@ export function mountCached(root, keep, ask) {
     other.hide();
     shown.update(
       isPrefix
-        ? found.prefixes.map((p) => ({ ...p, mayKeep: Boolean(config) }))
+        ? found.prefixes.map((p) => ({ ...p, mayRemove: Boolean(config) }))
         : grouped(namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
     );
-    setHidden(more, isPrefix || !namespaces.next);
+    setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
+    setText(more, isPrefix
+      ? `The most used of ${plural(found.prefix_count, "prefix", "prefixes")}.`
+      : "Only the first of many namespaces are summed up here.");
   }
   /** Not wanted now, if it is known whether there are any. */
   draw.resting = () => (way === "prefix" ? [] : ["prefixes"]);

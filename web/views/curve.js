@@ -73,15 +73,17 @@ export function mountCurve(root) {
     setOptions(pick, all.map(([id, name]) => [id, name]));
     setHidden(pick.parentNode, all.length < 4); // with one tenant and one namespace all three are the same
     const [, , chosen] = all.find(([id]) => id === pick.value) ?? all[0];
-    const isThere = chosen.points.length > 0;
+    const isThere = chosen.points.some((point) => point.hit_share !== null);
     for (const node of [words, list, basis]) setHidden(node, !isThere);
     setHidden(empty, isThere);
     if (!isThere) return;
     columns.update(chosen.points);
     setText(words, advice(chosen.points));
-    setText(basis, `Estimated from ${plural(chosen.lookups, "lookup")} of ${count(chosen.tokens)} tokens in the last `
-      + `${age(curve.covers_s)}, for the eviction policy that runs (${curve.eviction}).`);
+    const older = curve.half_life_s ? `; what is ${age(curve.half_life_s)} old counts for half` : "";
+    const asked = `${plural(chosen.lookups, "lookup")} of ${count(chosen.tokens)} tokens`;
+    const policy = `the eviction policy that runs (${curve.eviction})`;
+    setText(basis, `Estimated for ${policy}, from ${asked} in the last ${age(curve.covers_s)}${older}.`);
   }
-  draw.digest = ({ curve }) => (curve?.total.points.length ? advice(curve.total.points) : "");
+  draw.digest = ({ curve }) => (curve ? advice(curve.total.points) : "");
   return draw;
 }

@@ -27,6 +27,8 @@ const BAD = new Set(["dead", "mismatched", "growth_failed"]);
 const WARN = new Set(["suspect", "refused", "aborted", "draining", "gap"]);
 /** Shown by itself, or of no use to a person. */
 const LEFT_OUT = new Set(["kind", "seq", "at", "tenant", "session", "label"]);
+/** A key or a namespace: nobody reads all of it. */
+const LONG_HEX = /^[0-9a-f]{64}$/;
 const UNITS = [["_bytes", bytes], ["_us", took], ["_s", age], ["bytes", bytes]];
 
 function figure(name, value) {
@@ -36,7 +38,7 @@ function figure(name, value) {
     const change = ([key, pair]) => `${unitless(key)} ${pair.map((each) => figure(key, each)).join(" → ")}`;
     return Object.entries(value).map(change).join(", ");
   }
-  return String(value);
+  return LONG_HEX.test(value) ? `${value.slice(0, 12)}…` : String(value);
 }
 
 const unitless = (name) => words(name.replace(/_(bytes|us|s)$/, "")).toLowerCase();

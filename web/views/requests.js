@@ -70,11 +70,11 @@ const columns = (explain) => [
       (r) => (isLookup(r) ? shareOf(r.hit_tokens, r.tokens) : "–"),
     ),
   },
-  { head: "Local", cls: "num spare", text: told((o) => count(o.local_tokens)), title: () => LOCAL },
-  { head: "Loaded", cls: "num spare", text: told((o) => count(o.loaded_tokens)), title: () => LOADED },
+  { head: "Local", cls: "num spare detail", text: told((o) => count(o.local_tokens)), title: () => LOCAL },
+  { head: "Loaded", cls: "num spare detail", text: told((o) => count(o.loaded_tokens)), title: () => LOADED },
   { head: "Why less", cls: "wide why", text: told((o) => o.why_in_words), title: told((o) => o.why) },
-  { head: "Bytes", cls: "num spare", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
-  { head: "Took", cls: "num spare", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
+  { head: "Bytes", cls: "num spare detail", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
+  { head: "Took", cls: "num spare detail", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
 ];
 
 function tokensTitle(r) {

@@ -1,7 +1,7 @@
 // The main figures. What a server does not know is left out.
 
 import { el, setText } from "../dom.js";
-import { age, bytes, count, plural, shareOf } from "../format.js";
+import { about, age, bytes, count, plural, shareOf } from "../format.js";
 import { recent } from "../rolling.js";
 import { inTrouble } from "./sessions.js";
 
@@ -21,11 +21,20 @@ function hitRate({ status: { counters: c }, stats }) {
 const asOf = (c) => plural(c.lookup_tokens ?? 0, "token");
 
 function saved({ status: { counters: c, saved: told } }) {
-  const tokens = told?.tokens ?? c.hit_tokens ?? 0;
-  if (told?.seconds === null || told?.seconds === undefined) {
-    return [count(tokens), `tokens found, in ${plural(c.lookups ?? 0, "lookup")}`];
-  }
-  return [age(told.seconds), `of computing: ${plural(tokens, "token")} were not computed again`];
+  if (!told?.tokens) return [count(c.hit_tokens ?? 0), `tokens found, in ${plural(c.lookups ?? 0, "lookup")}`];
+  if ((told.seconds ?? null) === null) return [count(told.tokens), "tokens were loaded instead of computed"];
+  return [age(told.seconds), `of computing: ${plural(told.tokens, "token")} were loaded instead`];
+}
+
+/** With less free than this a pool is called full: it keeps a little free. */
+const FULL_SHARE = 0.05;
+
+/** When it is full; else, what goes first. */
+function fullWords({ full_in_s: fullInS, oldest_s: oldestS, pool }) {
+  const free = pool.free_bytes + pool.limit_bytes - pool.allocated_bytes;
+  const isFull = free < FULL_SHARE * pool.limit_bytes;
+  if (!isFull && (fullInS ?? null) !== null) return `; full in ${about(fullInS)} at this rate`;
+  return isFull && (oldestS ?? null) !== null ? `; what goes next was unused for ${about(oldestS)}` : "";
 }
 
 /** Name and bodies → [value, note]. */
@@ -34,10 +43,11 @@ const TILES = [
   ["Saved", saved],
   [
     "Cached",
-    ({ status: { chunks, pool } }) => [
-      bytes(pool.ready_bytes),
-      `${plural(chunks.ready, "chunk")}: ${shareOf(pool.ready_bytes, pool.limit_bytes)} of ${bytes(pool.limit_bytes)}`,
-    ],
+    ({ status }) => {
+      const { chunks, pool } = status;
+      const share = `${shareOf(pool.ready_bytes, pool.limit_bytes)} of ${bytes(pool.limit_bytes)}`;
+      return [bytes(pool.ready_bytes), `${plural(chunks.ready, "chunk")}: ${share}${fullWords(status)}`];
+    },
   ],
   ["Engines", ({ status: s, sessions }) => [count(s.sessions), s.sessions ? troubleWords(sessions) : "none attached"]],
   [

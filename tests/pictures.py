@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -31,7 +32,9 @@ HOST = "gpu-node-3"
 """In place of the machine's own name."""
 WORK_S = 40.0
 MIB = 1 << 20
-PICTURES = (  # name, width, height of the screen, colour scheme, panel to scroll to
+Scheme = Literal["light", "dark"]
+PICTURES: tuple[tuple[str, int, int, Scheme, str], ...] = (
+    # name, width, height of the screen, colour scheme, panel to scroll to
     ("page-1440-light", 1440, 900, "light", ""), ("page-1440-engines", 1440, 800, "light", "sessions"),
     ("page-1024-dark", 1024, 760, "dark", ""), ("page-390-dark", 390, 844, "dark", ""),
 )
@@ -71,9 +74,9 @@ def named(route: Route) -> None:
     route.fulfill(response=answer, json=body | ({"host": HOST} if body.get("host") else {}))
 
 
-def opened(browser: Browser, url: str, width: int, height: int, scheme: str) -> Page:
+def opened(browser: Browser, url: str, width: int, height: int, scheme: Scheme) -> Page:
     context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce",  # type: ignore[arg-type]  # one of the two
+        viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
     )
     page = context.new_page()
     page.route("**/v1/status", named)

@@ -8,10 +8,13 @@ from typing import NamedTuple
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
 from kvdock.api.clock import ServerClock
-from kvdock.api.events.bus import Bus
+from kvdock.api.events.bus import Bus, Subscriber
 from kvdock.api.events.durations import Durations
+from kvdock.api.events.kv_log import KvLog
+from kvdock.api.events.kv_stream import KvStream
 from kvdock.api.events.log import EventLog
 from kvdock.api.events.stream import EventStream
+from kvdock.api.extras import Extras
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.keeper import Keeper
@@ -36,6 +39,8 @@ from kvdock.api.views.tally import Tally
 from kvdock.api.views.timing import Meter, Timings
 from kvdock.shm.objects import history_path
 
+NO_EXTRAS = Extras()
+
 
 class Parts(NamedTuple):
     access: AccessFile
@@ -45,11 +50,12 @@ class Parts(NamedTuple):
     drain: Drain
     desk: TierDesk
     bus: Bus
+    kv_log: KvLog | None
 
 
 def build(
     settings: Settings, pool: Pool, access: AccessFile, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
-    now_s: Callable[[], float], bus: Bus | None = None,
+    now_s: Callable[[], float], bus: Bus | None = None, extras: Extras = NO_EXTRAS,
 ) -> Parts:
     """`perf_ns` times calls, `wall_s` dates what people read, `now_s` times the drain. `bus`: one that has the pool's
     events already."""
@@ -66,7 +72,10 @@ def build(
     bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
-    for observer in (EventLog(), stream, durations):
+    kv_log = KvLog(pool.table.all_changes, pool.table.ready, wall_s) if "kv_events" in settings.observers else None
+    kv_stream = KvStream(kv_log) if kv_log is not None else None
+    observers: list[Subscriber] = [EventLog(), stream, durations, *extras.subscribers, *filter(None, [kv_stream])]
+    for observer in observers:
         if observer.name in settings.observers:
             bus.subscribe(observer)
     bus.open()
@@ -89,7 +98,7 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            quotas=quotas, desk=desk, bus=bus, heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, desk=desk, bus=bus, kv_log=kv_log, heartbeat_s=settings.heartbeat_s,
         ),
         admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
         reports=reports,
@@ -97,8 +106,8 @@ def build(
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
-                        durations=durations, missed=tally.missed, now_s=now_s),
-        stream=stream if stream.name in settings.observers else None,
+                        durations=durations, missed=tally.missed, spans=extras.spans, kv_log=kv_log, now_s=now_s),
+        stream=stream if stream.name in settings.observers else None, kv_stream=kv_stream,
         body_limit_bytes=settings.body_limit_bytes,
         body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
@@ -106,4 +115,4 @@ def build(
         settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,
         reports=reports, pulse=pulse, bus=bus,
     )
-    return Parts(access, handlers, meter, keeper, drain, desk, bus)
+    return Parts(access, handlers, meter, keeper, drain, desk, bus, kv_log)

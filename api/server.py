@@ -31,6 +31,7 @@ from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.errors import AccessFileError, StartupError
 from kvdock.api.events.bus import Bus
+from kvdock.api.extras import Extras, open_extras
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
@@ -42,6 +43,7 @@ from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.reread import Rereading
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.process import MoverProcess
+from kvdock.api.views.reports import VERSION
 from kvdock.protocol.events import Draining, Ended, Ready
 
 log = logging.getLogger("kvdock.api")
@@ -93,6 +95,7 @@ class Server:
             access = AccessFile(settings.access_file)
         except AccessFileError as error:
             raise StartupError("access_file", str(error)) from error
+        extras = open_extras(settings, VERSION)
         with ExitStack() as undo:
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
@@ -100,11 +103,12 @@ class Server:
                 pool = open_pool(settings, secrets.randbits, tell=self._bus.publish)
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
-            undo.callback(self._close, pool)
+            undo.callback(self._close, pool, extras)
             parts = build(
                 settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
-                bus=self._bus,
+                bus=self._bus, extras=extras,
             )
+            extras.start(parts.kv_log)
             rereading = Rereading(settings, self._source, access=access, admin=parts.handlers.admin, bus=self._bus)
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
@@ -118,10 +122,11 @@ class Server:
                 task.add_done_callback(self._keeper_ended)
                 telling = asyncio.create_task(self._bus.run())
                 moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
+                routing = None if parts.kv_log is None else asyncio.create_task(parts.kv_log.run())
                 yield
                 if drain.keeps_pool:
                     parts.handlers.reports.keep_history()
-                for ending in filter(None, (moving, task, telling)):
+                for ending in filter(None, (moving, task, telling, routing)):
                     ending.cancel()
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([ending])
@@ -152,10 +157,11 @@ class Server:
             reservations=stats["reservations"],
         ))
 
-    def _close(self, pool: Pool) -> None:
+    def _close(self, pool: Pool, extras: Extras) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
         self._bus.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
         self._bus.flush()
+        extras.close()
         if not keep:
             pool.close()
             return

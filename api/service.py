@@ -24,6 +24,7 @@ from kvdock.api.convert import (
     key_bytes,
 )
 from kvdock.api.events.bus import Bus
+from kvdock.api.events.kv_log import KvLog, Source
 from kvdock.api.pool.attach import attach
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
@@ -36,6 +37,8 @@ from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
+from kvdock.protocol.hints import Hint, HintAnswer
+from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
 SLICE_ANSWERS = 64
@@ -49,9 +52,9 @@ class CacheService:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        quotas: Quotas, desk: TierDesk, bus: Bus, heartbeat_s: float,
+        quotas: Quotas, desk: TierDesk, bus: Bus, kv_log: KvLog | None, heartbeat_s: float,
     ) -> None:
-        """`heartbeat_s`: how often members are asked to send a heartbeat."""
+        """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: what routers are told, or None."""
         self._pool, self._table = pool, pool.table
         self._registry, self._names = registry, names
         self._clock = clock
@@ -59,7 +62,7 @@ class CacheService:
         self._tally = tally
         self._quotas = quotas
         self._desk = desk
-        self._bus = bus
+        self._bus, self._kv_log = bus, kv_log
         self._heartbeat_s = heartbeat_s
 
     # ---------------------------------------------------------------- sessions
@@ -81,6 +84,10 @@ class CacheService:
         self._tally.counters.attached_members += 1
         self._desk.attached(session)
         manifest = session.namespace.manifest
+        if self._kv_log is not None:
+            self._kv_log.met(session.namespace.table_id, Source(
+                session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
+            ))
         if not is_known:
             self._bus.publish(e.Attached(
                 **session.who, member=body.member.id,
@@ -98,6 +105,7 @@ class CacheService:
             chunk_tokens=manifest.chunk_tokens,
             heartbeat_s=self._heartbeat_s,
             changes_next=self._changes(session, 0).next,
+            wants_blocks=self._kv_log is not None,
         )
 
     async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
@@ -230,7 +238,7 @@ class CacheService:
         self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
         return s.MismatchAnswer(quarantined=quarantined)
 
-    async def hint(self, peer: Peer, body: s.Hint) -> s.HintAnswer:
+    async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
         """In slices, from the first key on or, where the end matters, from the last one back."""
         _require_one_wish(body)
         session = self._registry.session(body.session, peer.tenant)
@@ -250,7 +258,7 @@ class CacheService:
                     break  # a key is missing there, and nothing behind a gap is retained
                 await asyncio.sleep(0)
                 session.member(body.member)  # it may have left meanwhile
-            return s.HintAnswer(chunks=chunks, refused=refused)
+            return HintAnswer(chunks=chunks, refused=refused)
         priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
         for start in reversed(starts):
             end = start + SLICE_HINT_BYTES
@@ -261,7 +269,7 @@ class CacheService:
                 break
             await asyncio.sleep(0)
             session.member(body.member)
-        return s.HintAnswer(chunks=chunks)
+        return HintAnswer(chunks=chunks)
 
     # ---------------------------------------------------------------- writing
 
@@ -275,6 +283,8 @@ class CacheService:
         if parent and body.tokens is not None:
             raise ApiError("invalid_body", "tokens start at the sequence's first", found="$.parent", wanted="keys")
         keys = await keys_of(session.namespace, body.keys, body.tokens, MAX_STORE_KEYS)
+        if body.blocks:
+            self._name_blocks(session, keys, body.blocks)
         is_movers = self._desk.is_movers(session)
         temporary = body.temporary and not (is_movers and self._pool.limits.tier_keep == "always")
         await self._pool.make_room(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
@@ -325,12 +335,26 @@ class CacheService:
             self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
-        self._tally.aborted(session, grant_id(reservation), body.ranks)
+        self._tally.aborted(session, grant_id(reservation), body.ranks, is_over=not remaining)
         if self._desk.is_movers(session):
             self._desk.settled(grant_id(reservation))
         return s.ReleaseAnswer(remaining=remaining)
 
     # ---------------------------------------------------------------- helpers
+
+    def _name_blocks(self, session: SessionRecord, keys: bytes, names: Sequence[BlockNames]) -> None:
+        """Raises ApiError(invalid_body) for names that do not fit the keys."""
+        wanted, chunk_tokens = len(keys) // KEY_BYTES, session.namespace.manifest.chunk_tokens
+        if len(names) != wanted:
+            raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
+        for at, name in enumerate(names):
+            if fault := name.fault(chunk_tokens):
+                raise ApiError(
+                    "invalid_body", "what routers know a chunk by is of all its tokens",
+                    found=f"$.blocks[{at}]: {fault}", wanted=f"{chunk_tokens} tokens, in hashes of equally many",
+                )
+        if self._kv_log is not None:
+            self._kv_log.named(session.namespace.table_id, keys, names)
 
     def _changes(self, session: SessionRecord, since: int) -> s.Changes:
         seen, following, complete = self._table.changes(session.namespace.table_id, since, MAX_ENTRIES)
@@ -400,7 +424,7 @@ class CacheService:
             raise over_quota
 
 
-def _require_one_wish(body: s.Hint) -> None:
+def _require_one_wish(body: Hint) -> None:
     """Raises ApiError(invalid_body) for a hint whose fields do not go together."""
     if body.conversation_ended and (body.priority or body.duration_s is not None):
         raise ApiError(

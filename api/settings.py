@@ -36,6 +36,8 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIA
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
           "gb": 10**9, "tb": 10**12}
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+_ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -66,8 +68,12 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
 Growth = Literal["demand", "ahead"]
-Observer = Literal["log", "stream", "metrics", "curve"]
+Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
 """Subscribers of the event bus (api/events/), and the curve of other pools' hit shares (api/views/curve.py)."""
+KvForm = Literal["map", "array"]
+DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""The OpenTelemetry specification's, for all exporters."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +137,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # what people read
     log_level: LogLevel = "info"
     log_format: LogFormat = "console"
-    observe: str = ",".join(get_args(Observer))
+    observe: str = ",".join(DEFAULT_OBSERVERS)
+    traces_endpoint: str = msgspec.field(default_factory=lambda: os.environ.get(OTLP_VARIABLE, ""))
+    kv_events_endpoint: str = ""
+    kv_events_replay_endpoint: str = ""
+    kv_events_topic: str = ""
+    kv_events_form: KvForm = "map"
     history_interval_s: Seconds = 1.0
     history_values: Positive = 300
     recent_requests: Positive = 256
@@ -278,7 +289,8 @@ def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
-    "tier_keep": get_args(TierKeep), "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
+    "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm),
+    "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
 }
 
 
@@ -311,6 +323,8 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
             f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "
             f"{', '.join(unknown)}"
         )
+    _check_traces(settings, given)
+    _check_kv_events(settings)
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
             f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
@@ -318,3 +332,28 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
     if len(os.fsencode(settings.socket_path)) > 107:
         raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
     return settings
+
+
+def _check_traces(settings: Settings, given: set[str]) -> None:
+    endpoint, is_on = settings.traces_endpoint, "traces" in settings.observers
+    if is_on and not _URL.fullmatch(endpoint):
+        raise SettingsError(
+            f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
+            f"traces are sent; found {endpoint!r}"
+        )
+    if endpoint and not is_on and "traces_endpoint" in given:
+        raise SettingsError(f"traces_endpoint={endpoint!r} wanted traces in observe={settings.observe!r} as well")
+
+
+def _check_kv_events(settings: Settings) -> None:
+    endpoints = {name: getattr(settings, name) for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
+    for name, endpoint in endpoints.items():
+        if endpoint and not _ZMQ.fullmatch(endpoint):
+            raise SettingsError(f"{name}={endpoint!r} wanted tcp://host:port or ipc://path")
+        if endpoint and "kv_events" not in settings.observers:
+            raise SettingsError(f"{name}={endpoint!r} wanted kv_events in observe={settings.observe!r} as well")
+    if settings.kv_events_replay_endpoint and not settings.kv_events_endpoint:
+        raise SettingsError(
+            f"kv_events_replay_endpoint={settings.kv_events_replay_endpoint!r} wanted kv_events_endpoint as well: what "
+            "was missed there is sent again"
+        )

@@ -71,7 +71,14 @@ MEANINGS: dict[str, str] = {
     "log_level": "The least grave messages that the log has: `debug`, `info`, `warning` or `error`.",
     "log_format": "`console`, a line of text a message; `json`, an object a line, with the event's fields.",
     "observe": "What is observed, separated by commas: `log`, sentences of the log; `stream`, `GET /v1/events`; "
-    "`metrics`, how long loads and stores take; `curve`, what pools of other sizes would find. Empty: nothing.",
+    "`metrics`, how long loads and stores take; `curve`, what pools of other sizes would find; `traces`, spans of "
+    "lookups, loads and stores; `kv_events`, `GET /v1/kv-events` for routers. Empty: nothing.",
+    "traces_endpoint": "OpenTelemetry collector that gets traces over OTLP/HTTP, as `http://host:4318`.",
+    "kv_events_endpoint": "Where KV events are published over ZeroMQ, as `tcp://127.0.0.1:5557` or `ipc://path`; "
+    "empty: nowhere.",
+    "kv_events_replay_endpoint": "Where ZeroMQ's readers ask for what they missed; empty: nowhere.",
+    "kv_events_topic": "Topic of KV events over ZeroMQ; `{model}` in it becomes the model's name.",
+    "kv_events_form": "What each KV event is over ZeroMQ: `map`, as vLLM's since 0.24; `array`, as vLLM's before it.",
     "history_interval_s": "Interval of the history that the status page draws.",
     "history_values": "Values kept per series of that history.",
     "recent_requests": "Lookups, stores and ended requests kept for `kvdock requests` and the status page.",
@@ -80,6 +87,7 @@ MEANINGS: dict[str, str] = {
 COMPUTED_DEFAULTS: dict[str, str] = {
     "socket_path": "$XDG_RUNTIME_DIR/kvdock.sock, else /run/user/UID/kvdock.sock, else /tmp/kvdock-UID/kvdock.sock",
     "prefault_threads": "half of the cores, at most 8",
+    "traces_endpoint": "$OTEL_EXPORTER_OTLP_ENDPOINT, else empty",
 }
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -93,7 +101,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
                     "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "How it begins and ends": ("adopt", "drain_s", "on_exit"),
     "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "watch_s"),
-    "What it tells": ("log_level", "log_format", "observe"),
+    "What it tells": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",
+                      "kv_events_replay_endpoint", "kv_events_topic", "kv_events_form"),
     "What it remembers for people": ("history_interval_s", "history_values", "recent_requests"),
 }
 """The settings as `--help` groups them."""

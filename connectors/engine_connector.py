@@ -25,7 +25,7 @@ from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, Looku
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
-from kvdock.connectors.requests import StoreOffer
+from kvdock.connectors.requests import ChunkObserver, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.worker import WorkerConnector
@@ -33,7 +33,9 @@ from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.access_token import read_token
+from kvdock.protocol.kv_events import BlockNames, named
 from kvdock.protocol.schemas import Manifest
+from kvdock.protocol.trace_context import traceparent_or_none
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,15 @@ class EngineConnector:
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
         tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
-        self.scheduler = SchedulerConnector(self.session, readers=manifest.tensor_parallel, terms=tiers.terms)
+        self._traceparents: dict[str, str] = {}
+        self._tokens = _KnownByTokens(manifest.chunk_tokens)
+        self.scheduler = SchedulerConnector(
+            self.session, readers=manifest.tensor_parallel, terms=tiers.terms,
+            traceparent_of=lambda request_id: self._traceparents.get(request_id, ""), observer=self._tokens,
+        )
         self._driver = Driver(
             self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
-            tiers=tiers,
+            tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
         )
         self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
         self._news = threading.Condition()
@@ -97,7 +104,11 @@ class EngineConnector:
 
     # ------------------------------------------------------------------ the verbs
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
+        if traceparent:
+            self._traceparents[request_id] = traceparent_or_none(traceparent)
         found = self._driver.lookup(request_id, token_ids, local_tokens)
         self._outcomes.lookup(request_id, len(token_ids), local_tokens, found)
         return found
@@ -115,6 +126,7 @@ class EngineConnector:
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
         self._outcomes.begin_store(request_id, computed_tokens)
+        self._tokens.of[request_id] = token_ids
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
@@ -133,6 +145,8 @@ class EngineConnector:
 
     def finished(self, request_id: str) -> None:
         self._outcomes.finished(request_id)
+        self._traceparents.pop(request_id, None)
+        self._tokens.of.pop(request_id, None)
         self._driver.finished(request_id)
 
     def close(self) -> None:
@@ -197,6 +211,19 @@ class EngineConnector:
                 self._stores.append(store)
             self._woken = True
             self._news.notify_all()
+
+
+class _KnownByTokens(ChunkObserver):
+    """Routers know chunks by their tokens and keys: the engine has no hashes of its own that they could have. `of`: the
+    tokens of each request that stores."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self.of: dict[str, Sequence[int]] = {}
+
+    def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
+        tokens, size = self.of[request_id], self._chunk_tokens
+        return [named(None, (), tokens[at * size : (at + 1) * size]) for at in range(first, end)]
 
 
 def open_worker(

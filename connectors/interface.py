@@ -69,12 +69,14 @@ class Progress:
 class Connector(Protocol):
     """Never raises for a lost or unhappy server: that is a miss."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         """Which prefix of `token_ids` can be had.
 
         `local_tokens` is what the engine's own prefix cache holds, a multiple of the manifest's block_tokens: whole
         blocks in every group. Asking again is free and changes nothing. After a LoadDone that fell short, a hit has at
-        most its valid_tokens, until `finished`.
+        most its valid_tokens, until `finished`. `traceparent`: the W3C trace context that the request came with.
         """
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:

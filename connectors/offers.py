@@ -8,7 +8,9 @@ Thread safety: as connectors/scheduler.py, whose requests these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import UNSET
 
 from kvdock.connectors.batches import LAST_STORE_KEYS, Batches
 from kvdock.connectors.interface import GroupBlocks
@@ -17,14 +19,18 @@ from kvdock.connectors.requests import ChunkObserver, Requests, RequestState, St
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.tell import tell
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Reserve
 from kvdock.protocol.wire_types import MAX_KEYS
 
 
 class StoreOffers:
-    """`computes`: lookups promise to store what they do not find."""
+    """`traceparent_of`: as SchedulerConnector has it. `computes`: lookups promise to store what they do not find."""
 
-    def __init__(self, requests: Requests, observer: ChunkObserver, *, computes: bool) -> None:
+    def __init__(
+        self, requests: Requests, observer: ChunkObserver, traceparent_of: Callable[[str], str], *, computes: bool
+    ) -> None:
+        self._traceparent_of = traceparent_of
         self._requests, self._lock, self._observer, self._computes = requests, requests.lock, observer, computes
         self.session = session = requests.session
         self._chunk_tokens = session.manifest.chunk_tokens
@@ -75,7 +81,13 @@ class StoreOffers:
         if not batches or not request.attachment.acquire():
             return None
         self._observer.known(request_id, request.chain.keys[: batches[-1].first + len(batches[-1].keys)])
-        return StoreOffer(request_id, request, batches, self._batches.blocks_read(batches), duplicate)
+        names: Sequence[BlockNames | None] = ()
+        if request.attachment.wants_blocks:
+            names = self._observer.names(request_id, batches[0].first, batches[-1].first + len(batches[-1].keys))
+        return StoreOffer(
+            request_id, request, batches, self._batches.blocks_read(batches), duplicate,
+            self._traceparent_of(request_id), names,
+        )
 
     def reserve(self, offer: StoreOffer, batch: StoreBatch) -> StorePlan | None:
         """Background: asks for slots. None when the server has it all, has no room, or is not there."""
@@ -87,6 +99,8 @@ class StoreOffers:
             keys=b"".join(batch.keys),
             groups=list(batch.groups),
             duplicate=offer.duplicate,
+            traceparent=offer.traceparent or UNSET,
+            blocks=offer.names_of(batch),
         )
         is_there = self.session.attachment is offer.attachment  # else the engine's blocks do not wait for a timeout
         with self._lock:

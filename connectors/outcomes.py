@@ -89,6 +89,13 @@ class Untold:
                 self._refuse()
             raise
 
+    def tell_last(self, beat: Heartbeat, send: Callable[[Heartbeat], HeartbeatAnswer]) -> None:
+        """Sends a heartbeat if there is anything left to tell. Raises what `send` raises."""
+        with self._lock:
+            is_any = bool(self._outcomes or self._dropped or self._copied.load_bytes or self._copied.store_bytes)
+        if is_any:
+            self.carried(beat, send)
+
     def _put_back(self, outcomes: Sequence[Outcome], dropped: int) -> None:
         with self._lock:
             every = [*outcomes, *self._outcomes]

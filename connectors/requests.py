@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import UNSET, UnsetType
+
 from kvdock.connectors.interface import BlocksRead
 from kvdock.connectors.plans import StoreBatch
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.keys import KeyChain
+from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Lookup, LookupAnswer
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -126,6 +129,11 @@ class ChunkObserver:
         """Called before the request is sent; returns a callback that gets the keys the server says are present."""
         return lambda keys: None
 
+    def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
+        """What routers know the request's chunks [first, end) by, as far as it is known; () if nothing of it is.
+        Called in the engine's thread, when the request is about to store them."""
+        return ()
+
 
 class Requests(dict[str, RequestState]):
     """By id; `lock` guards them all, and their states."""
@@ -169,14 +177,23 @@ class Fetch:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate`: as Reserve has
-    it."""
+    """Chunks to reserve and store; `reads` are all blocks of it, per group of the manifest. `duplicate` and
+    `traceparent`: as Reserve has them."""
 
     request_id: str
     request: RequestState
     batches: tuple[StoreBatch, ...]
     reads: BlocksRead
     duplicate: bool = False
+    traceparent: str = ""
+    names: Sequence[BlockNames | None] = ()
+    """What routers know these chunks by, from the first batch's first on."""
+
+    def names_of(self, batch: StoreBatch) -> list[BlockNames] | UnsetType:
+        """Those of all chunks of the batch, or none."""
+        start = batch.first - self.batches[0].first
+        known = [name for name in self.names[start : start + len(batch.keys)] if name is not None]
+        return known if len(known) == len(batch.keys) else UNSET
 
     @property
     def attachment(self) -> Attachment:

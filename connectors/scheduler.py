@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from msgspec import UNSET
+
 from kvdock.connectors.await_tiers import NO_WAIT, WaitTerms
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.offers import StoreOffers
@@ -35,21 +37,22 @@ from kvdock.protocol.schemas import Lookup, LookupAnswer
 class SchedulerConnector:
     """`readers`: how many ranks read each lease. `computes`: lookups promise to store what they do not find, of the
     requests that `is_stored` says are stored. `terms`: for how many tokens that the engine lacks, how long a request
-    may wait for lower tiers."""
+    may wait for lower tiers. `traceparent_of`: the trace context that the engine got with a request; empty: none."""
 
     def __init__(
         self, session: EngineSession, *, readers: int = 1, verifier: Verifier | None = None,
         chain_of: ChainOf = chain_of_tokens, observer: ChunkObserver | None = None, computes: bool = False,
         is_stored: Callable[[str], bool] = lambda request_id: True,
         terms: Callable[[int], WaitTerms] = lambda missing_tokens: NO_WAIT,
+        traceparent_of: Callable[[str], str] = lambda request_id: "",
     ) -> None:
         self.session, self.readers, self._computes, self._is_stored = session, readers, computes, is_stored
-        self._terms = terms
+        self._terms, self._traceparent_of = terms, traceparent_of
         self._verifier = verifier if verifier is not None else Verifier()
         self._observer = observer if observer is not None else ChunkObserver()
         self._requests = Requests(session, chain_of)
         self._lock, self._epoch = self._requests.lock, 0
-        self.stores = StoreOffers(self._requests, self._observer, computes=computes)
+        self.stores = StoreOffers(self._requests, self._observer, traceparent_of, computes=computes)
 
     @property
     def chunk_tokens(self) -> int:
@@ -126,6 +129,7 @@ class SchedulerConnector:
             computes=computes,
             wait_s=terms.wait_s,
             tokens_per_s=terms.tokens_per_s,
+            traceparent=self._traceparent_of(request_id) or UNSET,
         )
         request.promised = len(keys) if computes else 0
         return Fetch(request_id, request.attachment, tuple(keys), body, renews, replaces)

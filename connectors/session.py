@@ -98,6 +98,8 @@ class Attachment:
     registrar: SegmentRegistrar | None = None
     grants: GrantBook = field(default_factory=GrantBook)
     changes_since: int = 0
+    wants_blocks: bool = False
+    """As SessionAttached has it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 
@@ -241,6 +243,7 @@ class EngineSession:
 
     def _leave(self, session: str, member: str) -> None:
         try:
+            self.outcomes.tell_last(Heartbeat(member=member), partial(self.client.heartbeat, session))
             self.client.leave(session, member)
         except (ServerUnavailable, ApiError) as error:
             log.info("left without a word: %s", error)
@@ -266,7 +269,7 @@ class EngineSession:
             answer = self.client.attach(self._attach_body(member, liveness, registrar))
             attachment = Attachment(
                 answer.session, member, bytes.fromhex(answer.namespace), answer.pool_id, segments, liveness,
-                answer.heartbeat_s, registrar, changes_since=answer.changes_next,
+                answer.heartbeat_s, registrar, changes_since=answer.changes_next, wants_blocks=answer.wants_blocks,
             )
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
@@ -288,14 +291,13 @@ class EngineSession:
     def _resume(self, pool_id: str) -> bool:
         """Presents the suspended member again; False when its server epoch is over."""
         last = self._suspended
-        if last is None:
-            return False
-        if last.pool_id == pool_id:
+        if last is not None and last.pool_id == pool_id:
             try:
-                self.client.attach(self._attach_body(last.member, last.liveness, last.registrar))
+                answer = self.client.attach(self._attach_body(last.member, last.liveness, last.registrar))
             except ApiError as error:
                 log.warning("cannot come back as %s: %s", last.member, error)
             else:
+                last.wants_blocks = answer.wants_blocks
                 with self._lock:
                     self._attachment, self._suspended = last, None
                 self._said = ""

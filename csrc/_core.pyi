@@ -6,7 +6,6 @@ from typing import Final, Literal
 from typing_extensions import Buffer
 
 # ------------------------------------------------------------------ limits (csrc/base/limits.h)
-
 KEY_BYTES: Final[int]
 MAX_KEYS: Final[int]
 MAX_STORE_KEYS: Final[int]
@@ -99,7 +98,6 @@ class TenantView:
     quota_chunks: int | None
 
 # ------------------------------------------------------------------ curve (csrc/curve/, csrc/bind/curve.cpp)
-
 POOL_FACTORS: Final[list[float]]
 class CurveSums:
     """What lookups asked for. Namespaces are added: `+=`."""
@@ -228,6 +226,9 @@ class Table:
     def peek(self, namespace: int, keys: bytes) -> int: ...  # the hit in tokens; it locks nothing and counts as no use
     def changes(self, namespace: int, since: int, at_most: int) -> tuple[list[tuple[bytes, bool]], int, bool]:
         """([(key, is it found from now on)], oldest first; the next `since`; False: more than 65,536 changes ago)."""
+    # Both: [(namespace, key, is it found, its parent's key or zeros)]; ready() from a place on, -1 is behind the last.
+    def all_changes(self, since: int, at_most: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int, bool]: ...
+    def ready(self, start: int, budget: int) -> tuple[list[tuple[int, bytes, bool, bytes]], int]: ...
     def chunks_in(self, namespace: int) -> int: ...  # records that are not FREE
     def gone(self, namespace: int, key: bytes) -> tuple[str, int, int] | None: ...  # why, when, last use (departures)
     def release(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]:

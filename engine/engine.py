@@ -59,9 +59,11 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, request_id: str | None = None, *,
+        traceparent: str = "",
     ) -> str:
-        """Queues a prompt and returns the request's id. Raises RequestError if it could never be served."""
+        """Queues a prompt and returns the request's id. Raises RequestError if it could never be served. `traceparent`:
+        the W3C trace context that it came with."""
         sampling = sampling if sampling is not None else SamplingParams()
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         request_id = request_id if request_id is not None else f"request-{self._arrivals}"
@@ -77,7 +79,9 @@ class Engine:
             raise RequestError(
                 f"prompt and max_tokens: found {length} tokens, wanted at most {self.config.max_request_tokens}"
             )
-        request = Request(request_id, tokens, len(tokens), sampling, self._arrivals, self.clock())
+        request = Request(
+            request_id, tokens, len(tokens), sampling, self._arrivals, self.clock(), traceparent=traceparent
+        )
         self._arrivals += 1
         self.requests[request_id] = request
         self.scheduler.add(request)
@@ -187,7 +191,9 @@ class Engine:
 class NoConnector:
     """The connector of an engine without kvdock: it loads and stores nothing."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         return Miss()
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:

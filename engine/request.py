@@ -79,6 +79,8 @@ class Request:
     arrival: int
     """Order of arrival: a smaller number is served earlier and preempted later."""
     arrived_s: float
+    traceparent: str = ""
+    """The W3C trace context that it came with; empty: none."""
     state: State = State.WAITING
     computed: int = 0
     table: Table = field(default_factory=list)

@@ -162,7 +162,7 @@ class Scheduler:
         if not self.blocks.fits(local_hit, len(request.tokens)):
             return False
         local = local_hit.length * self.block_tokens
-        found = self.connector.lookup(request.id, request.tokens, local)
+        found = self.connector.lookup(request.id, request.tokens, local, request.traceparent)
         if isinstance(found, Pending):
             return True
         self.waiting.remove(request)

@@ -69,6 +69,8 @@ class Left(_OfMember, kw_only=True, tag="left"):
 
 class _OfRequest(_OfSession, kw_only=True):
     of_requests: ClassVar[bool] = True
+    traceparent: str = ""
+    """The W3C trace context that the engine sent with the lookup or store; empty: none."""
 
 
 class LookedUp(_OfRequest, kw_only=True, tag="looked_up"):
@@ -79,6 +81,8 @@ class LookedUp(_OfRequest, kw_only=True, tag="looked_up"):
     """Asked for, in whole chunks."""
     hit_tokens: int
     """Found, from token 0 on."""
+    why: str
+    """Why not more was found, as `GET /v1/requests/{request}/explain` has it; empty: all was."""
     took_us: int
     """In the server."""
 
@@ -111,6 +115,10 @@ class Cancelled(_OfRequest, kw_only=True, tag="cancelled"):
     name: str
     """The request's or the store's."""
     grant: Hex64
+    is_store: bool
+    """It was a reservation."""
+    took_us: int
+    """From the lease or reservation to this call."""
 
 
 class Reserved(_OfRequest, kw_only=True, tag="reserved"):
@@ -148,6 +156,8 @@ class Committed(_OfRequest, kw_only=True, tag="committed"):
     """Published."""
     bytes: int
     """Reserved."""
+    took_us: int
+    """From the reservation to this call."""
 
 
 class Aborted(_OfRequest, kw_only=True, tag="aborted"):
@@ -156,6 +166,12 @@ class Aborted(_OfRequest, kw_only=True, tag="aborted"):
     store: str
     reservation: Hex64
     ranks: list[int]
+    chunks: int
+    """Published by now."""
+    is_over: bool
+    """No rank is left that stores more of it."""
+    took_us: int
+    """From the reservation to this call."""
 
 
 class Refused(Event, kw_only=True, tag="refused"):

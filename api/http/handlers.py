@@ -8,6 +8,7 @@ from fastapi import Request
 
 from kvdock.api.access.peer import Peer
 from kvdock.api.admin import Admin
+from kvdock.api.events.kv_stream import KvStream
 from kvdock.api.events.stream import EventStream
 from kvdock.api.http.limits import BodyRoom
 from kvdock.api.service import CacheService
@@ -27,7 +28,8 @@ class Handlers(NamedTuple):
     probes: Probes
     metrics: Metrics
     stream: EventStream | None
-    """None: it is switched off."""
+    kv_stream: KvStream | None
+    """None: it is switched off, as `stream` may be."""
     body_limit_bytes: int
     body_room: BodyRoom
 

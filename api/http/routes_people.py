@@ -215,6 +215,25 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
 
 
 @_route(
+    c.KV_EVENTS, "pool", "Which chunks lookups find, for routers",
+    "Server-sent events, each with a batch of KV cache events of the caller's tenant: first a snapshot of what is "
+    "there, then, with `follow`, what changes. With the header `Last-Event-ID`, only what came after that batch, if "
+    "that is kept. docs/events.md explains them.",
+    errors=("not_found", "too_busy"), name="list_kv_events", media_type=EVENT_STREAM,
+)
+async def kv_events(request: Request, follow: Follow = False) -> Response:
+    stream = handlers_of(request).kv_stream
+    if stream is None:
+        raise ApiError("not_found", "KV events are switched off", found="observe", wanted="kv_events among them")
+    if stream.readers >= MOST_READERS:
+        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
+    pieces = stream.read(
+        peer_of_call(request).tenant or "", request.headers.get("last-event-id", ""), follows=follow
+    )
+    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+
+
+@_route(
     c.EXPLAIN, "pool", "Why a request found what it found",
     "The latest request of that id: what its lookups found, where the prefix ends and why, what loading took, and what "
     "its engine told of it. As long as `GET /v1/requests` has it.",

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from kvdock.api.access.peer import NOBODY, Peer
 from kvdock.api.events.bus import Bus
 from kvdock.api.events.durations import Durations
+from kvdock.api.events.kv_log import KvLog
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.views.history import Counters
@@ -42,11 +43,13 @@ class Metrics:
 
     def __init__(
         self, *, pool: Pool, quotas: Quotas, reports: Reports, meter: Meter, pulse: Pulse, bus: Bus,
-        durations: Durations, missed: Mapping[str, int], now_s: Callable[[], float],
+        durations: Durations, missed: Mapping[str, int], spans: Mapping[str, int], kv_log: KvLog | None,
+        now_s: Callable[[], float],
     ) -> None:
-        """`missed`: tokens that lookups asked for and did not get, by why."""
+        """`missed`: tokens that lookups asked for and did not get, by why. `spans`: by what became of them."""
         self._pool, self._quotas, self._reports, self._meter, self._pulse = pool, quotas, reports, meter, pulse
         self._bus, self._durations, self._missed, self._now_s = bus, durations, missed, now_s
+        self._spans, self._kv_log = spans, kv_log
         self._process = ProcessCollector(registry=None)
         self._text, self._made_s = b"", -FRESH_S
         self._tenants: asyncio.Task[bytes] | None = None
@@ -106,13 +109,7 @@ class Metrics:
         yield _times(self._meter.timings)
         yield self._durations_of("kvdock_load_seconds", "From a lease until all of its ranks have read", Loaded)
         yield self._durations_of("kvdock_store_seconds", "From a reservation until its chunks are published", Stored)
-        events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
-        for kind, count in self._bus.published.items():
-            events.add_metric([kind_of(kind)], count)
-        yield events
-        yield CounterMetricFamily(
-            "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped
-        )
+        yield from self._of_events()
         for name, text, value in (
             ("kvdock_pool_limit_bytes", "The pool never grows beyond it", status.pool.limit_bytes),
             ("kvdock_pool_allocated_bytes", "Size of all segments", status.pool.allocated_bytes),
@@ -137,6 +134,22 @@ class Metrics:
             ("kvdock_uptime_seconds", "Server clock since start", status.uptime_s),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+
+    def _of_events(self) -> Iterator[Metric]:
+        events = CounterMetricFamily("kvdock_events", "Events handed to subscribers, by kind", labels=["kind"])
+        for kind, count in self._bus.published.items():
+            events.add_metric([kind_of(kind)], count)
+        yield events
+        yield CounterMetricFamily(
+            "kvdock_events_dropped", "Events dropped because too many waited", value=self._bus.dropped
+        )
+        spans = CounterMetricFamily("kvdock_spans", "Spans of traces, by what became of them", labels=["outcome"])
+        for outcome in ("sent", "failed", "dropped"):
+            spans.add_metric([outcome], self._spans.get(outcome, 0))
+        yield spans
+        chunks, snapshots = (0, 0) if self._kv_log is None else (self._kv_log.chunks, self._kv_log.snapshots)
+        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that routers are told of", value=chunks)
+        yield CounterMetricFamily("kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=snapshots)
 
     def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:
         buckets, total_s = self._durations.view(kind)

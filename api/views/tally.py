@@ -35,6 +35,7 @@ class _Open:
     began_ns: int
     detail: Detail | None = None
     """The lookup's."""
+    traceparent: str = ""
     published: int = 0
     """Chunks."""
     slot_bytes: int = 0
@@ -114,7 +115,7 @@ class Tally:
         self._lookups.put(key, max(before, chunks))
         now_ns = self.now_ns()
         if counted is not None:
-            self._leased(session, body.request, found.lease, chunks - before, loaded_bytes, now_ns)
+            self._leased(session, body, found.lease, chunks - before, loaded_bytes, now_ns)
             return
         took_us = (now_ns - started_ns) // 1000
         row = RequestView(
@@ -129,13 +130,13 @@ class Tally:
             self.recent.add(session.tenant, row, detail)
         if self._bus.wants(e.LookedUp):
             self._bus.publish(e.LookedUp(
-                **session.who, request=body.request, tokens=tokens,
-                hit_tokens=found.hit_tokens, took_us=took_us,
+                **session.who, request=body.request, traceparent=body.traceparent or "", tokens=tokens,
+                hit_tokens=found.hit_tokens, why="" if broke is None else broke.why, took_us=took_us,
             ))
-        self._leased(session, body.request, found.lease, chunks, loaded_bytes, now_ns, detail)
+        self._leased(session, body, found.lease, chunks, loaded_bytes, now_ns, detail)
 
     def _leased(
-        self, session: SessionRecord, request: str, lease: int, chunks: int, bytes_added: int, now_ns: int,
+        self, session: SessionRecord, body: Lookup, lease: int, chunks: int, bytes_added: int, now_ns: int,
         detail: Detail | None = None,
     ) -> None:
         """`chunks`: those that are new."""
@@ -143,12 +144,14 @@ class Tally:
             return
         known = self._leases.get(lease)
         if known is None:
-            self._leases.put(lease, _Open(request, chunks, bytes_added, now_ns, detail))
+            self._leases.put(lease, _Open(
+                body.request, chunks, bytes_added, now_ns, detail, body.traceparent or "",
+            ))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
         if self._bus.wants(e.Leased):
             self._bus.publish(e.Leased(
-                **session.who, request=request,
+                **session.who, request=body.request, traceparent=body.traceparent or "",
                 lease=grant_text(lease), chunks=chunks, bytes=bytes_added,
             ))
 
@@ -158,23 +161,27 @@ class Tally:
         if known is None or known.has_ended:
             return
         known.has_ended = True
-        took_us = (self.now_ns() - known.began_ns) // 1000
+        took_us = self._took_us(known)
         if known.detail is not None:
             known.detail.loaded_us = took_us
         if self._bus.wants(e.Loaded):
             self._bus.publish(e.Loaded(
-                **session.who, request=known.name,
+                **session.who, request=known.name, traceparent=known.traceparent,
                 lease=grant_text(lease), chunks=known.chunks, bytes=known.bytes,
                 took_us=took_us,
             ))
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
         """The member that had asked for a lease or reservation does not want it."""
-        known = self._leases.get(grant) or self._stores.get(grant)
+        lease = self._leases.get(grant)
+        known = lease or self._stores.get(grant)
         if known is None or known.has_ended:
             return
         known.has_ended = True
-        self._bus.publish(e.Cancelled(**session.who, name=known.name, grant=grant_text(grant)))
+        self._bus.publish(e.Cancelled(
+            **session.who, name=known.name, traceparent=known.traceparent, grant=grant_text(grant),
+            is_store=lease is None, took_us=self._took_us(known),
+        ))
 
     def reservation(
         self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
@@ -188,9 +195,10 @@ class Tally:
         counters.quota_reservations += granted.limited == "quota"
         now_ns = self.now_ns()
         if granted.grant:
-            known = _Open(body.store, granted.chunk_count, granted.part_bytes, now_ns)
-            known.slot_bytes = _slot_bytes(granted) if session.is_bench else 0
-            self._stores.put(granted.grant, known)
+            self._stores.put(granted.grant, _Open(
+                body.store, granted.chunk_count, granted.part_bytes, now_ns, traceparent=body.traceparent or "",
+                slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
+            ))
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens
@@ -204,7 +212,7 @@ class Tally:
             self.recent.add(session.tenant, row, Detail(session.namespace.digest))
         if self._bus.wants(e.Reserved):
             self._bus.publish(e.Reserved(
-                **session.who, store=body.store,
+                **session.who, store=body.store, traceparent=body.traceparent or "",
                 reservation=grant_text(granted.grant) if granted.grant else None, tokens=tokens,
                 present_tokens=present_tokens, chunks=granted.chunk_count, bytes=granted.part_bytes,
                 limited_by=granted.limited or None,
@@ -224,22 +232,28 @@ class Tally:
             self._apart.stored_bytes += known.slot_bytes * grown // max(1, known.chunks)
         if grown > 0 and self._bus.wants(e.Stored):
             self._bus.publish(e.Stored(
-                **session.who, store=known.name,
-                reservation=grant_text(reservation), chunks=grown, took_us=(self.now_ns() - known.began_ns) // 1000,
+                **session.who, store=known.name, traceparent=known.traceparent,
+                reservation=grant_text(reservation), chunks=grown, took_us=self._took_us(known),
             ))
         if is_whole and self._bus.wants(e.Committed):
             self._bus.publish(e.Committed(
-                **session.who, store=known.name,
-                reservation=grant_text(reservation), chunks=published, bytes=known.bytes,
+                **session.who, store=known.name, traceparent=known.traceparent,
+                reservation=grant_text(reservation), chunks=published, bytes=known.bytes, took_us=self._took_us(known),
             ))
 
-    def aborted(self, session: SessionRecord, reservation: int, ranks: Sequence[int]) -> None:
+    def aborted(self, session: SessionRecord, reservation: int, ranks: Sequence[int], *, is_over: bool) -> None:
+        """`is_over`: no rank is to come."""
         known = self._stores.get(reservation)
         if known is not None and not known.has_ended:
+            known.has_ended = is_over
             self._bus.publish(e.Aborted(
-                **session.who, store=known.name,
-                reservation=grant_text(reservation), ranks=list(ranks),
+                **session.who, store=known.name, traceparent=known.traceparent,
+                reservation=grant_text(reservation), ranks=list(ranks), chunks=known.published, is_over=is_over,
+                took_us=self._took_us(known),
             ))
+
+    def _took_us(self, since: _Open) -> int:
+        return (self.now_ns() - since.began_ns) // 1000
 
     def outcomes(self, session: SessionRecord, body: Heartbeat) -> None:
         """What an engine tells of requests that have ended."""

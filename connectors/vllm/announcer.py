@@ -22,6 +22,7 @@ from typing import Any
 from kvdock.connectors.requests import ChunkObserver
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.vllm.request_tag import is_plain
+from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Changes
 
 UNTOLD_CHUNKS = 1 << 14
@@ -37,6 +38,20 @@ class Chunk:
     hashes: tuple[bytes, ...]
     parent: bytes | None
     tokens: array[int]
+
+
+Namer = Callable[[Any, int], BlockNames | None]
+"""What routers know a chunk of a request by, from its number; None: vLLM has not hashed all of it."""
+
+
+def chunk_of(request: Any, at: int, hashes: int, chunk_tokens: int) -> Chunk | None:
+    """`hashes`: of a chunk. None while vLLM has not hashed all of it."""
+    first = at * hashes
+    found = tuple(request.block_hashes[first : first + hashes])
+    if len(found) < hashes:
+        return None
+    parent = request.block_hashes[first - 1] if first else None
+    return Chunk(found, parent, array("I", request.all_token_ids[at * chunk_tokens : (at + 1) * chunk_tokens]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,9 @@ class Announcer:
             for at, key in enumerate(keys):
                 if key in self._untold:
                     self._untold.move_to_end(key)
-                elif key not in self._told and (chunk := self._chunk(request, at)) is not None:
+                elif key not in self._told and (
+                    chunk := chunk_of(request, at, self._hashes, self._chunk_tokens)
+                ) is not None:
                     self._add(key, chunk)
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
@@ -127,15 +144,6 @@ class Announcer:
         self._gone.clear()
         self._all_gone = self._beats
 
-    def _chunk(self, request: Any, at: int) -> Chunk | None:
-        """None while vLLM has not hashed all of it."""
-        first, size = at * self._hashes, self._chunk_tokens
-        hashes = tuple(request.block_hashes[first : first + self._hashes])
-        if len(hashes) < self._hashes:
-            return None
-        parent = request.block_hashes[first - 1] if first else None
-        return Chunk(hashes, parent, array("I", request.all_token_ids[at * size : (at + 1) * size]))
-
     def _add(self, key: bytes, chunk: Chunk) -> None:
         self._untold[key] = chunk
         if len(self._untold) > UNTOLD_CHUNKS:
@@ -144,16 +152,23 @@ class Announcer:
 
 
 class Announcing(ChunkObserver):
-    """Lets the announcer know of chunks by their requests, which `request_of` finds. What depends on more than tokens
-    is not announced: a router that hashes tokens alone would send others to it."""
+    """Lets the announcer know of chunks by their requests, which `request_of` finds, and a server that tells routers
+    itself, what `namer` makes of them. What depends on more than tokens is not announced: a router that hashes tokens
+    alone would send others to it."""
 
-    def __init__(self, announcer: Announcer, request_of: Callable[[str], Any]) -> None:
-        self._announcer, self._request_of = announcer, request_of
+    def __init__(self, announcer: Announcer | None, namer: Namer | None, request_of: Callable[[str], Any]) -> None:
+        self._announcer, self._namer, self._request_of = announcer, namer, request_of
 
     def asking(self, attachment: Attachment) -> Callable[[Sequence[bytes]], None]:
-        return self._announcer.asking(attachment)
+        return self._announcer.asking(attachment) if self._announcer is not None else super().asking(attachment)
 
     def known(self, request_id: str, keys: Sequence[bytes]) -> None:
         request = self._request_of(request_id)
-        if is_plain(request):
+        if self._announcer is not None and is_plain(request):
             self._announcer.know(request, keys)
+
+    def names(self, request_id: str, first: int, end: int) -> Sequence[BlockNames | None]:
+        request = self._request_of(request_id)
+        if self._namer is None or not is_plain(request):
+            return ()
+        return [self._namer(request, at) for at in range(first, end)]

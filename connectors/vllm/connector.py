@@ -39,7 +39,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
-from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of
+from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
@@ -318,6 +318,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
             is_beside=is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
+            namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
         )
         self._scheduler.start()
         for request in self._waiting:

@@ -19,9 +19,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvdock.connectors.session import EngineSession
-from kvdock.connectors.vllm.announcer import Announcer, Told
+from kvdock.connectors.vllm.announcer import Announcer, Chunk, Namer, Told, chunk_of
 from kvdock.connectors.vllm.figures import METRICS, Data, Figures, merge, summary
 from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.protocol.kv_events import BlockNames, named
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets: from a lookup to the load of a very long prompt."""
@@ -111,17 +112,37 @@ class Events:
         return [self._event(told, *group) for told in self.announcer.take() for group in self._groups]
 
     def _event(self, told: Told, group: int, kind: str, step: int) -> KVCacheEvent:
-        # Each hash covers all tokens before it: that of a block is that of its last tokens.
-        hashes = [maybe_convert_block_hash(BlockHash(one)) for one in told.chunk.hashes[step - 1 :: step]]
+        hashes = _of_blocks(told.chunk, step)
         if not told.is_there:
             return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=group)
-        before = told.chunk.parent
-        parent = maybe_convert_block_hash(BlockHash(before)) if before is not None else None
         return BlockStored(
-            block_hashes=hashes, parent_block_hash=parent, token_ids=list(told.chunk.tokens),
+            block_hashes=hashes, parent_block_hash=_before(told.chunk), token_ids=list(told.chunk.tokens),
             block_size=step * self._hash_tokens, lora_id=None, lora_name=None, medium=MEDIUM, group_idx=group,
             kv_cache_spec_kind=kind,
         )
+
+
+def _of_blocks(chunk: Chunk, step: int) -> list[Any]:
+    """Each hash covers all tokens before it: that of a block is that of its last tokens."""
+    return [maybe_convert_block_hash(BlockHash(one)) for one in chunk.hashes[step - 1 :: step]]
+
+
+def _before(chunk: Chunk) -> Any:
+    return maybe_convert_block_hash(BlockHash(chunk.parent)) if chunk.parent is not None else None
+
+
+def namer_of(groups: Sequence[KVGroup], chunk_tokens: int, hash_tokens: int) -> Namer | None:
+    """Names chunks as vLLM's own events name the blocks of the first group of full attention; None without one."""
+    sizes = [group.block_tokens for group in groups if group.window_tokens is None]
+    if not sizes:
+        return None
+    step, hashes = max(1, sizes[0] // hash_tokens), chunk_tokens // hash_tokens
+
+    def name(request: Any, at: int) -> BlockNames | None:
+        chunk = chunk_of(request, at, hashes, chunk_tokens)
+        return None if chunk is None else named(_before(chunk), _of_blocks(chunk, step), chunk.tokens)
+
+    return name
 
 
 def events_of(

@@ -33,7 +33,7 @@ from kvdock.connectors.requests import Chain
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
-from kvdock.connectors.vllm.announcer import Announcer, Announcing
+from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
@@ -60,12 +60,13 @@ class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
     `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
-    says what requests depend on beside their tokens; `is_beside`: another connector may load what they compute from."""
+    says what requests depend on beside their tokens; `is_beside`: another connector may load what they compute from;
+    `namer`: what routers know chunks by."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
-        hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False,
+        hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
@@ -76,16 +77,15 @@ class VllmScheduler:
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
         self._tags = tags if tags is not None else Tags()
-        share = settings.compute_once
-        self._chunk_tokens = session.manifest.chunk_tokens
+        share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
         speed = self._speed if settings.load_if_cheaper else None
         tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
         self._connector = SchedulerConnector(
-            session, readers=ranks, verifier=ChecksumVerifier(session),
-            chain_of=partial(self._chain_of, hash_tokens),
-            observer=Announcing(announcer, lambda name: self._tracked[name].request) if announcer is not None else None,
+            session, readers=ranks, verifier=ChecksumVerifier(session), chain_of=partial(self._chain_of, hash_tokens),
+            observer=Announcing(announcer, namer, lambda name: self._tracked[name].request),
             computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
+            traceparent_of=lambda name: self._tracked[name].traceparent,
         )
         # What windows have left behind cannot be stored once more.
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)

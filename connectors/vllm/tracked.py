@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdock.connectors.vllm.tables import Table
+from kvdock.protocol.trace_context import traceparent_or_none
 
 
 @dataclass
@@ -26,6 +27,12 @@ class Tracked:
     """Blocks that it was given, until it is in a step."""
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     """The newest that it was in since it was given its blocks: their numbers, and the tokens computed before each."""
+
+    @property
+    def traceparent(self) -> str:
+        """As vLLM got it; empty: none. It keeps these headers only if it sends traces itself."""
+        headers = getattr(self.request, "trace_headers", None) or {}
+        return traceparent_or_none(headers.get("traceparent"))
 
     def computed_in(self, tokens: int) -> int | None:
         """The number of a step: once it has ended, the first `tokens` tokens are in their blocks. None: not known."""

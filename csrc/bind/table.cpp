@@ -304,6 +304,20 @@ void bind_grants(py::class_<BoundTable>& c) {
                      : std::nullopt;
       }, "namespace"_a, "key"_a)
       .def("changes", call(&Table::changes), "namespace"_a, "since"_a, "at_most"_a)
+      .def("all_changes", [](BoundTable& t, uint64_t since, size_t at_most) {
+        auto [changes, next, complete] = call(&Table::all_changes)(t, since, at_most);
+        std::vector<std::tuple<uint32_t, Key, bool, Key>> out;
+        out.reserve(changes.size());
+        for (const Change& one : changes)
+          out.emplace_back(one.space, one.key, one.is_there, call(&Chunks::parent_of)(t, one.space, one.key));
+        return std::make_tuple(std::move(out), next, complete);
+      }, "since"_a, "at_most"_a)
+      .def("ready", [](BoundTable& t, uint64_t start, uint32_t budget) {
+        auto [found, next] = call(&Chunks::ready)(t, start, budget);
+        std::vector<std::tuple<uint32_t, Key, bool, Key>> out;
+        for (const Ready& one : found) out.emplace_back(one.space, one.key, true, one.parent);
+        return std::make_pair(std::move(out), next);
+      }, "start"_a, "budget"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)
       .def("mismatch", call(&Table::mismatch), "session"_a, "grant"_a, "chunks"_a)
       .def("abort", call(&Table::abort), "session"_a, "grant"_a, "ranks"_a)

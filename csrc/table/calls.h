@@ -83,6 +83,11 @@ using PartCommit = std::tuple<uint32_t, uint32_t, uint64_t>;  // index into the 
 using CommitResult = std::pair<uint32_t, std::vector<uint32_t>>;
 // How many chunks were taken out, and where the next call starts; -1: everything was looked at.
 using Cleared = std::pair<uint32_t, int64_t>;
+
+struct Ready {  // a chunk that lookups find
+  uint32_t space;
+  Key key, parent;
+};
 // A grant, and the ranks that are asked; none: the member that asked for the grant is.
 using Question = std::pair<uint64_t, std::vector<uint32_t>>;
 

@@ -22,6 +22,7 @@ struct Change {
 // Keys and whether they are there, oldest first; what to ask from next time; false: some changes are not known any
 // more, and there are none in the list.
 using Changes = std::tuple<std::vector<std::pair<Key, bool>>, uint64_t, bool>;
+using AllChanges = std::tuple<std::vector<Change>, uint64_t, bool>;
 
 class ChangeLog {
  public:
@@ -50,6 +51,16 @@ class ChangeLog {
       const Change& change = kept_[next % kKept];
       if (change.space == space) changes.emplace_back(change.key, change.is_there);
     }
+    return {std::move(changes), next, complete};
+  }
+
+  // The same of all namespaces; what was forgotten is left out.
+  AllChanges since(uint64_t from, size_t at_most) const {
+    bool complete = next_ - kept_.size() <= from && from <= next_;
+    uint64_t next = complete ? from : next_;
+    std::vector<Change> changes;
+    for (; next < next_ && changes.size() < at_most; ++next)
+      if (const Change& change = kept_[next % kKept]; change.space != kNone) changes.push_back(change);
     return {std::move(changes), next, complete};
   }
 

@@ -145,6 +145,9 @@ class Chunks {
   // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many went.
   uint32_t evict_over_quota(uint32_t max_chunks);
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
+  // READY chunks, from place `start` on, some `budget` places; where the next call goes on, -1 after the last.
+  std::pair<std::vector<Ready>, int64_t> ready(uint64_t start, uint32_t budget) const;
+  Key parent_of(uint32_t space, const Key& key) const;  // the root's if it begins a sequence, or is not READY
   void keep(uint32_t id, uint64_t until_ms);  // 0: no longer
   void expire_kept(uint64_t now);
   uint64_t kept_bytes() const { return kept_bytes_; }

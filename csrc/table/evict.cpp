@@ -268,6 +268,22 @@ Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
   return {taken, -1};
 }
 
+std::pair<std::vector<Ready>, int64_t> Chunks::ready(uint64_t start, uint32_t budget) const {
+  std::vector<Ready> found;
+  auto from = static_cast<uint32_t>(std::min<uint64_t>(start, pages_.end()));
+  for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {
+    if (budget-- == 0) return {std::move(found), id};
+    const Record& r = record(id);
+    if (r.state() == RecordState::kReady) found.push_back({r.space, r.key, r.parent});
+  }
+  return {std::move(found), -1};
+}
+
+Key Chunks::parent_of(uint32_t space, const Key& key) const {
+  const KeyEntry* e = index_.find(space, key);
+  return e != nullptr && e->ready != kNone ? record(e->ready).parent : Key{};
+}
+
 void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
   unlist(id);
   Record& r = record(id);

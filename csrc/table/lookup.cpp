@@ -273,9 +273,14 @@ uint64_t Table::peek(uint32_t space, const std::vector<Key>& keys) {
 
 Changes Table::changes(uint32_t space, uint64_t since, size_t at_most) {
   chunks_.namespaces().require(space);
-  uint64_t base = (incarnation() & 0x1fffff) << 32;  // below 2^53: JSON's readers hold no larger integers exactly
-  Changes out = chunks_.changes().since(space, since >= base ? since - base : UINT64_MAX, at_most);
-  std::get<1>(out) += base;
+  Changes out = chunks_.changes().since(space, since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
+  std::get<1>(out) += changes_base();
+  return out;
+}
+
+AllChanges Table::all_changes(uint64_t since, size_t at_most) {
+  AllChanges out = chunks_.changes().since(since >= changes_base() ? since - changes_base() : UINT64_MAX, at_most);
+  std::get<1>(out) += changes_base();
   return out;
 }
 

@@ -75,6 +75,7 @@ class Table {
   // As ChangeLog's, but numbered for each server of the pool apart: an engine that asks with another server's number
   // learns that it missed something.
   Changes changes(uint32_t space, uint64_t since, size_t at_most);
+  AllChanges all_changes(uint64_t since, size_t at_most);
   void withdraw(uint64_t session, const Id16& request);  // what the request's lookups have promised
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
   uint32_t mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
@@ -114,6 +115,8 @@ class Table {
   void check_integrity();  // TableError corrupt
 
  private:
+  // Below 2^53: JSON's readers hold no larger integers exactly.
+  uint64_t changes_base() const { return (incarnation() & 0x1fffff) << 32; }
   struct Counters {
     uint64_t lookups = 0, lookup_tokens = 0, hit_tokens = 0, reservations = 0, mismatches = 0;
     uint64_t refused_retains = 0;

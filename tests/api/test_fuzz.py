@@ -73,6 +73,12 @@ def without_fractions(value: Any) -> Any:
 def pack(context: Any, value: Any) -> bytes:
     if isinstance(value, dict) and isinstance(value.get("keys"), str):
         value = {**value, "keys": value["keys"].encode()}  # a bin; in JSON it is base64
+    if isinstance(value, dict) and isinstance(value.get("blocks"), list):
+        blocks = [
+            [*one[:2], one[2].encode()] if isinstance(one, list) and len(one) == 3 and isinstance(one[2], str) else one
+            for one in value["blocks"]
+        ]
+        value = {**value, "blocks": blocks}
     return msgspec.msgpack.encode(within_64_bits(value))
 
 

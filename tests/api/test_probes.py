@@ -304,9 +304,12 @@ def shell_variables(server: ServerProcess, engine: Engine, liveness: MemberLiven
 
 
 @pytest.mark.skipif(CURL is None, reason="curl is not installed here")
-def test_every_line_for_curl_works_as_it_stands(
-    server: ServerProcess, client: Client, document: dict[str, Any]
-) -> None:
+def test_every_line_for_curl_works_as_it_stands(document: dict[str, Any]) -> None:
+    with ServerProcess(observe="stream,curve,kv_events") as server, Client(server.unix) as client:
+        check_lines(server, client, document)
+
+
+def check_lines(server: ServerProcess, client: Client, document: dict[str, Any]) -> None:
     liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
     address = server.http.removeprefix("http://")
     for method, path, described in calls(document):
@@ -321,6 +324,8 @@ def test_every_line_for_curl_works_as_it_stands(
         assert done.returncode == 0 and status in ("200", "204"), (method, path, line, done.stdout, done.stderr)
         if path == "/v1/events":
             assert '"kind":"attached"' in content
+        elif path == "/v1/kv-events":
+            assert "AllBlocksCleared" in content
         elif method == "GET" and path.startswith("/v1/"):
             assert json.loads(content)
         engine.close()

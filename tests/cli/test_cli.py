@@ -122,7 +122,7 @@ def test_an_address_in_use_is_one_sentence(server: ServerProcess, tmp_path: Path
 def test_every_setting_has_a_flag_a_meaning_and_its_default() -> None:
     fields = Settings.__struct_fields__
     assert tuple(MEANINGS) == fields
-    assert set(COMPUTED_DEFAULTS) == {"socket_path", "prefault_threads"}
+    assert set(COMPUTED_DEFAULTS) == {"socket_path", "prefault_threads", "traces_endpoint"}
     text = kvdock("serve", "--help").stdout
     for name in fields:
         assert f"--{name.replace('_', '-')} " in text

@@ -76,7 +76,9 @@ def test_our_connector_conforms_within_limits_and_with_statistics(
 class WritesSharedBlocks(EngineConnector):
     """Loads the whole hit whatever the engine holds itself."""
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         return super().lookup(request_id, token_ids, 0)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:
@@ -119,7 +121,9 @@ class StoresTheWrongBlocks(EngineConnector):
 
 
 class WaitsForAnswers(EngineConnector):
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         time.sleep(1.2 * conformance.LONGEST_CALL_S)  # the defect: the engine's thread waits
         return super().lookup(request_id, token_ids, local_tokens)
 

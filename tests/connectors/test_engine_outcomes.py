@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from api_helpers import ServerProcess, eventually
-from connector_helpers import CHUNK, engine_over, tokens_of
+from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of, mortal, successor, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.engine_outcomes import EngineOutcomes
@@ -86,6 +88,12 @@ def run(engine: Engine, request: str, prompt: list[int]) -> None:
     assert engine.drain(20.0)
 
 
+def explained(client: Client, request: str) -> str:
+    """What people read of it, once its engine has told what became of it."""
+    told(client, request)
+    return "\n".join(client.explain(request).sentences)
+
+
 def told(client: Client, request: str) -> OutcomeView:
     def outcomes() -> list[OutcomeView]:
         return [one.outcome for one in client.requests(request=request).requests if one.outcome is not None]
@@ -120,3 +128,63 @@ def test_a_real_engine_tells_what_its_load_took_and_saved(quick: ServerProcess) 
         assert any(sentence.startswith("Loading took the engine") for sentence in said.sentences)
         assert any("tokens/s that the engine computes" in sentence for sentence in said.sentences)
         assert said.saved_s == read.saved_s
+
+
+def test_a_hit_that_is_below_the_minimum_is_explained(quick: ServerProcess) -> None:
+    prompt = tokens_of(94, 2, tail=7)
+    with Client(quick.unix) as client:
+        for name, least in (("stores it", 0), ("declines it", 3 * CHUNK)):
+            with closing(engine_over(quick.unix, min_load_tokens=least)) as engine:
+                run(engine, name, prompt)
+                outcome = told(client, name)
+        assert (outcome.found_tokens, outcome.loaded_tokens, outcome.why) == (2 * CHUNK, 0, "declined_short")
+        assert "Not more were loaded: fewer tokens than min_load_tokens." in explained(client, "declines it")
+
+
+def test_bytes_that_were_damaged_are_explained_to_the_one_that_met_them_and_to_the_next(quick: ServerProcess) -> None:
+    prompt = tokens_of(95, 3, tail=7)
+    with Client(quick.unix) as client:
+        with closing(engine_over(quick.unix)) as engine:
+            run(engine, "wrote", prompt)
+            with Spectator(client, kvdock_of(engine).session.manifest) as spectator:
+                spectator.flip(spectator.slots(prompt[: 3 * CHUNK])[1], 100)
+        with closing(engine_over(quick.unix)) as engine:
+            run(engine, "met it", prompt)
+            assert "Not more were loaded: not all of a load came." in explained(client, "met it")
+            assert told(client, "met it").loaded_tokens < 3 * CHUNK
+        with closing(engine_over(quick.unix)) as engine:
+            engine.connector.lookup("next", prompt, 0)
+            eventually(lambda: bool(client.requests(request="next").requests))
+        why = [story.broke.why for story in client.explain("next").lookups if story.broke is not None]
+        assert why in ([], ["mismatched"]), "it was stored anew, or is known to have gone for that"
+
+
+def test_engines_that_cannot_share_are_told_which_field_keeps_them_apart(quick: ServerProcess) -> None:
+    prompt = tokens_of(96, 2, tail=7)
+    with Client(quick.unix) as client:
+        for name, salt in (("salted", "a"), ("salted otherwise", "b")):
+            with closing(engine_over(quick.unix, salt=salt)) as engine:
+                run(engine, name, prompt)
+                said = explained(client, name)
+        assert "Another namespace of the model has chunks, which it cannot use" in said
+        assert "cache_salt: 'hidden' here, " in said
+
+
+def test_what_ended_just_before_an_engine_left_is_told() -> None:
+    with ServerProcess(heartbeat_s=60.0, missed_heartbeats=100) as slow, Client(slow.unix) as client:
+        with closing(engine_over(slow.unix)) as engine:
+            run(engine, "the last one", tokens_of(99, 2))
+            assert not any(one.outcome for one in client.requests(request="the last one").requests)
+        assert told(client, "the last one").prompt_tokens == 2 * CHUNK
+
+
+def test_a_load_whose_server_was_lost_is_explained_by_the_next_one() -> None:
+    """The engine tells the server that takes the pool over what became of the request."""
+    prompt = tokens_of(97, 2, tail=7)
+    with mortal(heartbeat_s=0.1) as server, closing(engine_over(server.unix)) as engine:
+        run(engine, "stored", prompt)
+        server.stop(signal.SIGKILL)
+        run(engine, "while it was away", tokens_of(98, 2))
+        with successor(server) as second, Client(second.unix) as client:
+            outcome = told(client, "while it was away")
+            assert (outcome.found_tokens, outcome.loaded_tokens) == (0, 0)

@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, eventually, manifest, unique
+from kv_readers import streamed
 
 from kvdock.client.client import Client
+from kvdock.client.events import read_events
+from kvdock.client.transport import Address
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
+from kvdock.connectors.vllm.announcer import Namer
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.in_flight import InFlight
@@ -22,6 +26,8 @@ from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.tracked import Tracked
+from kvdock.protocol import schemas as s
+from kvdock.protocol.kv_events import named
 from kvdock.protocol.schemas import Group
 
 BLOCK, CHUNK = 16, 32
@@ -30,7 +36,7 @@ STATE = KVGroup(1, CHUNK, {"b": 128}, False, state="mamba")
 
 
 def scheduler_of(
-    address: str, *groups: KVGroup, steps_ahead: int = 0, block_tokens: int = BLOCK
+    address: str, *groups: KVGroup, steps_ahead: int = 0, block_tokens: int = BLOCK, namer: Namer | None = None
 ) -> VllmScheduler:
     described = manifest(
         chunk_tokens=CHUNK, block_tokens=block_tokens, cache_salt=unique("salt"), groups=tuple(
@@ -45,7 +51,8 @@ def scheduler_of(
     )
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
     return VllmScheduler(
-        session, groups, budget, Settings(address=address), ranks=1, fails_closed=False, steps_ahead=steps_ahead
+        session, groups, budget, Settings(address=address), ranks=1, fails_closed=False, steps_ahead=steps_ahead,
+        namer=namer,
     )
 
 
@@ -103,6 +110,68 @@ def test_a_resumed_request_is_stored_from_its_new_blocks(scheduler: VllmSchedule
     step(scheduler, request, 80, more=[[11, 12, 13, 14, 15]], resumed=True)
     step(scheduler, request, 16, more=[[16]])  # over another chunk's end
     assert offered(scheduler)[-1] == {15, 16}
+
+
+def test_the_trace_of_a_request_goes_with_its_lookup_and_its_store() -> None:
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    with ServerProcess() as server:
+        scheduler = scheduler_of(server.unix, FULL)
+        scheduler.start()
+        for number, headers in enumerate(({"traceparent": traceparent, "tracestate": "a=1"}, {"traceparent": "no"})):
+            request = request_of(96)
+            request.request_id, request.trace_headers = f"r{number}", headers
+            request.all_token_ids = [number] * 96
+            blocks: list[list[int | None]] = [[10 * number + at for at in range(1, 5)]]
+            scheduler.lookup(request, 0)
+            scheduler.allocated(request, blocks, 0)
+            step(scheduler, request, 64, new=blocks)
+
+        def told() -> list[tuple[str, str, str]]:
+            events = [one.event for one in read_events(Address.parse(server.unix), kinds="looked_up,reserved")]
+            return sorted((one["kind"], one.get("request", ""), one["traceparent"]) for one in events)
+
+        wanted = [("looked_up", "r0", traceparent), ("looked_up", "r1", "")]
+        eventually(lambda: told() == [*wanted, ("reserved", "", ""), ("reserved", "", traceparent)])
+        scheduler.close()
+
+
+def test_a_server_that_tells_routers_hears_what_they_know_chunks_by() -> None:
+    """But of what depends on more than tokens, and of what vLLM has not hashed yet, it hears nothing."""
+    with ServerProcess(observe="stream,kv_events") as server, Client(server.unix) as client:
+        scheduler = scheduler_of(server.unix, FULL, namer=lambda request, at: None if request.hashes is None else named(
+            request.hashes if at else None, [request.hashes + 2 * at, request.hashes + 2 * at + 1],
+            request.all_token_ids[at * CHUNK : (at + 1) * CHUNK],
+        ))
+        scheduler.start()
+        for number, (hashes, salt) in enumerate(((100, ""), (200, "a tenant's"), (None, ""))):
+            request = request_of(96)
+            request.request_id, request.hashes, request.cache_salt = f"r{number}", hashes, salt
+            request.all_token_ids = [number] * 96
+            blocks: list[list[int | None]] = [[10 * number + at for at in range(1, 5)]]
+            scheduler.lookup(request, 0)
+            scheduler.allocated(request, blocks, 0)
+            step(scheduler, request, 64, new=blocks)
+
+        def reserved() -> list[str]:
+            events = (one.event for one in read_events(Address.parse(server.unix), kinds="reserved"))
+            return [one["reservation"] for one in events if one["chunks"] == 2]
+
+        eventually(lambda: len(reserved()) == 3)
+        attachment = scheduler._session.attachment
+        assert attachment is not None and attachment.wants_blocks
+        for reservation in reserved():  # the workers' part
+            parts = [s.PartDone(at, 0, "0" * 15 + "1") for at in range(2)]
+            client.commit(reservation, s.Commit(session=attachment.session, rank=0, parts=parts))
+
+        def told() -> list[dict[str, Any]]:
+            return [event for _, body in streamed(server) for event in body["events"][1:]]
+
+        eventually(lambda: len(told()) == 6)
+        by_tokens = {tuple(one["token_ids"]): one for one in told() if one["token_ids"]}
+        assert by_tokens.keys() == {(0,) * CHUNK}, "chunks of equal tokens, one behind the other"
+        told_hashes = [one["block_hashes"] for one in told() if one["token_ids"]]
+        assert told_hashes == [[f"{100 + at:016x}", f"{101 + at:016x}"] for at in (0, 2)]
+        scheduler.close()
 
 
 def test_blocks_that_a_window_left_behind_are_not_stored_late(server: ServerProcess) -> None:

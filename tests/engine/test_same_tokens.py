@@ -196,7 +196,9 @@ class Spoiler:
         self.loads += news.loads
         self.stores += news.stores
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         return self.inner.lookup(request_id, token_ids, local_tokens)
 
     def begin_load(self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int) -> None:

@@ -156,7 +156,9 @@ class MemoryConnector:
         self.waits_s: list[float] = []
         self.closed = False
 
-    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> LookupResult:
+    def lookup(
+        self, request_id: str, token_ids: Sequence[int], local_tokens: int, traceparent: str = ""
+    ) -> LookupResult:
         asked = self.asked.get(request_id, (0, []))[0] + 1
         self.asked[request_id] = (asked, list(token_ids))
         if asked <= self._vary(self.unknown_lookups):

@@ -284,6 +284,42 @@ def test_changes_of_other_namespaces_are_not_told() -> None:
     assert refused.value.code == "unknown_namespace"
 
 
+def test_all_changes_are_those_of_each_namespace_with_the_parents_of_what_is_there() -> None:
+    table = new_table(64 * PAGE)
+    mine, other = Client(table, PAGE), Client(table, PAGE, "other")
+    since = table.all_changes(0, 10)[1]
+    mine.store([key("a"), key("b")])
+    other.store([key("a")])
+    table.delete(mine.space, key("b"))
+    told, following, complete = table.all_changes(since, 3)
+    assert complete and following == since + 3 and told == [
+        (mine.space, key("a"), True, bytes(32)), (mine.space, key("b"), True, bytes(32)),
+        (other.space, key("a"), True, bytes(32)),
+    ], "of what is gone again the parent is not known any more"
+    assert table.all_changes(following, 3) == ([(mine.space, key("b"), False, bytes(32))], since + 4, True)
+    mine.store([key("b")], key("a"))
+    assert table.all_changes(since + 4, 3)[0] == [(mine.space, key("b"), True, key("a"))]
+    assert table.all_changes(since - 1, 3)[2] is False
+
+
+def test_what_is_there_is_listed_in_slices() -> None:
+    table = new_table(256 * PAGE)
+    mine, other = Client(table, PAGE), Client(table, PAGE, "other")
+    chain = [key("chain", number) for number in range(100)]
+    mine.store(chain)
+    other.store([key("other")])
+    assert mine.reserve([key("not published")]).grant
+    found: list[tuple[int, bytes, bool, bytes]] = []
+    place = calls = 0
+    while place >= 0:
+        some, place = table.ready(place, 16)
+        found, calls = found + some, calls + 1
+    assert calls > 6 and sorted(found) == sorted([
+        *((mine.space, one, True, before) for before, one in itertools.pairwise([bytes(32), *chain])),
+        (other.space, key("other"), True, bytes(32)),
+    ])
+
+
 def test_json_and_messagepack_say_what_the_lookup_found() -> None:
     table = new_table(64 * MIB)
     engine = Client(table, 70_000)

@@ -1,0 +1,358 @@
+"""What routers are told: which chunks lookups find, as vLLM's KV cache events, numbered, for each tenant apart.
+
+The table's log of changes is the source (csrc/table/change_log.h): it is read every EVERY_S. What engines say that
+routers know a chunk by waits here for its publication. A reader that knows a number gets what came after it; one that
+was away for too long, comes late, or knows another server's numbers gets a snapshot: AllBlocksCleared, and then all
+that is there. Numbers begin with the time, so that those of the next server are higher and leave a gap.
+
+Invariants: stored and removed events alternate for each chunk. Memory is bounded: of what does not fit, routers are
+told that it is gone, so that they believe less than the truth and never more. The event loop writes; one lock lets
+other threads read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvdock.protocol.kv_events import (
+    TOKEN_BYTES,
+    AllBlocksCleared,
+    BlockNames,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    block_hash,
+)
+from kvdock.protocol.wire_types import KEY_BYTES
+
+EVERY_S = 0.05
+SLICE = 1024
+BEAT_S = 10.0
+"""Where nothing happens for so long, a batch without events tells late readers by its number what they lack."""
+BATCH_CHUNKS = 256
+MOST_BYTES = 128 << 20
+"""What is told of all chunks that are there takes at most so much, about."""
+KEPT_BYTES = 32 << 20
+"""What is kept for readers that were away, of all tenants."""
+UNTOLD_BYTES = 32 << 20
+"""What engines have said of chunks that are not there, or not yet: of more the oldest are forgotten."""
+CHUNK_BYTES, HASH_BYTES = 400, 64
+"""What a chunk and each of its hashes take, beside its tokens."""
+
+Change = tuple[int, bytes, bool, bytes]
+Changes = Callable[[int, int], tuple[list[Change], int, bool]]
+"""Table.all_changes."""
+Ready = Callable[[int, int], tuple[list[Change], int]]
+"""Table.ready."""
+
+
+class Source(NamedTuple):
+    """A namespace, as far as routers are concerned."""
+
+    digest: bytes
+    tenant: str
+    model: str
+    chunk_tokens: int
+
+
+class Told(NamedTuple):
+    """A chunk that is there, as routers were told of it."""
+
+    model: str
+    hashes: list[int]
+    parent: int | None
+    chunk_tokens: int
+    name: BlockNames | None
+    """What its engine said; None: its key is all that is known."""
+    above: bytes
+    """The key of the chunk before it."""
+
+    @property
+    def tokens(self) -> bytes:
+        return b"" if self.name is None else self.name.tokens
+
+    @property
+    def size_bytes(self) -> int:
+        return CHUNK_BYTES if self.name is None else _size_bytes(self.name)
+
+    def stored(self) -> BlockStored:
+        tokens = list(struct.unpack(f"<{len(self.tokens) // TOKEN_BYTES}I", self.tokens))
+        return BlockStored(list(self.hashes), self.parent, tokens, self.chunk_tokens // len(self.hashes))
+
+
+def _size_bytes(name: BlockNames) -> int:
+    return CHUNK_BYTES + len(name.tokens) + HASH_BYTES * len(name.hashes)
+
+
+Item = Told | BlockRemoved | AllBlocksCleared
+"""What is kept of an event: tokens as bytes take a tenth of what a list takes."""
+
+
+class Batch(NamedTuple):
+    seq: int
+    at: float
+    model: str
+    items: Sequence[Item]
+
+    @property
+    def size_bytes(self) -> int:
+        return CHUNK_BYTES + sum(item.size_bytes if isinstance(item, Told) else CHUNK_BYTES for item in self.items)
+
+    def events(self) -> list[KvEvent]:
+        return [item.stored() if isinstance(item, Told) else item for item in self.items]
+
+
+class TenantLog:
+    """One tenant's."""
+
+    def __init__(self, first: int, at: float) -> None:
+        self.last, self.at = first - 1, at
+        self.there: dict[tuple[int, bytes], Told] = {}
+        self._kept: deque[Batch] = deque()
+        self._begins = True
+
+    def begin_anew(self) -> None:
+        """Nothing that was told holds any more."""
+        self.there.clear()
+        self._begins = True
+
+    def add(self, at: float, model: str, items: list[Item]) -> int:
+        """Returns the bytes that it takes."""
+        if self._begins:
+            items, self._begins = [AllBlocksCleared(), *items], False
+        self.last, self.at = self.last + 1, at
+        self._kept.append(Batch(self.last, at, model, items))
+        return self._kept[-1].size_bytes
+
+    def drop_oldest(self) -> int:
+        """Forgets the oldest batch. Returns the bytes that it took; 0: there is none."""
+        return self._kept.popleft().size_bytes if self._kept else 0
+
+    def since(self, seq: int) -> list[Batch] | None:
+        """From number `seq` on; None: some of it is not known."""
+        if seq == self.last + 1:
+            return []
+        if not self._kept or not self._kept[0].seq <= seq <= self.last:
+            return None
+        return [batch for batch in self._kept if batch.seq >= seq]
+
+    def snapshot(self, at: float) -> list[Batch]:
+        """Its last batch has the number of the newest event."""
+        of_model: dict[str, list[Item]] = {}
+        for told in self.there.values():
+            of_model.setdefault(told.model, []).append(told)
+        cut = [
+            (model, items[start : start + BATCH_CHUNKS])
+            for model, items in of_model.items() for start in range(0, len(items), BATCH_CHUNKS)
+        ]
+        cleared: list[Item] = [AllBlocksCleared()]
+        cut = [(model, cleared + items if not at_ else items) for at_, (model, items) in enumerate(cut)]
+        cut = cut or [("", cleared)]
+        first = self.last - len(cut) + 1
+        return [Batch(first + number, at, model, items) for number, (model, items) in enumerate(cut)]
+
+
+class KvLog:
+    """`changes`, `ready`: the table's. `run` follows it, until cancelled. `wall_s`: Unix seconds."""
+
+    def __init__(
+        self, changes: Changes, ready: Ready, wall_s: Callable[[], float], *, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self.snapshots = 0
+        """Sent to readers."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called when there is something new."""
+        self._changes, self._ready, self._wall_s = changes, ready, wall_s
+        self._first, self._most_bytes, self._bytes = round(wall_s() * 1000), most_bytes, 0
+        self._since = 0
+        self._sources: dict[int, Source] = {}
+        self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
+        self._names_bytes = self._kept_bytes = 0
+        self._logs: dict[str, TenantLog] = {}
+        self._is_walked = False
+        self._lock = threading.Lock()
+
+    # ---------------------------------------------------------------- what engines say
+
+    def met(self, space: int, source: Source) -> None:
+        """An engine has attached to a namespace. The table uses numbers of namespaces again."""
+        known = self._sources.get(space)
+        if known == source:
+            return
+        with self._lock:
+            if known is not None:
+                log = self._log(known.tenant)
+                gone = [key for key in log.there if key[0] == space]
+                self._publish(log, [(known, self._removed(log, key)) for key in gone])
+            for key in [key for key in self._names if key[0] == space]:
+                self._take_name(key)
+            self._sources[space] = source
+        self._is_walked = False  # what is there of it was left by an earlier server, or not told
+
+    def named(self, space: int, keys: bytes, names: Sequence[BlockNames]) -> None:
+        """What routers know these chunks by; they are there already, or may be soon."""
+        source = self._sources.get(space)
+        if source is None:
+            return
+        with self._lock:
+            log, again = self._log(source.tenant), list[tuple[Source, Item]]()
+            for at, name in enumerate(names):
+                key = space, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
+                told = log.there.get(key)
+                if told is None or told.name is None:
+                    self._name(key, name)
+                if told is not None and told.name is None:
+                    again += [(source, self._removed(log, key)), *self._stored(log, source, key, told.above)]
+            self._publish(log, again)
+
+    def _name(self, key: tuple[int, bytes], name: BlockNames) -> None:
+        self._take_name(key)
+        self._names[key] = name
+        self._names_bytes += _size_bytes(name)
+        while self._names_bytes > UNTOLD_BYTES:
+            self._take_name(next(iter(self._names)))
+
+    def _take_name(self, key: tuple[int, bytes]) -> BlockNames | None:
+        name = self._names.pop(key, None)
+        self._names_bytes -= 0 if name is None else _size_bytes(name)
+        return name
+
+    # ---------------------------------------------------------------- what the table says
+
+    async def run(self) -> None:
+        while True:
+            if not self._is_walked:
+                await self._walk()
+            await self._follow()
+            self._beat()
+            await asyncio.sleep(EVERY_S)
+
+    def _beat(self) -> None:
+        now = self._wall_s()
+        with self._lock:
+            silent = [log for log in self._logs.values() if abs(now - log.at) >= BEAT_S]
+            for log in silent:
+                self._add(log, now, "", [])
+        if silent:
+            self._tell()
+
+    async def _walk(self) -> None:
+        """All that is there; what changes meanwhile is followed afterwards."""
+        self._is_walked = True
+        if self._since == 0:
+            self._since = self._changes(0, 0)[1]
+        place = 0
+        while place >= 0:
+            found, place = self._ready(place, SLICE)
+            self._take(found)
+            await asyncio.sleep(0)
+
+    async def _follow(self) -> None:
+        is_more = True
+        while is_more:
+            changes, following, is_complete = self._changes(self._since, SLICE)
+            self._since = following
+            if not is_complete:  # more has changed than the table remembers
+                with self._lock:
+                    for log in self._logs.values():
+                        log.begin_anew()
+                    self._bytes = 0
+                await self._walk()
+                continue
+            self._take(changes)
+            is_more = len(changes) == SLICE
+            await asyncio.sleep(0)
+
+    def _take(self, changes: Sequence[Change]) -> None:
+        with self._lock:
+            of_log: dict[str, list[tuple[Source, Item]]] = {}
+            for space, key, is_there, parent in changes:
+                source = self._sources.get(space)
+                if source is None:
+                    continue  # told of once an engine attaches to it
+                log, at = self._log(source.tenant), (space, key)
+                if is_there == (at in log.there):
+                    continue
+                items = of_log.setdefault(source.tenant, [])
+                items += self._stored(log, source, at, parent) if is_there else [(source, self._removed(log, at))]
+            for tenant, items in of_log.items():
+                self._publish(self._log(tenant), items)
+
+    def _stored(
+        self, log: TenantLog, source: Source, key: tuple[int, bytes], parent: bytes
+    ) -> list[tuple[Source, Item]]:
+        """The chunk's event, and those of older chunks that are told of no more."""
+        name = self._take_name(key)
+        if name is not None and name.hashes:
+            hashes, before = name.hashes, name.parent
+        else:
+            hashes, before = [block_hash(key[1])], block_hash(parent) if any(parent) else None
+        told = Told(source.model, hashes, before, source.chunk_tokens, name, parent)
+        log.there[key] = told
+        self._bytes += told.size_bytes
+        items: list[tuple[Source, Item]] = [(source, told)]
+        while self._bytes > self._most_bytes and log.there:
+            oldest = next(iter(log.there))
+            items.append((self._sources[oldest[0]], self._removed(log, oldest)))
+        return items
+
+    def _removed(self, log: TenantLog, key: tuple[int, bytes]) -> BlockRemoved:
+        told = log.there.pop(key)
+        self._bytes -= told.size_bytes
+        if told.name is not None:
+            self._name(key, told.name)  # it may come back: from a lower tier, or with an engine that knows less
+        return BlockRemoved(list(told.hashes))
+
+    def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
+        """A batch has one model's events, in their order."""
+        now, batch = self._wall_s(), list[Item]()
+        for number, (source, item) in enumerate(items):
+            batch.append(item)
+            following = items[number + 1][0].model if number + 1 < len(items) else None
+            if following != source.model or len(batch) >= BATCH_CHUNKS:
+                self._add(log, now, source.model, batch)
+                batch = []
+        if items:
+            self._tell()
+
+    def _add(self, log: TenantLog, at: float, model: str, items: list[Item]) -> None:
+        self._kept_bytes += log.add(at, model, items)
+        while self._kept_bytes > KEPT_BYTES and (dropped := log.drop_oldest()):
+            self._kept_bytes -= dropped
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+    def _log(self, tenant: str) -> TenantLog:
+        found = self._logs.get(tenant)
+        if found is None:
+            found = self._logs[tenant] = TenantLog(self._first, self._wall_s())
+        return found
+
+    # ---------------------------------------------------------------- readers, in any thread
+
+    def since(self, tenant: str, seq: int) -> tuple[list[Batch], bool]:
+        """(batches from number `seq` on, False); (a snapshot, True) where some of them are not known."""
+        with self._lock:
+            log = self._log(tenant)
+            found = log.since(seq)
+            if found is not None:
+                return found, False
+            self.snapshots += 1
+            return log.snapshot(self._wall_s()), True
+
+    def next_of(self, tenant: str) -> int:
+        """The number of the next batch."""
+        with self._lock:
+            return self._log(tenant).last + 1
+
+    @property
+    def chunks(self) -> int:
+        """How many routers are told of."""
+        return sum(len(log.there) for log in self._logs.values())

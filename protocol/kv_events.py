@@ -1,0 +1,110 @@
+"""What routers are told of the cache: vLLM's KV cache events, and by what routers know a chunk.
+
+A router that sends requests where their prefix is knows blocks by the engine's hashes, and computes the same from their
+tokens. The server knows keys alone, so engines say with their reservations what routers know the chunks by.
+docs/events.md explains the forms.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from kvdock.protocol.trace_context import Traced
+from kvdock.protocol.wire_types import MAX_STORE_KEYS, Identity
+
+MAX_HASHES = 4096
+BlockHash = Annotated[int, msgspec.Meta(ge=0)]
+"""The last 64 bits of the engine's hash, as vLLM's own events have it: not all routers read more."""
+HASH_BITS = 64
+TOKEN_BYTES = 4
+MEDIUM = "CPU"
+
+
+class BlockNames(Identity, array_like=True, frozen=True):
+    """`[parent, hashes, tokens]`: what routers know a chunk by."""
+
+    parent: BlockHash | None
+    """The block before it; None: it begins a sequence, or has no hashes."""
+    hashes: Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_HASHES)]
+    """Those of its blocks, which have one size. Empty: the engine has none, and the chunk's key stands for it."""
+    tokens: Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES << 16)]
+    """The chunk's, as unsigned 32-bit integers in a row, little-endian."""
+
+    def fault(self, chunk_tokens: int) -> str:
+        """What is wrong with it; empty: nothing."""
+        if len(self.tokens) != TOKEN_BYTES * chunk_tokens:
+            return f"{len(self.tokens)} bytes of tokens"
+        if self.hashes and chunk_tokens % len(self.hashes):
+            return f"{len(self.hashes)} hashes"
+        if max(self.parent or 0, *self.hashes, 0) >> HASH_BITS:
+            return f"a hash of more than {HASH_BITS} bits"
+        return ""
+
+
+def block_hash(whole: bytes | int) -> int:
+    """What routers read of an engine's hash, or of a chunk's key."""
+    return whole if isinstance(whole, int) else int.from_bytes(whole[-HASH_BITS // 8 :], "big")
+
+
+def named(parent: bytes | int | None, hashes: Sequence[bytes | int], tokens: Sequence[int]) -> BlockNames:
+    """From an engine's hashes, whole or not."""
+    before = None if parent is None else block_hash(parent)
+    return BlockNames(before, [block_hash(one) for one in hashes], struct.pack(f"<{len(tokens)}I", *tokens))
+
+
+class Naming(Traced, kw_only=True):
+    """A call that may say what routers know its chunks by."""
+
+    blocks: Annotated[list[BlockNames], msgspec.Meta(max_length=MAX_STORE_KEYS)] | msgspec.UnsetType = msgspec.UNSET
+    """One for each key, where the answer to the attach wants them."""
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", tag_field="type"):
+    """The fields have vLLM's names, in vLLM's order."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = MEDIUM
+    lora_name: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", tag_field="type"):
+    block_hashes: list[int]
+    medium: str | None = MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", tag_field="type"):
+    """All that was told before does not hold any more. What is there follows."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """`[ts, events]`, as vLLM's `KVEventBatch`."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+def positional(event: KvEvent) -> list[Any]:
+    """As vLLM before 0.24 had it: `["BlockStored", block_hashes, …]`."""
+    return [type(event).__name__, *msgspec.structs.astuple(event)]
+
+
+def in_hex(event: KvEvent) -> dict[str, Any]:
+    """For JSON, whose readers round large numbers: hashes as 16 hexadecimal digits."""
+    made: dict[str, Any] = msgspec.to_builtins(event)
+    if "block_hashes" in made:
+        made["block_hashes"] = [f"{one:016x}" for one in made["block_hashes"]]
+    if made.get("parent_block_hash") is not None:
+        made["parent_block_hash"] = f"{made['parent_block_hash']:016x}"
+    return made

@@ -37,6 +37,7 @@ from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.forms import Form, HoldReply, LookupReply, ReserveReply
+from kvdock.protocol.hints import Hint, HintAnswer
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_ENTRIES, MAX_STORE_KEYS, Carrier, RefusedRelease
 
@@ -237,7 +238,7 @@ class CacheService:
         self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
         return s.MismatchAnswer(quarantined=quarantined)
 
-    async def hint(self, peer: Peer, body: s.Hint) -> s.HintAnswer:
+    async def hint(self, peer: Peer, body: Hint) -> HintAnswer:
         """In slices, from the first key on or, where the end matters, from the last one back."""
         _require_one_wish(body)
         session = self._registry.session(body.session, peer.tenant)
@@ -257,7 +258,7 @@ class CacheService:
                     break  # a key is missing there, and nothing behind a gap is retained
                 await asyncio.sleep(0)
                 session.member(body.member)  # it may have left meanwhile
-            return s.HintAnswer(chunks=chunks, refused=refused)
+            return HintAnswer(chunks=chunks, refused=refused)
         priority = CONVERSATION_ENDED if body.conversation_ended else body.priority
         for start in reversed(starts):
             end = start + SLICE_HINT_BYTES
@@ -268,7 +269,7 @@ class CacheService:
                 break
             await asyncio.sleep(0)
             session.member(body.member)
-        return s.HintAnswer(chunks=chunks)
+        return HintAnswer(chunks=chunks)
 
     # ---------------------------------------------------------------- writing
 
@@ -423,7 +424,7 @@ class CacheService:
             raise over_quota
 
 
-def _require_one_wish(body: s.Hint) -> None:
+def _require_one_wish(body: Hint) -> None:
     """Raises ApiError(invalid_body) for a hint whose fields do not go together."""
     if body.conversation_ended and (body.priority or body.duration_s is not None):
         raise ApiError(

@@ -125,8 +125,8 @@ class EngineConnector:
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: GroupBlocks, computed_tokens: int
     ) -> BlocksRead:
-        self._tokens.of[request_id] = token_ids
         self._outcomes.begin_store(request_id, computed_tokens)
+        self._tokens.of[request_id] = token_ids
         offer = self.scheduler.stores.begin_store(request_id, token_ids, block_ids, computed_tokens)
         if offer is None:
             return ()
@@ -144,9 +144,9 @@ class EngineConnector:
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str) -> None:
+        self._outcomes.finished(request_id)
         self._traceparents.pop(request_id, None)
         self._tokens.of.pop(request_id, None)
-        self._outcomes.finished(request_id)
         self._driver.finished(request_id)
 
     def close(self) -> None:

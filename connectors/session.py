@@ -290,9 +290,7 @@ class EngineSession:
     def _resume(self, pool_id: str) -> bool:
         """Presents the suspended member again; False when its server epoch is over."""
         last = self._suspended
-        if last is None:
-            return False
-        if last.pool_id == pool_id:
+        if last is not None and last.pool_id == pool_id:
             try:
                 answer = self.client.attach(self._attach_body(last.member, last.liveness, last.registrar))
             except ApiError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.connectors.tell import tell
-from kvdock.protocol.schemas import Hint
+from kvdock.protocol.hints import Hint
 from kvdock.protocol.tier_schemas import Prefetch
 from kvdock.protocol.wire_types import MAX_KEYS
 

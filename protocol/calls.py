@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
 from kvdock.protocol.curve import Curve
 from kvdock.protocol.explain import Explanation
+from kvdock.protocol.hints import HintAnswer
 from kvdock.protocol.reports import Leases, LeaseView, Requests, Stats, Status
 from kvdock.protocol.usage import Prefixes
 
@@ -69,7 +70,7 @@ RELEASE_MANY = Call("POST", "/v1/releases", s.ReleaseManyAnswer, "engine")
 LEASE = Call("GET", "/v1/leases/{lease}", LeaseView, "read")
 CANCEL = Call("DELETE", "/v1/leases/{lease}", NoneType, "engine")
 MISMATCH = Call("POST", "/v1/mismatches", s.MismatchAnswer, "engine")
-HINT = Call("POST", "/v1/hints", s.HintAnswer, "engine")
+HINT = Call("POST", "/v1/hints", HintAnswer, "engine")
 LEASES = Call("GET", "/v1/leases", Leases, "read")
 RESERVE = Call("POST", "/v1/reservations", s.ReserveAnswer, "engine")
 COMMIT = Call("POST", "/v1/reservations/{reservation}/commit", s.CommitAnswer, "engine")

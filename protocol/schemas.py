@@ -3,8 +3,8 @@
 Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in browsers would round
 (grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body may be MessagePack instead, where
 keys travel as one bin and checksums as integers. Sizes are bytes, durations seconds: the server's clock never leaves
-the server. Calls of operators are in protocol/admin_schemas.py, answers that people read in protocol/reports.py, the
-scalars in protocol/wire_types.py.
+the server. Calls of operators are in protocol/admin_schemas.py, answers that people read in protocol/reports.py, hints
+in protocol/hints.py, the scalars in protocol/wire_types.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from kvdock.protocol.wire_types import (
     MAX_ANSWERS,
     MAX_ENTRIES,
     MAX_GROUPS,
-    MAX_HINT_S,
     MAX_KEYS,
     MAX_RANKS,
     MAX_RELEASES,
-    MOST_PRIORITY,
     Answer,
     Body,
     Carried,
@@ -424,27 +422,3 @@ class ReportMismatch(Body, kw_only=True):
 
 class MismatchAnswer(Answer, kw_only=True):
     quarantined: int
-
-
-# --------------------------------------------------------------------------- hints
-
-class Hint(Body, kw_only=True):
-    """What an engine was told of a prompt: how long its chunks are worth keeping, or that nobody will ask for them."""
-
-    session: Name
-    member: Name
-    keys: Keys
-    """A prompt's, in order. A priority above 0 takes them from the prompt's first on, any other from their end."""
-    priority: Annotated[int, msgspec.Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
-    """Chunks of lower priority are evicted first. Above 0: they are retained. 0: what was wished before is over."""
-    duration_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_HINT_S)] | None = None
-    """None, for priorities below 0: until another request names the chunk."""
-    conversation_ended: bool = False
-    """Nobody is expected to ask for the chunks again: they are evicted before those of any priority."""
-
-
-class HintAnswer(Answer, kw_only=True):
-    chunks: int
-    """How many the hint took effect for."""
-    refused: int = 0
-    """How many were not retained, because as much of the pool is as may be."""

@@ -1,33 +1,64 @@
-// Plain GETs, the access token that they carry, and the state of the connection to the server. Uses no DOM; time is
+// Calls of the server, the access token that they carry, and the state of the connection to it. Uses no DOM; time is
 // passed in.
 
 export const TIMEOUT_MS = 5000;
+const SEND_TIMEOUT_MS = 30_000;
+const JSON_TYPE = "application/json";
 export const POLL_MS = 1000;
 export const STALE_MS = 3000;
+const REFUSED_MS = 300_000;
+const MOST_PAGES = 8;
 const BACKOFF_MS = [1000, 2000, 4000, 8000, 10000];
 
 /** Only here, in memory: it ends with the page, and is in no URL and no storage. */
 let token = "";
-/** For everybody, so asked without the token: with one that the server does not know (any more) they are refused. */
+/** Whether the server has answered a call with this token. */
+let isKnown = false;
+/**
+ * For everybody, so asked without the token until it is known: with one that the server does not know they are refused.
+ * With one that it knows their answers tell more.
+ */
 const OPEN = new Set(["v1/status", "v1/stats"]);
 
 export function useToken(text) {
   token = text;
+  isKnown = false;
+}
+
+const isOpen = (path) => OPEN.has(path.split("?")[0]);
+
+function headersFor(path) {
+  return token && (isKnown || !isOpen(path)) ? { Authorization: `Bearer ${token}` } : {};
+}
+
+/** The answer to a fetch; throws an Error for people, with the answer's status, if it is a refusal. */
+export async function ask(path, { headers = {}, ...options } = {}) {
+  const all = { ...headersFor(path), ...headers };
+  const answer = await fetch(path, { cache: "no-store", ...options, headers: all });
+  if (all.Authorization) isKnown = answer.status !== 401;
+  if (answer.ok) return answer;
+  if (all.Authorization && !isKnown && isOpen(path)) return ask(path, { headers, ...options }); // it was revoked
+  const refusal = new Error(`it answered ${answer.status}${await problem(answer)}`);
+  throw Object.assign(refusal, { status: answer.status });
 }
 
 /** A JSON body; throws an Error whose message can be shown to people, with the answer's status if there was one. */
-export async function get(path, timeoutMs = TIMEOUT_MS) {
+export function get(path, timeoutMs = TIMEOUT_MS) {
+  return within(timeoutMs, async (signal) => (await ask(path, { signal, headers: { Accept: JSON_TYPE } })).json());
+}
+
+/** Sends a body and gives the answer's. Throws as `get` does. */
+export function send(method, path, body, timeoutMs = SEND_TIMEOUT_MS) {
+  const headers = { Accept: JSON_TYPE, "Content-Type": JSON_TYPE };
+  const options = { method, headers, body: JSON.stringify(body) };
+  return within(timeoutMs, async (signal) => (await ask(path, { ...options, signal })).json());
+}
+
+async function within(timeoutMs, call) {
   const abort = new AbortController();
   const timer = setTimeout(() => abort.abort(), timeoutMs);
   try {
-    const headers = { Accept: "application/json" };
-    if (token && !OPEN.has(path)) headers.Authorization = `Bearer ${token}`;
-    const answer = await fetch(path, { signal: abort.signal, cache: "no-store", headers });
-    if (!answer.ok) {
-      const refusal = new Error(`it answered ${answer.status}${await problem(answer)}`);
-      throw Object.assign(refusal, { status: answer.status });
-    }
-    return await answer.json();
+    return await call(abort.signal);
   } catch (error) {
     if (abort.signal.aborted) throw new Error(`no answer within ${timeoutMs / 1000} s`);
     if (error instanceof TypeError) throw new Error("the connection failed");
@@ -55,17 +86,24 @@ export class Source {
   error = null;
   /** The server does not show it to this page: without a token, or with this one. */
   locked = false;
+  /** The server has no such path, or it is switched off there. */
+  absent = false;
+  /** It was asked for something that it does not give; the server counts such calls, so it is seldom asked again. */
+  isRefused = false;
   #busy = false;
-  #nextMs = 0;
+  /** When the last fetch ended. */
+  #doneMs = -Infinity;
 
-  constructor(path, everyMs = () => POLL_MS) {
+  /** everyMs: body => ms between two fetches. list: the field of a body that comes in pages, at most MOST_PAGES. */
+  constructor(path, everyMs = () => POLL_MS, list = "") {
     this.path = path;
     this.everyMs = everyMs;
+    this.list = list;
   }
 
   /** The next call fetches, whatever the time. */
   hurry() {
-    this.#nextMs = 0;
+    this.#doneMs = -Infinity;
   }
 
   /** From now on it is another path; the last body stays until its first answer. */
@@ -74,26 +112,44 @@ export class Source {
     this.hurry();
   }
 
-  /** Fetches if it is time; resolves to true when there is something new to draw. */
-  async refresh(nowMs) {
-    if (this.#busy || nowMs < this.#nextMs) return false;
+  /**
+   * Fetches if it is time; resolves to true when there is something new to draw. patience: how many times longer than
+   * usual it may wait.
+   */
+  async refresh(nowMs, patience = 1) {
+    const waitMs = this.isRefused ? REFUSED_MS : this.everyMs(this.body) * patience;
+    if (this.#busy || nowMs < this.#doneMs + waitMs - POLL_MS / 2) return false;
     this.#busy = true;
     const { path } = this;
     try {
-      const body = await get(path);
+      const body = await this.#whole(path);
       if (path !== this.path) return false;
       this.body = body;
       this.error = null;
-      this.locked = false;
+      this.locked = this.absent = this.isRefused = false;
     } catch (error) {
+      if (path !== this.path) return false;
+      this.isRefused = error.status >= 400 && error.status < 500;
       this.locked = error.status === 401 || error.status === 403;
-      if (this.locked) this.body = null;
-      this.error = this.locked ? null : error.message;
+      this.absent = error.status === 404;
+      if (this.locked || this.absent) this.body = null;
+      this.error = this.locked || this.absent ? null : error.message;
     } finally {
       this.#busy = false;
-      this.#nextMs = path === this.path ? nowMs + this.everyMs(this.body) - POLL_MS / 2 : 0;
+      this.#doneMs = path === this.path ? nowMs : -Infinity;
     }
     return true;
+  }
+
+  async #whole(path) {
+    const body = await get(path);
+    const mark = path.includes("?") ? "&" : "?";
+    for (let page = 1; this.list && body.next && page < MOST_PAGES; page += 1) {
+      const more = await get(`${path}${mark}cursor=${encodeURIComponent(body.next)}`);
+      body[this.list].push(...more[this.list]);
+      body.next = more.next;
+    }
+    return body;
   }
 }
 

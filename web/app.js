@@ -1,9 +1,16 @@
 // The loop. v1/status is fetched first, once a second; each good answer starts the fetches of the other paths, so a
-// path that hangs delays only its own panel. A hidden tab fetches nothing. New figures are drawn in the next frame.
+// path that hangs delays only its own panel. A hidden tab fetches nothing, nor does a folded panel. New figures are
+// drawn in the next frame.
 
 import { get, Link, Source, useToken } from "./api.js";
 import { setAttr, setHidden, setText } from "./dom.js";
+import { addNote, mountFold } from "./fold.js";
 import { mountAccess } from "./views/access.js";
+import { mountAdmin } from "./views/admin.js";
+import { mountCached } from "./views/cached.js";
+import { mountCurve } from "./views/curve.js";
+import { mountEvents } from "./views/events.js";
+import { mountExplain } from "./views/explain.js";
 import { mountGrants } from "./views/grants.js";
 import { mountHealth } from "./views/health.js";
 import { mountHistory } from "./views/history.js";
@@ -11,56 +18,89 @@ import { mountPool } from "./views/pool.js";
 import { mountRequests } from "./views/requests.js";
 import { mountSessions } from "./views/sessions.js";
 import { mountTiers } from "./views/tiers.js";
-import { mountTiles, mountTotals } from "./views/totals.js";
+import { mountTiles } from "./views/tiles.js";
+import { mountTotals } from "./views/totals.js";
+import { mountVerdict } from "./views/verdict.js";
 
 const TICK_MS = 500;
+/** How many times longer what is not in sight may wait. */
+const PATIENT = 3;
 const NEVER_SEEN = "Nothing to show yet. Is the server running? Try: kvdock serve";
 const byId = (id) => document.getElementById(id);
+const every = (seconds) => () => seconds * 1000;
 
 const link = new Link();
+/**
+ * How often each is asked for is a compromise: five tabs in sight cost the server less than a per cent of a core
+ * (bench/page.py).
+ */
 const sources = {
-  stats: new Source("v1/stats", (stats) => Math.max(1, stats?.interval_s ?? 1) * 1000),
-  sessions: new Source("v1/sessions"), // asked before those below: while it is locked, so are they
-  leases: new Source("v1/leases"),
-  requests: new Source("v1/requests"),
-  segments: new Source("v1/segments?limit=1000"),
+  stats: new Source("v1/stats", (stats) => Math.min(10, Math.max(2, stats?.interval_s ?? 2)) * 1000),
+  // Asked before those below: while it is locked, so are they.
+  sessions: new Source("v1/sessions", every(3), "sessions"),
+  leases: new Source("v1/leases", every(3)),
+  requests: new Source("v1/requests", every(3)),
+  segments: new Source("v1/segments?limit=1000", every(4)),
+  namespaces: new Source("v1/namespaces?limit=1000", every(5), "namespaces"),
+  prefixes: new Source("v1/prefixes?limit=100", every(5)),
+  curve: new Source("v1/curve", every(15)),
+  config: new Source("v1/config", every(30)),
 };
 let status = null;
 
 /**
- * Each panel: its element's id, paths that it needs, paths that it uses if known, its view, and for which servers it is
- * there. Status is always known.
+ * Each panel: its element's id, paths that it needs, paths that it uses if known, paths at which it only glances, its
+ * view, and for what it is there. Status is always known.
  */
 const panels = [
-  { id: "tiles", needs: [], view: mountTiles },
-  { id: "totals", needs: [], view: mountTotals },
-  { id: "pool", needs: [], uses: ["segments"], view: mountPool },
-  { id: "tiers", needs: [], view: mountTiers, isThere: ({ mover }) => Boolean(mover) },
-  { id: "history", needs: ["stats"], view: mountHistory },
+  { id: "verdict", needs: [], glances: ["sessions", "leases"], view: mountVerdict },
+  { id: "tiles", needs: [], glances: ["stats", "sessions", "leases"], view: mountTiles },
+  { id: "history", needs: ["stats"], view: (root) => mountHistory(root, (path) => turn(sources.stats, path)) },
+  {
+    id: "cached", needs: ["namespaces"], uses: ["prefixes"], glances: ["config"],
+    view: (root) => mountCached(root, changed, () => refreshAll()),
+  },
+  { id: "curve", needs: ["curve"], view: mountCurve, isThere: () => !sources.curve.absent },
   { id: "sessions", needs: ["sessions"], view: mountSessions },
+  { id: "requests", needs: ["requests"], view: (root) => mountRequests(root, findRequests, mountExplain()) },
   { id: "grants", needs: ["leases"], uses: ["sessions"], view: mountGrants },
-  { id: "requests", needs: ["requests"], view: (root) => mountRequests(root, findRequests) },
-].map((panel) => ({ ...panel, draw: panel.view(byId(panel.id)), note: addNote(byId(panel.id)) }));
+  { id: "events", needs: [], view: mountEvents, isThere: () => Boolean(sources.sessions.body) },
+  { id: "tiers", needs: [], view: mountTiers, isThere: ({ mover }) => Boolean(mover) },
+  { id: "pool", needs: [], uses: ["segments"], view: mountPool },
+  { id: "totals", needs: [], view: mountTotals },
+  {
+    id: "admin", needs: ["config"], uses: ["namespaces"], isThere: () => Boolean(sources.config.body),
+    view: (root) => mountAdmin(root, changed),
+  },
+].map((panel) => {
+  const root = byId(panel.id);
+  const fold = mountFold(root, () => {
+    redraw();
+    refreshAll();
+  });
+  return { uses: [], glances: [], isThere: () => true, ...panel, fold, draw: panel.view(root), note: addNote(root) };
+});
 
 const access = mountAccess((text) => {
   useToken(text);
-  sources.sessions.hurry();
+  for (const source of Object.values(sources)) source.hurry();
   ask();
 });
 const health = mountHealth({ retry: () => ask(), nextInMs: () => nextAt - performance.now() });
 
-function findRequests(begins) {
-  sources.requests.turnTo(begins ? `v1/requests?request=${encodeURIComponent(begins)}` : "v1/requests");
-  refresh(sources.requests);
+function turn(source, path) {
+  source.turnTo(path);
+  refresh(source);
 }
 
-/** A line in the panel that is visible only while one of its paths fails. */
-function addNote(root) {
-  const note = document.createElement("p");
-  note.className = "failed";
-  note.hidden = true;
-  root.append(note);
-  return note;
+function findRequests(begins) {
+  turn(sources.requests, begins ? `v1/requests?request=${encodeURIComponent(begins)}` : "v1/requests");
+}
+
+/** Something was changed: its figures are fetched at once. */
+function changed() {
+  for (const source of Object.values(sources)) source.hurry();
+  ask();
 }
 
 let frame = 0;
@@ -68,21 +108,27 @@ function redraw() {
   if (!frame) frame = requestAnimationFrame(draw);
 }
 
+const isLocked = ({ needs }) => sources.sessions.locked && needs.some((name) => name !== "stats");
+
 function draw() {
   frame = 0;
   if (!status) return;
   setHidden(byId("first"), true);
   setHidden(byId("main"), false);
-  const { locked } = sources.sessions;
   const bodies = { status };
   for (const [name, source] of Object.entries(sources)) bodies[name] = source.body;
-  for (const { id, needs, uses = [], draw: drawPanel, note, isThere = () => true } of panels) {
-    setHidden(byId(id), !isThere(status) || (locked && needs.some((name) => name !== "stats")));
-    if (!isThere(status)) continue;
+  for (const panel of panels) {
+    const { id, needs, uses, draw: drawPanel, note, fold, isThere } = panel;
+    const shown = isThere(status) && !isLocked(panel);
+    setHidden(byId(id), !shown);
+    fold.summarise(shown ? (drawPanel.digest?.(bodies) ?? "") : "");
+    const isKnown = needs.every((name) => bodies[name]);
+    drawPanel.shown?.(shown && isKnown && fold.isOpen && !document.hidden);
+    if (!shown || !fold.isOpen) continue;
     const failing = [...needs, ...uses].map((name) => sources[name]).find((source) => source.error);
     setHidden(note, !failing);
     if (failing) setText(note, `Not up to date: ${failing.path}: ${failing.error}.`);
-    if (needs.every((name) => bodies[name])) drawPanel(bodies);
+    if (isKnown) drawPanel(bodies);
   }
   tick();
 }
@@ -95,18 +141,38 @@ function tick() {
   if (phase === "gone" && !status) setText(byId("first"), NEVER_SEEN);
 }
 
-async function refresh(source) {
-  if (await source.refresh(performance.now())) redraw();
+async function refresh(source, patience) {
+  if (await source.refresh(performance.now(), patience)) redraw();
+}
+
+/**
+ * What open panels show, each with its patience: a folded panel costs the server nothing, and one out of sight little.
+ * `config` tells who may change things.
+ */
+function wanted() {
+  const found = new Map([["config", 1]]);
+  const want = (names, patience) => {
+    for (const name of names) found.set(name, Math.min(patience, found.get(name) ?? Infinity));
+  };
+  for (const { fold, needs, uses, glances, draw: drawPanel } of panels.filter((panel) => panel.fold.isOpen)) {
+    const resting = drawPanel.resting?.() ?? [];
+    const named = [...needs, ...uses].filter((name) => !resting.includes(name) || !sources[name].body);
+    want(named, fold.isSeen ? 1 : PATIENT);
+    want(glances, PATIENT);
+  }
+  return found;
 }
 
 /** Totals are for everybody. The other paths are asked only while the first of them is not locked. */
 async function refreshAll() {
   const { stats, sessions, ...others } = sources;
-  refresh(stats);
+  const names = wanted();
+  refresh(stats, names.get("stats"));
   if (sessions.locked && !access.isNew()) return;
-  await refresh(sessions);
+  await refresh(sessions, names.get("sessions"));
   access.judged(sessions.locked);
-  if (sessions.body) Object.values(others).forEach(refresh);
+  if (!sessions.body) return;
+  for (const [name, source] of Object.entries(others)) if (names.has(name)) refresh(source, names.get(name));
 }
 
 let asking = false;
@@ -134,7 +200,10 @@ async function ask() {
   redraw();
 }
 
-document.addEventListener("visibilitychange", () => ask());
+document.addEventListener("visibilitychange", () => {
+  redraw();
+  ask();
+});
 window.addEventListener("online", () => ask());
 setInterval(() => document.hidden || tick(), TICK_MS);
 ask();

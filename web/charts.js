@@ -1,6 +1,7 @@
 // A line chart in SVG. It knows no series by name: title, unit and values come from the server.
 // The pointer, or the arrow keys when the chart has the focus, move a cursor; the legend shows the values there.
-// Every node is made once and reused; null values are gaps.
+// Charts of one group move their cursors together. Every node is made once and reused; null values are gaps, and in a
+// gap a share of nothing is drawn as a thin line at its last value.
 
 import { el, KeyedList, setAttr, setText, svg } from "./dom.js";
 import { age } from "./format.js";
@@ -20,7 +21,9 @@ export class Chart {
   #frame = 0;
   #box = { left: 48, width: 0 };
 
-  constructor(title) {
+  /** group: the Set of the charts beside it. */
+  constructor(title, group = new Set()) {
+    this.group = group.add(this);
     this.when = el("span", { cls: "when" });
     const head = el("figcaption", { children: [el("h3", { text: title }), this.when] });
     const legend = el("ul", { cls: "legend" });
@@ -90,6 +93,10 @@ export class Chart {
 
   /** `speak`: a person pressed a key, so a screen reader is to read the new value. */
   #moveTo(cursor, speak = false) {
+    for (const chart of this.group) chart.#follow(cursor, speak && chart === this);
+  }
+
+  #follow(cursor, speak) {
     this.#cursor = cursor === null ? null : Math.max(0, Math.min(this.#points() - 1, cursor));
     this.#readOut(speak);
     this.#schedule();
@@ -124,7 +131,8 @@ export class Chart {
     this.yTicks.update(axis.ticks.map((t) => ({ ...t, x: left - 8, y: y(t.value), to: width - MARGIN.right })));
     const marks = timeTicks((this.#span() - 1) * intervalS, this.#box.width < 300 ? 3 : 5);
     this.xTicks.update(marks.map((t) => ({ ...t, x: x(t.value / intervalS), y: HEIGHT - 6, to: null })));
-    this.lines.update(series.map((s, style) => ({ ...s, style, x, y, bottom, filled: series.length === 1 })));
+    const alone = { filled: series.length === 1, holds: unit === "ratio" };
+    this.lines.update(series.map((s, style) => ({ ...s, style, x, y, bottom, ...alone })));
     this.#drawCursor(x, y, bottom);
     this.#readOut(false);
   }
@@ -175,10 +183,17 @@ const styleClass = (style) => `s${style % STYLES}`;
 function makeLine() {
   const node = svg("g");
   const area = node.appendChild(svg("path", { class: "area" }));
+  const held = node.appendChild(svg("path", { class: "held" }));
   const line = node.appendChild(svg("path", { class: "line" }));
-  const update = ({ values, style, x, y, bottom, filled }) => {
+  const update = ({ values, style, x, y, bottom, filled, holds }) => {
     setAttr(node, "class", styleClass(style));
     const pieces = unbroken(values).map((piece) => piece.map(([back, v]) => [x(back).toFixed(1), y(v).toFixed(1)]));
+    const ends = pieces.map((piece, i) => {
+      const [from, level] = piece.at(-1);
+      const to = i + 1 < pieces.length ? pieces[i + 1][0] : [x(0).toFixed(1), level];
+      return from === to[0] ? "" : `M${from} ${level}H${to[0]}V${to[1]}`;
+    });
+    setAttr(held, "d", holds ? ends.join("") : "");
     const draw = (piece) => "M" + piece.map((point) => point.join(" ")).join("L");
     const path = pieces.map((piece) => draw(piece) + (piece.length === 1 ? LONE_POINT : ""));
     setAttr(line, "d", path.join(""));

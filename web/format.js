@@ -66,6 +66,17 @@ export function age(seconds) {
   return pair(Math.floor(hours / 24), "d", hours % 24, "h");
 }
 
+/** The largest unit alone, rounded down: "4 min". Nothing for what is not known. */
+export function about(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  return age(seconds).split(NB).slice(0, 2).join(NB);
+}
+
+/** A rate of bytes; a dash where it is not known. */
+export function rate(bytesPerS) {
+  return bytesPerS === null || bytesPerS === undefined ? "–" : bytes(bytesPerS) + "/s";
+}
+
 /** Like `age`, but without tenths, for figures that count up on the page. */
 export function wholeAge(seconds) {
   return seconds < 60 ? Math.max(0, Math.floor(seconds)) + NB + "s" : age(seconds);

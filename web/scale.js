@@ -21,7 +21,7 @@ export function unitOf(name) {
 }
 
 /** "5.00 GiB" → "5 GiB": an axis needs no trailing zeros. */
-function tidy(text) {
+export function tidy(text) {
   return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 }
 
@@ -58,5 +58,6 @@ export function timeTicks(spanS, wanted = 5) {
 function shortTime(s) {
   if (s < 60) return `${s}\u00a0s`;
   if (s < 3600) return s % 60 ? `${Math.floor(s / 60)}:${String(s % 60).padStart(2, "0")}` : `${s / 60}\u00a0min`;
+  if (s >= 2 * 86400 && s % 86400 === 0) return `${s / 86400}\u00a0d`;
   return `${+(s / 3600).toFixed(1)}\u00a0h`;
 }

@@ -1,48 +1,72 @@
-// A table whose columns are data. Rows are keyed and reused. On a phone each row becomes a small card (display: block),
-// so every cell has its column's name, and every element its role, which it would lose otherwise.
+// A table whose columns are data. Rows are keyed and reused. Where there is less room than it needs each row becomes a
+// small card (display: block), so every cell has its column's name, and every element its role, which it would lose.
 
 import { el, KeyedList, setAttr, setHidden, setText } from "./dom.js";
 
 /**
  * columns: [{head, cls?, text: item => string, title?: item => string}]
  *       or [{head, cls?, make: cell => (item => void)}] where a cell is more than text.
- * limit: the most rows drawn; the others are counted below the table.
+ * With `has: item => boolean` a column is there only while some item has it.
+ * limit: the rows drawn at first; a button below the table adds as many again. needsPx: the least width of a
+ * table, and allPx: of one with its columns of the class `spare`.
  */
 export class Table {
-  constructor(root, { label, columns, keyOf, limit, empty }) {
-    this.limit = limit;
-    const heads = columns.map(({ head, cls = "" }) =>
+  #items = [];
+
+  constructor(root, { label, columns, keyOf, limit, empty, needsPx = 600, allPx = 0 }) {
+    this.step = this.limit = limit;
+    this.columns = columns;
+    this.heads = columns.map(({ head, cls = "" }) =>
       el("th", { text: head, cls, attrs: { scope: "col", role: "columnheader" } }),
     );
-    const headRow = el("tr", { attrs: { role: "row" }, children: heads });
+    const headRow = el("tr", { attrs: { role: "row" }, children: this.heads });
     const body = el("tbody", { attrs: { role: "rowgroup" } });
     const head = el("thead", { attrs: { role: "rowgroup" }, children: [headRow] });
     this.table = el("table", { cls: "list", attrs: { role: "table", "aria-label": label }, children: [head, body] });
-    this.more = el("p", { cls: "muted" });
+    this.more = el("button", { cls: "more", attrs: { type: "button" } });
+    this.more.addEventListener("click", () => {
+      this.limit += this.step;
+      this.update(this.#items);
+    });
     this.empty = empty;
     // Before the first update it is not known whether there are rows, so nothing is shown.
     for (const part of [this.table, this.more, empty]) setHidden(part, true);
     root.append(this.table, this.more, empty);
-    this.rows = new KeyedList(body, keyOf, () => makeRow(columns));
+    new ResizeObserver(([{ contentRect }]) => {
+      this.table.classList.toggle("cards", contentRect.width < needsPx);
+      this.table.classList.toggle("brief", contentRect.width < allPx);
+    }).observe(root);
+    this.rows = new KeyedList(body, ({ item }) => keyOf(item), () => makeRow(columns));
   }
 
   update(items) {
-    this.rows.update(items.slice(0, this.limit));
+    this.#items = items;
+    const shown = this.columns.map(({ has }) => !has || items.some(has));
+    this.heads.forEach((head, i) => setHidden(head, !shown[i]));
+    this.rows.update(items.slice(0, this.limit).map((item) => ({ item, shown })));
     setHidden(this.table, items.length === 0);
     setHidden(this.empty, items.length > 0);
     setHidden(this.more, items.length <= this.limit);
     setText(this.more, `and ${items.length - this.limit} more`);
   }
+
+  hide() {
+    for (const part of [this.table, this.more, this.empty]) setHidden(part, true);
+  }
 }
 
 function makeRow(columns) {
   const node = el("tr", { attrs: { role: "row" } });
-  const updates = columns.map((column) => {
-    const cell = el("td", { cls: column.cls ?? "", attrs: { role: "cell", "data-head": column.head } });
-    node.append(cell);
-    return column.make ? column.make(cell) : textCell(cell, column);
+  const cells = columns.map(({ head, cls = "" }) =>
+    el("td", { cls, attrs: { role: "cell", "data-head": head } }),
+  );
+  node.append(...cells);
+  const updates = columns.map((column, i) => (column.make ? column.make(cells[i]) : textCell(cells[i], column)));
+  const update = ({ item, shown }) => updates.forEach((each, i) => {
+    setHidden(cells[i], !shown[i]);
+    if (shown[i]) each(item);
   });
-  return { node, update: (item) => updates.forEach((update) => update(item)) };
+  return { node, update };
 }
 
 function textCell(cell, { text, title }) {
@@ -52,8 +76,8 @@ function textCell(cell, { text, title }) {
   };
 }
 
-/** A cell with a main text and a muted one beside it. */
-export function twoPart(main, muted) {
+/** A cell with a main text and a muted one beside it. What is cut off can be read in the title. */
+export function twoPart(main, muted, title = (item) => [main(item), muted(item)].filter(Boolean).join(" · ")) {
   return (cell) => {
     const first = el("span", { cls: "main" });
     const second = el("small");
@@ -61,6 +85,25 @@ export function twoPart(main, muted) {
     return (item) => {
       setText(first, main(item));
       setText(second, muted(item));
+      setAttr(cell, "title", title(item));
+    };
+  };
+}
+
+/** A cell with a thin bar for a part of a whole, its figure, and a muted text. A dash where there is no whole. */
+export function barred(part, whole, text, muted = () => "") {
+  return (cell) => {
+    const fill = el("span");
+    const track = el("span", { cls: "track", attrs: { "aria-hidden": "true" }, children: [fill] });
+    const figure = el("span", { cls: "main" });
+    const small = el("small");
+    cell.append(track, figure, " ", small);
+    return (item) => {
+      const [some, all] = [part(item) ?? 0, whole(item) ?? 0];
+      setHidden(track, !(all > 0));
+      fill.style.width = `${all > 0 ? Math.min(100, (100 * some) / all) : 0}%`;
+      setText(figure, text(item));
+      setText(small, muted(item));
     };
   };
 }

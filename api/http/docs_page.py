@@ -26,7 +26,7 @@ pre{overflow-x:auto;background:#8881;padding:.5rem}
 
 _LINKS = (
     '<p><a href="openapi.json">openapi.json</a> · <a href="#structs">Structs</a> · '
-    '<a href="#errors">Errors</a> · <a href=".">Status page</a></p>'
+    '<a href="#errors">Errors</a> · <a href="manual/runbook.md">Runbook</a> · <a href=".">Status page</a></p>'
 )
 _ERRORS_INTRO = (
     "<p>One shape: problem details (RFC 9457) with <code>code</code>, <code>found</code> and <code>wanted</code>.</p>"

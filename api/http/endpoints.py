@@ -20,6 +20,7 @@ from kvdock.api.tokens import LONG_BODY_BYTES, check_packed_tokens, cut_tokens
 from kvdock.protocol import calls, schemas as s, tier_schemas as t
 from kvdock.protocol.calls import Call
 from kvdock.protocol.forms import Codec, Form, form_of_answer, form_of_body
+from kvdock.protocol.hints import Hint
 from kvdock.protocol.wire_types import Answer, Body
 
 B = TypeVar("B", bound=Body)
@@ -102,7 +103,7 @@ MISMATCH = Endpoint(
     calls.MISMATCH, s.ReportMismatch, lambda service, peer, body, _, form: service.mismatch(peer, body),
     longest_bytes=SHORT_BYTES,
 )
-HINT = Endpoint(calls.HINT, s.Hint, lambda service, peer, body, _, form: service.hint(peer, body))
+HINT = Endpoint(calls.HINT, Hint, lambda service, peer, body, _, form: service.hint(peer, body))
 HOLD = Endpoint(calls.HOLD, t.Hold, lambda service, peer, body, _, form: service.hold(peer, body, form))
 PREFETCH = Endpoint(calls.PREFETCH, t.Prefetch, lambda service, peer, body, _, form: service.prefetch(peer, body))
 RESERVE = Endpoint(calls.RESERVE, s.Reserve, lambda service, peer, body, _, form: service.reserve(peer, body, form))

@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from kvdock.protocol import admin_schemas as a, schemas as s, tier_schemas as t
 from kvdock.protocol.calls import Scope
+from kvdock.protocol.hints import Hint
 from kvdock.protocol.wire_types import Answer, Body
 
 SESSION = "0a1b2c-1-" + "5d" * 16
@@ -59,7 +60,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
-    s.Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
+    Hint: {**_ASKER, "keys": KEYS, "priority": 10, "duration_s": 60},
     t.Hold: {**_ASKER, "request": "h-1", "keys": KEYS},
     t.Prefetch: {**_ASKER, "keys": KEYS, "after_s": 20},
     s.Reserve: {**_ASKER, "store": "s-1", "keys": KEYS},
@@ -89,7 +90,7 @@ _VALUES: dict[str, Any] = {
     "first_chunk": 0, "tokens": 32, "hit_tokens": 16, "prompt_tokens": 40, "local_tokens": 0, "found_tokens": 16,
     "loaded_tokens": 16, "took_us": 41, "uptime_s": 61.5, "now": 1700000000.0,
     "at": 1700000000.0, "heartbeat_s": 2.0, "deadline_s": 30.0, "scheduler": True, "state": "live", "status": "ok",
-    "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Tokens found", "chart": "Hit ratio",
+    "kind": "lookup", "unit": "ratio", "Series.name": "hit_ratio", "title": "Hit rate", "chart": "Hit rate",
     "session_cap": 0.5, "total_cap": 0.75, "grow_water": 0.05, "low_water": 0.005, "high_water": 0.01,
     "session_grants": 4096,
     "eviction": "adaptive",

@@ -17,7 +17,18 @@ from fastapi.routing import APIRoute
 from fastapi.types import DecoratedCallable
 
 from kvdock.api.http import examples
-from kvdock.protocol import admin_schemas, curve, explain, outcomes, reports, schemas, tier_schemas, usage, wire_types
+from kvdock.protocol import (
+    admin_schemas,
+    curve,
+    explain,
+    hints,
+    outcomes,
+    reports,
+    schemas,
+    tier_schemas,
+    usage,
+    wire_types,
+)
 from kvdock.protocol.calls import Call, Scope
 from kvdock.protocol.errors import CODES, problem_of
 from kvdock.protocol.forms import JSON, PACKED
@@ -129,7 +140,7 @@ def _problem() -> dict[str, Any]:
 def wire_structs() -> list[type[msgspec.Struct]]:
     """Every body and answer."""
     bases = (Body, Identity, Answer, Carrier, Carried, Teller)
-    rooms = (wire_types, usage, outcomes, curve, explain, reports, schemas, tier_schemas, admin_schemas)
+    rooms = (wire_types, usage, outcomes, curve, explain, reports, schemas, hints, tier_schemas, admin_schemas)
     named = {name: found for room in rooms for name, found in vars(room).items()}
     return [
         item

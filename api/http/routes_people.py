@@ -1,11 +1,12 @@
-"""The routes for people, probes and scrapers: health, lists, status, history, metrics, the status page and /docs."""
+"""The routes for people, probes and scrapers: health, lists, status, history, metrics, the status page, /docs and the
+manual."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Annotated, Any, NamedTuple
@@ -20,6 +21,7 @@ from kvdock.api.access.peer import Peer
 from kvdock.api.events.stream import MOST_READERS
 from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.handlers import handlers_of, peer_of_call
+from kvdock.api.http.manual import manual_page, page_names
 from kvdock.api.http.openapi import EVENT_STREAM, PAGED, openapi_schema, route
 from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer
 from kvdock.api.views.probes import Probes
@@ -273,6 +275,19 @@ async def document(request: Request) -> Response:
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
     return HTMLResponse((await _documents(request.app)).page)
+
+
+@router.get("/manual/{name:path}", include_in_schema=False)
+async def manual(name: str) -> HTMLResponse:
+    return HTMLResponse(await asyncio.to_thread(_manual, name))
+
+
+@cache
+def _manual(name: str) -> str:
+    pages = page_names()
+    if name not in pages:
+        raise ApiError("not_found", "the manual has no such page", found=name, wanted=sorted(pages))
+    return manual_page(name, pages[name].read_text(encoding="utf-8"))
 
 
 @router.get("/docs.css", include_in_schema=False)

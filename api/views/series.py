@@ -71,7 +71,7 @@ def _hit_ratio(before: Sample, after: Sample) -> float | None:
 
 
 SERIES: tuple[SeriesSpec, ...] = (
-    SeriesSpec("hit_ratio", "Tokens found", "ratio", "Hit ratio", _hit_ratio),
+    SeriesSpec("hit_ratio", "Hit rate", "ratio", "Hit rate", _hit_ratio),
     SeriesSpec("lookup_tokens", "Looked up", "per_s", "Tokens", _rate("lookup_tokens")),
     SeriesSpec("hit_tokens", "Found", "per_s", "Tokens", _rate("hit_tokens")),
     SeriesSpec("stored_bytes", "Stored", "bytes_per_s", "Traffic", _rate("stored_bytes")),

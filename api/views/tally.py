@@ -189,11 +189,10 @@ class Tally:
         counters.quota_reservations += granted.limited == "quota"
         now_ns = self.now_ns()
         if granted.grant:
-            known = _Open(
+            self._stores.put(granted.grant, _Open(
                 body.store, granted.chunk_count, granted.part_bytes, now_ns, traceparent=body.traceparent or "",
-            )
-            known.slot_bytes = _slot_bytes(granted) if session.is_bench else 0
-            self._stores.put(granted.grant, known)
+                slot_bytes=_slot_bytes(granted) if session.is_bench else 0,
+            ))
         if (curves := self._curves_of(session)) is not None and not body.temporary:
             curves.stored(session.namespace, keys)
         chunk_tokens = session.namespace.manifest.chunk_tokens

@@ -76,8 +76,7 @@ class VllmScheduler:
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
         self._tags = tags if tags is not None else Tags()
-        share = settings.compute_once
-        self._chunk_tokens = session.manifest.chunk_tokens
+        share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
         speed = self._speed if settings.load_if_cheaper else None
         tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))

@@ -13,6 +13,7 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, po
 from kvdock.client.client import Client
 from kvdock.client.http_client import HttpClient
 from kvdock.protocol import schemas as s
+from kvdock.protocol.hints import Hint, HintAnswer
 
 CHUNK_BYTES = 16384
 POOL_CHUNKS = 2 * MIB // CHUNK_BYTES
@@ -28,8 +29,8 @@ def small() -> Iterator[Engine]:
         engine.close()
 
 
-def hint(engine: Engine, chain: list[str], **wish: Any) -> s.HintAnswer:
-    return engine.client.hint(s.Hint(session=engine.session, member=engine.member, keys=chain, **wish))
+def hint(engine: Engine, chain: list[str], **wish: Any) -> HintAnswer:
+    return engine.client.hint(Hint(session=engine.session, member=engine.member, keys=chain, **wish))
 
 
 def flood(engine: Engine, rounds: int = 8) -> None:
@@ -66,7 +67,7 @@ def test_the_duration_ends(small: Engine) -> None:
 def test_no_more_is_retained_than_may_be(small: Engine) -> None:
     long = keys(RETAINED + 20, "long")
     small.store(long)
-    assert hint(small, long, priority=10, duration_s=600) == s.HintAnswer(chunks=RETAINED, refused=20)
+    assert hint(small, long, priority=10, duration_s=600) == HintAnswer(chunks=RETAINED, refused=20)
     status = small.client.status()
     assert status.pool.retained_bytes == RETAINED * CHUNK_BYTES and status.counters["refused_retains"] == 20
     flood(small)
@@ -78,7 +79,7 @@ def test_what_lies_behind_a_gap_is_not_counted_as_too_much(small: Engine) -> Non
     chain = keys(600, "chain")
     small.store(chain[:10])
     small.store(chain[512:522], parent=chain[511])
-    assert hint(small, chain, priority=5, duration_s=60) == s.HintAnswer(chunks=10, refused=0)
+    assert hint(small, chain, priority=5, duration_s=60) == HintAnswer(chunks=10, refused=0)
     status = small.client.status()
     assert status.pool.retained_bytes == 10 * CHUNK_BYTES and status.counters["refused_retains"] == 0
 
@@ -129,7 +130,7 @@ def test_a_hint_is_taken_as_json_too(small: Engine, server: ServerProcess) -> No
     with HttpClient(small.client.address) as client:
         chain = keys(2, "json")
         small.store(chain)
-        body = s.Hint(session=small.session, member=small.member, keys=chain, priority=1, duration_s=1)
+        body = Hint(session=small.session, member=small.member, keys=chain, priority=1, duration_s=1)
         assert client.hint(body).chunks == 2
 
 

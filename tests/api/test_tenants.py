@@ -31,6 +31,7 @@ from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.hints import Hint
 from kvdock.protocol.outcomes import Outcome
 
 pytestmark = pytest.mark.security
@@ -103,7 +104,7 @@ def test_a_session_of_another_tenant_does_not_exist(engine: Engine, of_b: Client
         lambda: of_b.reserve(s.Reserve(session=known, member=member, store="s", keys=chain)),
         lambda: of_b.release(lease, s.ReleaseLease(session=known, ranks=[0])),
         lambda: of_b.commit(str(granted.reservation), s.Commit(session=known, rank=0, parts=[])),
-        lambda: of_b.hint(s.Hint(session=known, member=member, keys=chain, conversation_ended=True)),
+        lambda: of_b.hint(Hint(session=known, member=member, keys=chain, conversation_ended=True)),
         lambda: of_b.leave(known, member),
         lambda: of_b.session(known),
         lambda: of_b.session(engine.listed),

@@ -21,6 +21,7 @@ from kvdock.client.client import Client
 from kvdock.client.http_client import AsyncHttpClient, HttpClient
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.hints import Hint
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_every_async_call_reaches_its_route(address: str, server: ServerProcess)
             assert found.lease is not None
             held = await client.lease(found.lease)
             assert held.remaining == [0] and found.lease in {v.grant for v in (await client.leases(limit=1000)).leases}
-            hint = s.Hint(session=mine.session, member=mine.member, keys=names, priority=1, duration_s=1.0)
+            hint = Hint(session=mine.session, member=mine.member, keys=names, priority=1, duration_s=1.0)
             assert (await client.hint(hint)).chunks == 2
             wrong = s.ReportMismatch(session=mine.session, lease=found.lease, chunks=[1])
             assert (await client.mismatch(wrong)).quarantined == 1

@@ -26,7 +26,15 @@ def test_health_says_ready_version_and_pool(page_server: PageServer, open_page: 
     assert page.title() == "kvdock"
     expect(page.locator("#pill")).to_have_text("Ready")
     facts = say.plain(page.locator("#facts").inner_text())
-    assert facts == "version 0.1.0 up 1 d 2 h pool 3fa90c51d27be604 incarnation 3"
+    assert facts == "version 0.1.0 up 1 d 2 h"
+    expect(page.locator("#pool")).to_contain_text("Pool 3fa90c51d27be604, incarnation 3.")
+
+
+def test_the_host_is_named_where_the_server_tells_it(page_server: PageServer, open_page: OpenPage) -> None:
+    page_server.bodies["status"] = say.status(host="gpu-node-3")
+    page = open_page(page_server.url)
+    assert say.plain(page.locator("#facts").inner_text()) == "host gpu-node-3 version 0.1.0 up 1 d 2 h"
+    assert page.title() == "kvdock on gpu-node-3"
 
 
 def test_reasons_are_listed_when_the_server_is_not_ready(page_server: PageServer, open_page: OpenPage) -> None:
@@ -63,11 +71,16 @@ def test_segment_map_shows_how_far_prefault_is(page_server: PageServer, open_pag
 
 def test_sessions_show_members_in_trouble_first(page_server: PageServer, open_page: OpenPage) -> None:
     page = open_page(page_server.url)
-    chips = page.locator("#sessions tbody tr").nth(0).locator(".chip")
+    first = page.locator("#sessions tbody tr").nth(0)
+    assert say.plain(first.locator("summary").inner_text()) == "9 processes: 1 suspect heartbeat 7.2 s ago"
+    chips = first.locator("li.chip")
+    expect(chips).to_have_count(0)
+    first.locator("summary").click()
     expect(chips).to_have_count(9)
     assert say.plain(chips.nth(0).inner_text()) == "rank 5 suspect 7.2 s"
     assert say.plain(chips.nth(1).inner_text()) == "scheduler live 0.3 s"
-    assert "dead" in say.row(page, "Sessions", "instance-s3")
+    assert "1 process: 1 dead" in say.row(page, "Engines", "instance-s3")
+    assert "2 processes: live" in say.row(page, "Engines", "vllm-prod-1")
 
 
 def test_grants_are_oldest_first_and_name_who_has_not_finished(page_server: PageServer, open_page: OpenPage) -> None:
@@ -129,7 +142,7 @@ def test_new_figures_replace_old_ones_within_two_seconds(page_server: PageServer
     page = open_page(page_server.url)
     page.evaluate(LOOKS_UNTIL, "4,711")
     page_server.bodies["status"] = say.status(sessions=4711)
-    sessions = page.locator("#tiles .tile").filter(has_text="Sessions").locator(".figure")
+    sessions = page.locator("#tiles .tile").filter(has_text="Engines").locator(".figure")
     expect(sessions).to_have_text("4,711")
     assert page.evaluate("found") <= 2
     eventually(lambda: page.evaluate("looks().length") >= 6)
@@ -162,10 +175,12 @@ def test_keyboard_reaches_every_chart_and_reads_values(status_page_url: str, ope
     page = open_page(status_page_url)
     charts = page.get_by_role("slider")
     expect(charts.first).to_be_visible()
-    names = []
-    for _ in range(charts.count()):
+    names: list[str] = []
+    while len(names) < charts.count():
         page.keyboard.press("Tab")
-        names.append(page.evaluate("document.activeElement.getAttribute('aria-label')"))
+        focus = page.evaluate("[document.activeElement.role, document.activeElement.getAttribute('aria-label')]")
+        assert page.evaluate("document.activeElement !== document.body"), "a chart was left out"
+        names += [focus[1]] if focus[0] == "slider" else []
     assert names == [chart.get_attribute("aria-label") for chart in charts.all()] and all(names)
     chart = charts.last
     for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
@@ -199,7 +214,7 @@ def test_an_empty_server_says_what_to_do_next(open_page: OpenPage) -> None:
     with PageServer(bodies=say.empty_bodies()) as page_server:
         page = open_page(page_server.url)
         words = say.plain(page.locator("#sessions").inner_text())
-        assert words == "Sessions No engine is attached yet. Try: kvdock bench"
+        assert words == "Engines No engine is attached yet. Try: kvdock bench"
         for panel in ("pool", "history", "grants", "requests"):
             expect(page.locator(f"#{panel} .hint")).to_be_visible()
         expect(page.locator("table.list:visible")).to_have_count(0)

@@ -1,23 +1,28 @@
 """What the status page's tests share: bodies, functions to read the page, and a small real HTTP server.
 
-The bodies are encoded from the structs of protocol/schemas.py, so a changed schema breaks these tests first.
-`PageServer` can hang, refuse one path, stop and come back on its port.
+The bodies are encoded from the structs of protocol/, so a changed schema breaks these tests first. `PageServer` can
+hang, refuse one path, stop and come back on its port.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
+import page_views as views
 from playwright.sync_api import Page, expect
 
 from kvdock.protocol import schemas
+from kvdock.protocol.admin_schemas import Namespaces
+from kvdock.protocol.events import kind_of
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import (
     ChunkCounts,
@@ -37,7 +42,7 @@ from kvdock.protocol.reports import (
 GIB = 1 << 30
 MIB = 1 << 20
 CONTENT_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-Bodies = dict[str, msgspec.Struct]
+Bodies = dict[str, Any]
 OpenPage = Callable[..., Page]
 
 
@@ -110,7 +115,7 @@ def stats(points: int = 300) -> Stats:
     if points > 100:
         hits[70:82] = [None] * 12
     rows: list[tuple[str, str, Any, str, list[float | None]]] = [
-        ("hit_share", "Hit share", "ratio", "hits", hits),
+        ("hit_ratio", "Hit rate", "ratio", "hit rate", hits),
         ("loaded", "Loaded", "bytes_per_s", "traffic", wave(3.1 * GIB, 1.9 * GIB, 9)),
         ("stored", "Stored", "bytes_per_s", "traffic", wave(0.7 * GIB, 0.4 * GIB, 13)),
         ("lookups", "Lookups", "per_s", "calls", wave(212, 60, 11)),
@@ -195,7 +200,8 @@ def live_requests(count: int = 14, newest: float = 1_700_000_000.0) -> Requests:
 def live_bodies() -> Bodies:
     return {
         "status": with_tiers(), "stats": stats(), "sessions": live_sessions(), "leases": live_leases(),
-        "requests": live_requests(), "segments": segments(),
+        "requests": live_requests(), "segments": segments(), "namespaces": views.namespaces(),
+        "prefixes": views.prefixes(), "curve": views.curve(), "config": views.config(), "events": views.events(),
     }
 
 
@@ -211,6 +217,11 @@ def empty_bodies() -> Bodies:
         "leases": Leases(leases=[]),
         "requests": Requests(requests=[]),
         "segments": segments(0),
+        "namespaces": Namespaces(namespaces=[]),
+        "prefixes": views.prefixes(0),
+        "curve": views.curve((None,) * 7),
+        "config": views.config(),
+        "events": [],
     }
 
 
@@ -243,14 +254,19 @@ def row(page: Page, table: str, text: str) -> str:
 
 @dataclass
 class PageServer:
-    """Serves web/ at / and /static/, and `bodies` at /v1/. Use as a context manager.
+    """Serves web/ at / and /static/, `bodies` at /v1/, and the list of events as a stream. Use as a context manager.
 
-    `refuse` holds paths that answer 500; `hang()` keeps every /v1/ answer back until `resume()`.
+    `refuse` holds paths that answer 500; `hang()` keeps every /v1/ answer back until `resume()`. What is sent is kept
+    in `sent` and answered from `answers`. `pages`: how many items a page of a list has, where it is one of several.
     """
 
     bodies: Bodies = field(default_factory=live_bodies)
     refuse: set[str] = field(default_factory=set)
     on_path: Callable[[str], None] = lambda path: None
+    sent: list[tuple[str, str, Any]] = field(default_factory=list)
+    answers: dict[str, Any] = field(default_factory=dict)
+    pages: dict[str, int] = field(default_factory=dict)
+    helps: str = "# HELP kvdock_lookups_total Lookups, repeats within an epoch not counted\n"
 
     def __post_init__(self) -> None:
         self._go = threading.Event()
@@ -279,10 +295,10 @@ class PageServer:
         if self._server is None:
             return
         self._go.set()
-        self._server.shutdown()
-        self._server.server_close()
+        stopped, self._server = self._server, None  # ends its streams
+        stopped.shutdown()
+        stopped.server_close()
         self._thread.join()
-        self._server = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -291,32 +307,82 @@ class PageServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def answer(self, path: str) -> tuple[int, str, bytes]:
+    def answer(self, path: str, cursor: int = 0) -> tuple[int, str, bytes]:
         """(status, content type, body) of one GET."""
         self.on_path(path)
+        if path == "/metrics":
+            return 200, "text/plain", self.helps.encode()
         if path.startswith("/v1/"):
             self._go.wait(timeout=20)
-            return self._api_answer(path.removeprefix("/v1/"))
+            return self._api_answer(unquote(path.removeprefix("/v1/")), cursor)
         name = "index.html" if path == "/" else path.removeprefix("/static/")
         file = files("kvdock.web").joinpath(name)
         if not file.is_file() or ".." in name:
             return 404, "text/plain", b"no such file"
         return 200, CONTENT_TYPES["." + name.rsplit(".", 1)[-1]], file.read_bytes()
 
-    def _api_answer(self, name: str) -> tuple[int, str, bytes]:
+    def _api_answer(self, name: str, cursor: int) -> tuple[int, str, bytes]:
         if name in self.refuse:
             why = Problem(type="about:blank", title="Broken", status=500, detail="on purpose", code="broken")
             return 500, "application/problem+json", msgspec.json.encode(why)
         if name not in self.bodies:
             return 404, "text/plain", b"no such path"
-        return 200, "application/json", msgspec.json.encode(self.bodies[name])
+        body = self.bodies[name]
+        if name in self.pages:
+            built, most = msgspec.to_builtins(body), self.pages[name]
+            left = len(built[name]) - cursor - most
+            body = {name: built[name][cursor : cursor + most], "next": str(cursor + most) if left > 0 else None}
+        return 200, "application/json", msgspec.json.encode(body)
+
+    def stream(self, write: Callable[[bytes], object], query: dict[str, list[str]]) -> None:
+        """Events of the wanted kinds; with `follow`, those that come until the server stops."""
+        running, seen = self._server, 0
+        wanted = query.get("kinds", [""])[0]
+        follows = "follow" in query
+        write(b"retry: 1000\n\n")
+        while True:
+            listed = self.bodies["events"]
+            for one in listed[seen:] if not follows or seen else []:
+                name = kind_of(type(one))
+                if not wanted or name in wanted.split(","):
+                    body = msgspec.json.encode(one)
+                    write(b"id: 3-%d\nevent: %s\ndata: %s\n\n" % (one.seq, name.encode(), body))
+            seen = len(listed)
+            if not follows or self._server is not running:
+                return
+            time.sleep(0.05)
+
+    def take(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """(status, body) of the answer to what was sent."""
+        self.sent.append((method, path, body))
+        return (200, msgspec.json.encode(self.answers[path])) if path in self.answers else (404, b"{}")
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                code, body = server.take(self.command, self.path, msgspec.json.decode(content))
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_PATCH = do_POST
+
             def do_GET(self) -> None:
-                code, kind, body = server.answer(self.path.split("?")[0])
+                url = urlsplit(self.path)
+                if url.path == "/v1/events" and "events" not in server.refuse:
+                    try:
+                        self.send_response(200)
+                        self.end_headers()
+                        server.stream(self.wfile.write, parse_qs(url.query))
+                    except (BrokenPipeError, ConnectionResetError):
+                        pass  # the page reads no more
+                    return
+                code, kind, body = server.answer(url.path, int(parse_qs(url.query).get("cursor", ["0"])[0]))
                 try:
                     self.send_response(code)
                     self.send_header("Content-Type", kind)

@@ -1,4 +1,4 @@
-"""The text of every file that is, or would be, committed."""
+"""The text of every file that is, or would be, committed. A picture has none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import PurePosixPath
 
 from paths import ROOT
 
+PICTURES = frozenset({".png"})
+
 
 @cache
 def sources() -> dict[PurePosixPath, str]:
     # A checkout may belong to another user than the one who tests it, as in a container.
     git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    return {PurePosixPath(name): (ROOT / name).read_text() for name in listed if name and (ROOT / name).is_file()}
+    paths = [PurePosixPath(name) for name in listed if name and (ROOT / name).is_file()]
+    return {path: "" if path.suffix in PICTURES else (ROOT / path).read_text() for path in paths}

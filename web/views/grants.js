@@ -1,9 +1,10 @@
 // Open leases and reservations, the oldest first, because people look for those that stay long.
 
-import { hint } from "../dom.js";
-import { age, bytes, exact, rankWords } from "../format.js";
+import { el, hint, setAttr, setText } from "../dom.js";
+import { age, bytes, exact, plural, rankWords } from "../format.js";
 import { Table, twoPart } from "../table.js";
 import { nameOf } from "./sessions.js";
+import { OLD_LEASE_S } from "./verdict.js";
 
 function waiting({ remaining, readers, closed }) {
   if (remaining.length === 0) return "";
@@ -11,14 +12,25 @@ function waiting({ remaining, readers, closed }) {
   return closed ? `closed, waits for ${who}` : who;
 }
 
+/** One that has been there for long stands out. */
+function aged(cell) {
+  const text = el("span");
+  cell.append(text);
+  return (g) => {
+    setText(text, age(g.age_s));
+    setAttr(text, "class", g.age_s > OLD_LEASE_S ? "warned" : "");
+    setAttr(cell, "title", g.age_s > OLD_LEASE_S ? "Older than a copy should take" : "");
+  };
+}
+
 const COLUMNS = [
-  { head: "Kind", cls: "wide", text: (g) => (g.kind === "lease" ? "Lease" : "Reservation"), title: (g) => g.grant },
+  { head: "Kind", text: (g) => (g.kind === "lease" ? "Lease" : "Reservation"), title: (g) => g.grant },
   { head: "Request", cls: "wide", make: twoPart((g) => g.request, (g) => (g.epoch ? `epoch ${g.epoch}` : "")) },
-  { head: "Engine", cls: "wide", text: (g) => g.engine },
+  { head: "Engine", cls: "wide", make: twoPart((g) => g.engine, () => "") },
   { head: "Still to finish", cls: "wide", make: twoPart((g) => `${g.remaining.length} of ${g.readers}`, waiting) },
   { head: "Chunks", cls: "num", text: (g) => exact(g.chunks) },
   { head: "Bytes", cls: "num", text: (g) => bytes(g.bytes) },
-  { head: "Age", cls: "num", text: (g) => age(g.age_s) },
+  { head: "Age", cls: "num", make: aged },
 ];
 
 export function mountGrants(root) {
@@ -26,12 +38,14 @@ export function mountGrants(root) {
     label: "Leases and reservations",
     columns: COLUMNS,
     keyOf: (g) => g.grant,
-    limit: 50,
+    limit: 10,
     empty: hint("Nothing is being read or written. Rows appear here while an engine loads or stores."),
   });
-  return ({ leases, sessions }) => {
+  const draw = ({ leases, sessions }) => {
     const names = new Map((sessions?.sessions ?? []).map((s) => [s.session, nameOf(s)]));
     const grants = leases.leases.map((g) => ({ ...g, engine: names.get(g.session) ?? g.session }));
     table.update(grants.sort((a, b) => b.age_s - a.age_s));
   };
+  draw.digest = ({ status: s }) => `${plural(s.leases, "lease")}, ${plural(s.reservations, "reservation")}`;
+  return draw;
 }

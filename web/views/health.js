@@ -13,12 +13,14 @@ const PILL = {
   gone: ["bad", "Unreachable"],
 };
 
+/** A fact that the server does not tell is left out. */
 const FACTS = [
+  ["host", (s) => s.host ?? ""],
   ["version", (s) => s.version],
   ["up", (s, ageS) => wholeAge(s.uptime_s + ageS)],
-  ["pool", (s) => s.pool_id],
-  ["incarnation", (s) => String(s.incarnation)],
 ];
+const ICONS = { gone: "static/favicon-gone.svg" };
+const ICON = "static/favicon.svg";
 
 const RESTARTED = {
   pool: (s, at) => `The server restarted at ${at} with a new pool (${s.pool_id}): what was cached before is gone.`,
@@ -30,8 +32,9 @@ const RESTARTED = {
 export function mountHealth({ retry, nextInMs }) {
   const facts = FACTS.map(([name, text]) => {
     const value = el("dd");
-    byId("facts").append(el("div", { children: [el("dt", { text: name }), value] }));
-    return { value, text };
+    const node = el("div", { children: [el("dt", { text: name }), value] });
+    byId("facts").append(node);
+    return { node, value, text };
   });
   const reasons = new KeyedList(byId("reasons-list"), (text) => text, () => {
     const node = el("li");
@@ -42,7 +45,8 @@ export function mountHealth({ retry, nextInMs }) {
 
   function update({ phase, link, status, ageS }) {
     showPill(phase, status);
-    if (status) for (const { value, text } of facts) setText(value, text(status, phase === "live" ? ageS : 0));
+    showTab(phase, status);
+    if (status) showFacts(facts, status, phase === "live" ? ageS : 0);
     setText(byId("age"), ageWords(phase, link, ageS));
     showBanner(phase, link, nextInMs);
     const list = (phase === "live" && status?.status !== "ok" && status?.reasons) || [];
@@ -57,6 +61,24 @@ export function mountHealth({ retry, nextInMs }) {
   }
 
   return { update, restarted };
+}
+
+function showFacts(facts, status, ageS) {
+  setHidden(byId("facts"), false);
+  for (const { node, value, text } of facts) {
+    setText(value, text(status, ageS));
+    setHidden(node, !value.textContent);
+  }
+}
+
+/** The tab says it too: people look at it when they do not look at the page. */
+function showTab(phase, status) {
+  const name = status?.host ? `kvdock on ${status.host}` : "kvdock";
+  const said = { gone: "Unreachable: ", stale: "Stale: " }[phase] ?? "";
+  const isReady = !status || status.status === "ok" || said;
+  const title = said + (isReady ? "" : "Not ready: ") + name;
+  if (document.title !== title) document.title = title;
+  setAttr(byId("icon"), "href", ICONS[phase] ?? ICON);
 }
 
 function showPill(phase, status) {

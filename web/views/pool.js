@@ -39,8 +39,7 @@ export function mountPool(root) {
   const empty = hint("No memory is allocated yet: segments are made as engines need them.");
   root.append(bar, table, summary, empty);
   const drawSegments = mountSegments(root);
-
-  return ({ status: { pool, chunks }, segments }) => {
+  const draw = ({ status: { pool, chunks, pool_id: id, incarnation }, segments }) => {
     const bytesIn = (s) => Math.max(0, s.bytes ? s.bytes(pool) : pool[`${s.id}_bytes`]);
     const all = STATES.map((s) => ({ ...s, bytes: bytesIn(s), chunks: chunks[s.id] ?? null }));
     all.forEach((s, i) => {
@@ -51,10 +50,13 @@ export function mountPool(root) {
     setAttr(bar, "aria-label", `Pool: ${spoken.join(", ")}`);
     const shown = all.filter((s) => !s.rare || s.bytes);
     rows.update(shown.map((s) => ({ ...s, share: shareOf(s.bytes, pool.limit_bytes) })));
-    setText(summary, describe(pool));
+    setText(summary, `${describe(pool)} Pool ${id}, incarnation ${incarnation}.`);
     setHidden(empty, pool.segments > 0);
     drawSegments(segments?.segments ?? []);
   };
+  draw.digest = ({ status: { pool } }) =>
+    `${shareOf(pool.ready_bytes, pool.limit_bytes)} of ${bytes(pool.limit_bytes)} can be hit`;
+  return draw;
 }
 
 function describe(pool) {

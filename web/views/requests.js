@@ -1,28 +1,25 @@
 // Recent lookups and stores, the newest first: their tokens, how many of them were found, and what became of their
-// requests once the engines have told it.
+// requests once the engines have told it. A click on a request explains it.
 
+import { button, labelled, search, select, toggle } from "../choice.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { bytes, clock, count, dateTime, exact, plural, shareOf, took } from "../format.js";
-import { Table, twoPart } from "../table.js";
+import { barred, Table } from "../table.js";
 
 const KINDS = { lookup: "Lookup", store: "Store", ended: "Ended" };
 const isLookup = (r) => r.kind === "lookup";
 
+/** What the list may show: value, text, and whether a row belongs to it. */
+const SHOWN = [
+  ["requests", "requests", (r) => r.kind !== "store"],
+  ["missed", "requests that missed something", (r) => isLookup(r) && r.hit_tokens < r.tokens],
+  ["ended", "requests without a lookup", (r) => r.kind === "ended"],
+  ["store", "stores", (r) => r.kind === "store"],
+  ["all", "all", () => true],
+];
+
 /** A figure of the request's outcome; nothing as long as its engine has not told it. */
 const told = (figure) => (r) => (r.outcome ? figure(r.outcome) : "");
-
-/** A thin bar and its figure; only a lookup can hit. */
-function hitShare(cell) {
-  const fill = el("span");
-  const track = el("span", { cls: "track", attrs: { "aria-hidden": "true" }, children: [fill] });
-  const figure = el("span");
-  cell.append(track, figure);
-  return (r) => {
-    setHidden(track, !isLookup(r));
-    fill.style.width = `${r.tokens > 0 ? Math.min(100, (100 * r.hit_tokens) / r.tokens) : 0}%`;
-    setText(figure, isLookup(r) ? shareOf(r.hit_tokens, r.tokens) : "–");
-  };
-}
 
 function kind(cell) {
   const text = el("span", { cls: "kind" });
@@ -33,63 +30,99 @@ function kind(cell) {
   };
 }
 
-const COLUMNS = [
-  { head: "Time", text: (r) => clock(r.at), title: (r) => dateTime(r.at) },
-  { head: "Kind", make: kind },
-  { head: "Request", cls: "wide stacked", make: twoPart((r) => r.request, (r) => r.label || r.session) },
-  { head: "Tokens", cls: "num", text: (r) => count(r.tokens), title: tokensTitle },
-  { head: "Found", cls: "num", text: (r) => (r.kind === "store" ? "–" : count(r.hit_tokens)) },
-  { head: "Share", cls: "num share", make: hitShare },
-  { head: "Local", cls: "num", text: told((o) => count(o.local_tokens)), title: () => LOCAL },
-  { head: "Loaded", cls: "num", text: told((o) => count(o.loaded_tokens)), title: () => LOADED },
-  { head: "Why less", cls: "wide why", text: told((o) => o.why_in_words), title: told((o) => o.why) },
-  { head: "Bytes", cls: "num spare", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
-  { head: "Took", cls: "num spare", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
-];
+/** The request's id, as a button where there is something to explain, and its engine. */
+function named(explain) {
+  return (cell) => {
+    let last = null;
+    const name = button("", () => explain(last.request), "main link");
+    const plain = el("span", { cls: "main" });
+    const engine = el("small");
+    cell.append(name, plain, " ", engine);
+    return (r) => {
+      last = r;
+      const isStore = r.kind === "store";
+      setHidden(name, isStore);
+      setHidden(plain, !isStore);
+      setText(isStore ? plain : name, r.request);
+      setText(engine, r.label || r.session);
+      setAttr(cell, "title", `${r.request} · ${r.label || r.session}`);
+      setAttr(name, "aria-label", `Explain ${r.request}`);
+    };
+  };
+}
+
 const LOCAL = "Tokens that the engine's own cache had";
 const LOADED = "Tokens that the engine loaded";
 const NONE_YET = "No request yet. Lookups and stores of attached engines are listed here.";
 const NONE_SUCH = "None of the last requests has an id that begins so.";
+const NONE_OF_KIND = "None of the last requests is of this kind.";
+
+const columns = (explain) => [
+  { head: "Time", text: (r) => clock(r.at), title: (r) => dateTime(r.at) },
+  { head: "Kind", make: kind },
+  { head: "Request", cls: "wide stacked", make: named(explain) },
+  { head: "Tokens", cls: "num", text: (r) => count(r.tokens), title: tokensTitle },
+  { head: "Found", cls: "num", text: (r) => (r.kind === "store" ? "–" : count(r.hit_tokens)) },
+  {
+    head: "Hit rate", cls: "num share",
+    make: barred(
+      (r) => r.hit_tokens, (r) => (isLookup(r) ? r.tokens : 0),
+      (r) => (isLookup(r) ? shareOf(r.hit_tokens, r.tokens) : "–"),
+    ),
+  },
+  { head: "Local", cls: "num spare detail", text: told((o) => count(o.local_tokens)), title: () => LOCAL },
+  { head: "Loaded", cls: "num spare detail", text: told((o) => count(o.loaded_tokens)), title: () => LOADED },
+  { head: "Why less", cls: "wide why", text: told((o) => o.why_in_words), title: told((o) => o.why) },
+  { head: "Bytes", cls: "num spare detail", text: (r) => bytes(r.bytes), title: (r) => plural(r.chunks, "chunk") },
+  { head: "Took", cls: "num spare detail", text: (r) => (r.kind === "ended" ? "–" : took(r.took_us)) },
+];
 
 function tokensTitle(r) {
   return exact(r.tokens) + (r.outcome ? `; the prompt has ${exact(r.outcome.prompt_tokens)}` : "");
 }
 
-/** An input above the table. begin: (text) => void, is given what ids are to begin with. */
-function idFilter(root, begin) {
-  const input = el("input", {
-    attrs: { type: "search", maxlength: "256", autocomplete: "off", spellcheck: "false", placeholder: "all" },
-  });
-  const label = el("label", { cls: "filter", text: "Request id begins with ", children: [input] });
-  input.addEventListener("input", () => begin(input.value.trim()));
-  root.append(label);
-  return () => input.value.trim();
-}
+const keyOf = (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`;
 
-/** find: (text) => void, has the server asked for requests whose ids begin so. */
-export function mountRequests(root, find) {
-  const empty = hint(NONE_YET);
+/** find: (text) => void, has the server asked for requests whose ids begin so. explain: (request) => void. */
+export function mountRequests(root, find, explain) {
   let drawn = [];
-  const begins = idFilter(root, (text) => {
-    find(text);
+  let held = null;
+  const empty = hint(NONE_YET);
+  const input = search("all");
+  const pick = select(SHOWN);
+  const newer = el("span", { cls: "muted", attrs: { role: "status" } });
+  const pause = toggle("Pause", false, (isDown) => {
+    held = isDown ? drawn : null;
     draw();
   });
+  const bar = [labelled("Request id begins with", input), labelled("Show", pick), pause, newer];
+  root.append(el("div", { cls: "bar-of-controls", children: bar }));
   const table = new Table(root, {
-    label: "Recent requests",
-    columns: COLUMNS,
-    keyOf: (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`,
-    limit: 40,
-    empty,
+    label: "Recent requests", columns: columns(explain), keyOf, limit: 10, empty, needsPx: 640, allPx: 960,
   });
+  input.addEventListener("input", () => {
+    find(input.value.trim());
+    draw();
+  });
+  pick.addEventListener("change", draw);
 
   /** What is there of the last answer at once; the server's answer may have more. */
   function draw() {
-    const text = begins();
-    setText(empty, text ? NONE_SUCH : NONE_YET);
-    table.update(drawn.filter((r) => r.request.startsWith(text)));
+    const begins = input.value.trim();
+    const [, , belongs] = SHOWN.find(([value]) => value === pick.value);
+    const shown = (held ?? drawn).filter((r) => r.request.startsWith(begins) && belongs(r));
+    setText(empty, begins ? NONE_SUCH : drawn.length ? NONE_OF_KIND : NONE_YET);
+    setText(newer, held ? newerWords(drawn, held) : "");
+    table.update(shown);
   }
   return ({ requests }) => {
     drawn = [...requests.requests].sort((a, b) => b.at - a.at);
     draw();
   };
+}
+
+function newerWords(drawn, held) {
+  const known = new Set(held.map(keyOf));
+  const n = drawn.filter((r) => !known.has(keyOf(r))).length;
+  return n ? `paused; ${count(n)} newer` : "paused";
 }

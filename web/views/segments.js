@@ -1,13 +1,15 @@
-// A map for each segment: cells in use, ready for use, and not yet prefaulted. It shows amounts, not addresses.
+// A map for each segment: cells in use, ready for use, and not yet prefaulted. It shows amounts, not addresses. In a
+// pool of many segments each is one cell, or some together are: how full it is.
 
 import { el, KeyedList, setAttr, setHidden, setText, svg } from "../dom.js";
-import { bytes, plural, share, shareOf } from "../format.js";
+import { bytes, count, plural, share, shareOf } from "../format.js";
 
 const COLUMNS = 32;
 const CELLS = 2 * COLUMNS;
 const PITCH = 6;
 const CELL = 5;
-const MOST = 64;
+const MOST_MAPS = 12;
+const MOST_CELLS = 256;
 
 /** The SVG path of cells [from, to). */
 function cells(from, to) {
@@ -49,15 +51,46 @@ function makeMap() {
   return { node, update };
 }
 
+const sum = (segments, field) => segments.reduce((all, segment) => all + segment[field], 0);
+
+function makeCell() {
+  const fill = el("span");
+  const node = el("li", { children: [fill] });
+  const update = (group) => {
+    const use = shareOf(sum(group, "used_bytes"), sum(group, "bytes"));
+    fill.style.height = `${(100 * sum(group, "used_bytes")) / Math.max(1, sum(group, "bytes"))}%`;
+    const ids = group.length > 1 ? `${group[0].id} to ${group.at(-1).id}` : group[0].id;
+    setAttr(node, "title", `Segment ${ids}: ${bytes(sum(group, "bytes"))}, ${use} used`);
+  };
+  return { node, update };
+}
+
+/** Equal groups, at most MOST_CELLS of them, in the order of their ids. */
+function grouped(segments) {
+  const size = Math.ceil(segments.length / MOST_CELLS);
+  return Array.from({ length: Math.ceil(segments.length / size) }, (_, i) => segments.slice(i * size, (i + 1) * size));
+}
+
+function inWords(segments) {
+  const full = segments.filter((s) => s.used_bytes >= 0.995 * s.bytes).length;
+  const empty = segments.filter((s) => s.used_bytes === 0).length;
+  return `${plural(segments.length, "segment")}: ${count(full)} full, ${count(empty)} empty.`;
+}
+
 export function mountSegments(root) {
   const list = el("ul", { cls: "segments", attrs: { "aria-label": "Segments" } });
-  const more = el("p", { cls: "muted" });
-  root.append(list, more);
+  const heat = el("ul", { cls: "heat", attrs: { "aria-hidden": "true" } });
+  const said = el("p", { cls: "muted" });
+  root.append(list, heat, said);
   const maps = new KeyedList(list, (segment) => segment.id, makeMap);
+  const cells = new KeyedList(heat, ([first]) => first.id, makeCell);
   return (segments) => {
-    maps.update(segments.slice(0, MOST));
-    setHidden(list, segments.length === 0);
-    setHidden(more, segments.length <= MOST);
-    setText(more, `and ${plural(segments.length - MOST, "segment")} more`);
+    const areMany = segments.length > MOST_MAPS;
+    maps.update(areMany ? [] : segments);
+    cells.update(areMany ? grouped(segments) : []);
+    setHidden(list, areMany || segments.length === 0);
+    setHidden(heat, !areMany);
+    setHidden(said, !areMany);
+    setText(said, areMany ? inWords(segments) : "");
   };
 }

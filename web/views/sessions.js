@@ -1,13 +1,16 @@
-// Attached engines: a row for each, in it a chip for each process with its state and the age of its heartbeat.
+// Attached engines: a row for each, with what it found, loaded and stored, and how its processes are.
 
-import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
-import { age, bytes, count, rankWords } from "../format.js";
-import { Table, twoPart } from "../table.js";
-
-const MOST_CHIPS = 16;
+import { el, hint, KeyedList, setAttr, setText } from "../dom.js";
+import { age, bytes, count, exact, plural, rankWords, rate, shareOf } from "../format.js";
+import { barred, Table, twoPart } from "../table.js";
 
 export function nameOf(session) {
   return session.label || session.instance;
+}
+
+/** Processes that are not live. */
+export function inTrouble({ members }) {
+  return members.filter((m) => m.state !== "live");
 }
 
 function roleOf({ scheduler, ranks }) {
@@ -38,36 +41,106 @@ function makeChip() {
   return { node, update };
 }
 
+const WORST = ["dead", "gone", "suspect", "live"];
+
+/** "9 processes: 1 suspect", and the oldest heartbeat. */
+function processWords(members) {
+  const worst = WORST.find((state) => members.some((m) => m.state === state)) ?? "live";
+  const bad = WORST.slice(0, -1).map((state) => [state, members.filter((m) => m.state === state).length]);
+  const words = bad.filter(([, n]) => n).map(([state, n]) => `${n} ${state}`).join(", ") || "live";
+  return { worst, text: `${plural(members.length, "process", "processes")}: ${words}` };
+}
+
+/** One chip in all; the processes on a click. They are drawn only while they are open. */
 function members(cell) {
+  const chip = el("span", { cls: "chip" });
+  const beat = el("small");
   const list = el("ul", { cls: "chips" });
-  const more = el("small");
-  cell.append(list, more);
+  const summary = el("summary", { children: [chip, " ", beat] });
+  const fold = el("details", { cls: "inner", children: [summary, list] });
+  cell.append(fold);
   const chips = new KeyedList(list, (m) => m.id, makeChip);
+  let last = [];
+  const drawOpen = () => chips.update(fold.open ? last : []);
+  fold.addEventListener("toggle", drawOpen);
   return (session) => {
-    const all = [...session.members].sort(order);
-    chips.update(all.slice(0, MOST_CHIPS));
-    setHidden(more, all.length <= MOST_CHIPS);
-    setText(more, `and ${all.length - MOST_CHIPS} more`);
+    last = [...session.members].sort(order);
+    const { worst, text } = processWords(last);
+    setAttr(chip, "data-state", worst);
+    setText(chip, text);
+    setText(beat, `heartbeat ${age(Math.max(0, ...last.map((m) => m.heartbeat_age_s)))} ago`);
+    drawOpen();
   };
 }
 
+const hasTotals = (s) => Boolean(s.totals);
+const hasSaved = (s) => (s.totals?.saved_s ?? null) !== null;
+const hasCopy = (s) => (s.copy?.load_bytes_per_s ?? s.copy?.store_bytes_per_s ?? null) !== null;
+
+/** The rate of loads, beside what the machine can do. */
+const copied = barred(
+  (s) => s.copy?.load_bytes_per_s, (s) => s.copy?.ceiling_bytes_per_s, (s) => rate(s.copy?.load_bytes_per_s),
+  ({ copy }) => (copy?.ceiling_bytes_per_s ? `of ${rate(copy.ceiling_bytes_per_s)}` : ""),
+);
+
 const COLUMNS = [
   { head: "Engine", cls: "wide stacked", make: twoPart(nameOf, (s) => (s.label ? s.instance : "")) },
-  { head: "Model", cls: "wide stacked", make: twoPart((s) => s.model, (s) => `namespace ${s.namespace.slice(0, 8)}`) },
-  { head: "Processes", cls: "widest", make: members },
-  { head: "Leases", cls: "num", text: (s) => count(s.leases) },
-  { head: "Reservations", cls: "num", text: (s) => count(s.reservations) },
-  { head: "Held", cls: "num", text: (s) => bytes(s.held_bytes) },
-  { head: "Attached", cls: "num", text: (s) => age(s.age_s) },
+  {
+    head: "Model", cls: "wide stacked",
+    make: twoPart(
+      (s) => s.model, (s) => `namespace ${s.namespace.slice(0, 8)}${s.is_bench ? ", benchmark" : ""}`,
+      (s) => `${s.model} · namespace ${s.namespace}`,
+    ),
+  },
+  { head: "Processes", cls: "stacked procs", make: members },
+  {
+    head: "Hit rate", cls: "num share stacked", has: hasTotals,
+    make: barred(
+      (s) => s.totals?.hit_tokens, (s) => s.totals?.lookup_tokens,
+      (s) => shareOf(s.totals?.hit_tokens, s.totals?.lookup_tokens),
+      ({ totals }) => (totals ? `of ${count(totals.lookup_tokens)} tokens` : ""),
+    ),
+  },
+  {
+    head: "Loaded", cls: "num stacked", has: hasTotals,
+    make: twoPart(
+      ({ totals: t }) => (t ? bytes(t.loaded_bytes) : "–"),
+      ({ totals: t }) => (t ? `${count(t.loaded_tokens)} tokens` : ""),
+      ({ totals: t }) => (t ? `${exact(t.loaded_bytes)} bytes` : ""),
+    ),
+  },
+  { head: "Stored", cls: "num spare", has: hasTotals, text: ({ totals: t }) => (t ? bytes(t.stored_bytes) : "–") },
+  { head: "Saved", cls: "num", has: hasSaved, text: (s) => (hasSaved(s) ? age(s.totals.saved_s) : "–") },
+  { head: "Copies at", cls: "num share stacked", has: hasCopy, make: copied },
+  {
+    head: "Holds", cls: "num stacked spare",
+    make: twoPart(
+      (s) => bytes(s.held_bytes),
+      (s) => [s.leases && plural(s.leases, "lease"), s.reservations && plural(s.reservations, "reservation")]
+        .filter(Boolean).join(", "),
+    ),
+  },
+  { head: "Attached", cls: "num spare", text: (s) => age(s.age_s) },
 ];
 
 export function mountSessions(root) {
   const table = new Table(root, {
-    label: "Sessions",
+    label: "Engines",
     columns: COLUMNS,
     keyOf: (s) => s.session,
-    limit: 50,
+    limit: 12,
+    needsPx: 640,
+    allPx: 1000,
     empty: hint("No engine is attached yet.", "kvdock bench"),
   });
-  return ({ sessions }) => table.update(sessions.sessions);
+  const draw = ({ sessions }) => {
+    const looked = (s) => s.totals?.lookup_tokens ?? 0;
+    const first = (a, b) => inTrouble(b).length - inTrouble(a).length || looked(b) - looked(a);
+    table.update([...sessions.sessions].sort(first));
+  };
+  draw.digest = ({ status, sessions }) => {
+    const bad = (sessions?.sessions ?? []).filter((s) => inTrouble(s).length).length;
+    return `${count(status.sessions)} attached${bad ? `, ${count(bad)} in trouble` : ""}`;
+  };
+  return draw;
 }

@@ -97,15 +97,21 @@ export function mountTiers(root) {
     columns: COLUMNS,
     keyOf: (tier) => tier.name,
     limit: 10,
+    needsPx: 720,
     empty: hint("The mover has not told of its tiers yet."),
   });
   const waits = el("p", { cls: "muted after" });
   const trouble = el("p", { cls: "failed" });
   root.append(waits, trouble);
-  return ({ status: { tiers, mover } }) => {
+  const draw = ({ status: { tiers, mover } }) => {
     table.update(tiers);
     setText(waits, waitWords(mover));
     setText(trouble, troubleWords(mover));
     setHidden(trouble, !troubleWords(mover));
   };
+  draw.digest = ({ status: { tiers } }) => {
+    const off = tiers.filter((tier) => tier.state !== "open").length;
+    return off ? `${count(off)} of ${plural(tiers.length, "tier")} off` : plural(tiers.length, "tier");
+  };
+  return draw;
 }

@@ -1,64 +1,47 @@
-// The main figures, and every counter of the server, under the names that the server gives them.
+// Every counter of the server, under the name that the server gives it. A click tells what it counts; those that are
+// zero are folded away.
 
-import { el, KeyedList, setAttr, setText } from "../dom.js";
-import { bytes, count, exact, plural, shareOf, words } from "../format.js";
-
-/** The value and the note of each tile, from v1/status. */
-const TILES = [
-  {
-    name: "Hit share",
-    value: ({ counters: c }) => shareOf(c.hit_tokens ?? 0, c.lookup_tokens ?? 0),
-    note: ({ counters: c }) => `of ${plural(c.lookup_tokens ?? 0, "token")} looked up`,
-  },
-  {
-    name: "Served from cache",
-    value: ({ counters: c }) => count(c.hit_tokens ?? 0),
-    note: ({ counters: c }) => `tokens, in ${plural(c.lookups ?? 0, "lookup")}`,
-  },
-  {
-    name: "Ready to be hit",
-    value: ({ chunks }) => count(chunks.ready),
-    note: ({ chunks, pool }) => `${chunks.ready === 1 ? "chunk" : "chunks"}, ${bytes(pool.ready_bytes)}`,
-  },
-  {
-    name: "Sessions",
-    value: ({ sessions }) => count(sessions),
-    note: ({ sessions }) => ["no engine attached", "engine attached"][sessions] ?? "engines attached",
-  },
-  {
-    name: "Open grants",
-    value: ({ leases, reservations }) => count(leases + reservations),
-    note: ({ leases, reservations }) => `${plural(leases, "lease")}, ${plural(reservations, "reservation")}`,
-  },
-];
-
-export function mountTiles(root) {
-  const tiles = TILES.map((tile) => {
-    const value = el("p", { cls: "figure" });
-    const note = el("p", { cls: "muted" });
-    root.append(el("div", { cls: "card tile", children: [el("h2", { text: tile.name }), value, note] }));
-    return { ...tile, value: { node: value, of: tile.value }, note: { node: note, of: tile.note } };
-  });
-  return ({ status }) => {
-    for (const tile of tiles) for (const { node, of } of [tile.value, tile.note]) setText(node, of(status));
-  };
-}
+import { el, KeyedList, setAttr, setHidden, setText } from "../dom.js";
+import { bytes, count, exact, plural, words } from "../format.js";
+import { meanings } from "../help.js";
 
 /** Counters that should stay at zero. */
 const ALARMING = new Set(["mismatches"]);
+const metricOf = (name) => `kvdock_${name}_total`;
+
+function makeRow([name]) {
+  const label = el("span", { text: words(name) });
+  const value = el("b");
+  const meaning = el("p", { cls: "muted", text: "Asking the server…" });
+  const link = el("a", { text: "What to do about it", attrs: { href: `manual/runbook.md#${metricOf(name)}` } });
+  const summary = el("summary", { children: [label, value] });
+  const node = el("details", { cls: "counter", children: [summary, meaning, link] });
+  node.addEventListener("toggle", async () => {
+    if (node.open) setText(meaning, `${(await meanings()).get(metricOf(name)) ?? "The server does not say"}.`);
+  });
+  const update = ([, n]) => {
+    setText(value, name.endsWith("_bytes") ? bytes(n) : count(n));
+    setAttr(value, "title", exact(n));
+    setAttr(node, "data-tone", ALARMING.has(name) && n > 0 ? "bad" : "idle");
+  };
+  return { node: el("li", { children: [node] }), update };
+}
 
 export function mountTotals(root) {
-  const list = el("dl", { cls: "totals" });
-  root.append(list);
-  const rows = new KeyedList(list, ([name]) => name, ([name]) => {
-    const value = el("dd");
-    const node = el("div", { children: [el("dt", { text: words(name) }), value] });
-    const update = ([, n]) => {
-      setText(value, name.endsWith("_bytes") ? bytes(n) : count(n));
-      setAttr(value, "title", exact(n));
-      setAttr(node, "data-tone", ALARMING.has(name) && n > 0 ? "bad" : "idle");
-    };
-    return { node, update };
-  });
-  return ({ status }) => rows.update(Object.entries(status.counters));
+  const list = () => el("ul", { cls: "totals" });
+  const [some, none] = [list(), list()];
+  const summary = el("summary");
+  const fold = el("details", { cls: "inner after", children: [summary, none] });
+  root.append(some, fold);
+  const rows = [some, none].map((each) => new KeyedList(each, ([name]) => name, makeRow));
+  const draw = ({ status }) => {
+    const all = Object.entries(status.counters);
+    const zeros = all.filter(([, n]) => n === 0);
+    rows[0].update(all.filter(([, n]) => n !== 0));
+    rows[1].update(zeros);
+    setHidden(fold, zeros.length === 0);
+    setText(summary, `${plural(zeros.length, "counter is", "counters are")} zero`);
+  };
+  draw.digest = ({ status: { counters: c } }) => plural(c.lookups ?? 0, "lookup");
+  return draw;
 }

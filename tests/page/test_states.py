@@ -1,0 +1,138 @@
+"""Every state of the status page at every width, light and dark: no serious finding of axe-core, no word broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import page_helpers as say
+import page_views as views
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from page_helpers import OpenPage, PageServer
+from playwright.sync_api import Page, expect
+
+from kvdock.protocol import schemas
+from kvdock.protocol.admin_schemas import Namespaces
+from kvdock.protocol.reports import ChunkCounts, Leases
+from kvdock.protocol.usage import Prefixes
+
+pytest_plugins = ["page_fixtures"]
+pytestmark = pytest.mark.page
+
+WIDTHS = (390, 768, 1024, 1440)
+HOSTILE = '"><img src=x onerror=alert(1)>\u202egpj.exe' + "W" * 200
+
+
+def _live(server: PageServer) -> None:
+    """As it begins."""
+
+
+def _empty(server: PageServer) -> None:
+    server.bodies |= say.empty_bodies()
+
+
+def _hostile(server: PageServer) -> None:
+    who = say.session("s1", HOSTILE, HOSTILE, [say.member(HOSTILE, [0], "dead")])
+    requests = say.live_requests(6)
+    for one in requests.requests:
+        one.label = HOSTILE
+        one.request = one.request + HOSTILE
+    server.bodies |= {
+        "sessions": schemas.Sessions(sessions=[who]), "requests": requests,
+        "leases": Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])]),
+        "namespaces": Namespaces(namespaces=[views.namespace(1, HOSTILE, tenant=HOSTILE)]),
+        "prefixes": Prefixes(prefixes=[views.prefix(1, model=HOSTILE)], prefix_count=1, counted_s=0.1),
+        "status": say.with_tiers(status="not ready", reasons=[HOSTILE], host=HOSTILE),
+    }
+
+
+def _many(server: PageServer) -> None:
+    each = [say.session(f"s{i}", f"engine-{i}", views.MODELS[i % 3], [say.member(f"m{i}", [0])]) for i in range(200)]
+    pool = msgspec.structs.replace(say.live_pool(), segments=1000)
+    chunks = ChunkCounts(reserved=24, ready=1_000_000, quarantined=9)
+    server.pages["sessions"] = 64
+    server.bodies |= {
+        "sessions": schemas.Sessions(sessions=each), "segments": say.segments(1000),
+        "status": say.status(sessions=200, pool=pool, chunks=chunks),
+        "namespaces": Namespaces(
+            namespaces=[views.namespace(i % 250 + 1, f"model-{i}") for i in range(300)], next="300"
+        ),
+        "prefixes": views.prefixes(100),
+    }
+
+
+STATES: dict[str, Callable[[PageServer], None]] = {
+    "live": _live, "empty": _empty, "hostile": _hostile, "many": _many, "gone": _live, "stale": _live,
+}
+
+
+def serious(page: Page) -> list[str]:
+    found: list[dict[str, Any]] = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {node['html'][:120]} {node['failureSummary'][:200]}"
+        for one in found if one["impact"] in ("serious", "critical") for node in one["nodes"]
+    ]
+
+
+BROKEN_WORDS = """() => [...document.querySelectorAll('main :is(td, th, dt, dd, b, summary, button, li > span)')]
+  .filter((node) => node.checkVisibility() && !node.children.length && node.clientHeight)
+  .filter((node) => /^[\\w\\u00a0,.%-]{1,24}$/.test(node.textContent))
+  .filter((node) => {
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1;
+  }).map((node) => node.outerHTML)"""
+"""Single words, figures and names of common length that stand on more than one line."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("state", STATES)
+def test_axe_finds_nothing_serious_and_no_word_is_broken(
+    page_server: PageServer, open_page: OpenPage, state: str, scheme: str
+) -> None:
+    STATES[state](page_server)
+    page = open_page(page_server.url, color_scheme=scheme, reduced_motion="reduce")
+    expect(page.locator("#admin")).to_be_visible()
+    page.evaluate("for (const node of document.querySelectorAll('details.panel:not([hidden])')) node.open = true")
+    expect(page.locator("#admin form").first).to_be_visible()
+    if state == "gone":
+        page_server.stop()
+    elif state == "stale":
+        page_server.hang()
+    say.wait_phase(page, state if state in ("gone", "stale") else "live")
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(150)
+        assert (width, page.evaluate("document.documentElement.scrollWidth")) == (width, width)
+        assert (width, page.evaluate(BROKEN_WORDS)) == (width, [])
+    page.set_viewport_size({"width": 1440 if scheme == "light" else 390, "height": 900})
+    assert serious(page) == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_as_long_as_a_person_may_want(page_server: PageServer, open_page: OpenPage, width: int) -> None:
+    _many(page_server)
+    page = open_page(page_server.url, viewport={"width": width, "height": 900})
+    expect(page.locator("#admin")).to_be_visible()
+    page.wait_for_timeout(500)
+    height = page.evaluate("document.documentElement.scrollHeight")
+    assert height < {390: 2_000, 768: 3_600, 1024: 5_000, 1440: 4_800}[width]
+
+
+@pytest.mark.parametrize("dialog", ["explain", "confirm"])
+def test_axe_finds_nothing_serious_in_a_dialog(page_server: PageServer, open_page: OpenPage, dialog: str) -> None:
+    page = open_page(page_server.url, viewport={"width": 390, "height": 844})
+    if dialog == "explain":
+        page.locator("#requests > summary").click()
+        name = page.locator("#requests button.link").first
+        page_server.bodies[f"requests/{name.inner_text()}/explain"] = views.explanation(name.inner_text())
+        name.click()
+        expect(page.locator("#explain").get_by_role("heading", name="Where")).to_be_visible()
+    else:
+        page.locator("#admin > summary").click()
+        page.get_by_role("button", name="Clear…").click()
+        expect(page.locator("#confirm h2")).to_have_text("Clear the whole cache?")
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == 390

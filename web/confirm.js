@@ -1,0 +1,22 @@
+// A question before something is changed. It says what will be lost, and the safe answer has the focus.
+
+import { button } from "./choice.js";
+import { el } from "./dom.js";
+
+const dialog = () => document.getElementById("confirm");
+
+/** title: what is to be done; lines: what that costs; verb: on the button. Resolves to whether to do it. */
+export function confirmed({ title, lines, verb }) {
+  const node = dialog();
+  const no = button("Cancel", () => node.close(""));
+  const yes = button(verb, () => node.close("yes"), "danger");
+  node.replaceChildren(
+    el("h2", { text: title, attrs: { id: "confirm-title" } }),
+    ...lines.map((text) => el("p", { text })),
+    el("div", { cls: "bar-of-controls", children: [no, yes] }),
+  );
+  node.returnValue = "";
+  node.showModal();
+  no.focus();
+  return new Promise((done) => node.addEventListener("close", () => done(node.returnValue === "yes"), { once: true }));
+}

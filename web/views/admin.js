@@ -1,0 +1,127 @@
+// What an administrator can change. Each change is confirmed first, with what it costs.
+
+import { send } from "../api.js";
+import { button, labelled, search, select, setOptions } from "../choice.js";
+import { confirmed } from "../confirm.js";
+import { el, setHidden, setText } from "../dom.js";
+import { bytes, count, plural } from "../format.js";
+import { parsedBytes } from "../parse.js";
+import { mountLimits } from "./limits.js";
+import { mountTenants } from "./tenants.js";
+
+const ALL = "";
+const UNTIL = [["3600", "an hour"], ["43200", "12 hours"], ["604800", "a week"], ["0", "no longer: unpin it"]];
+const WHOLE_KEY = /^[0-9a-f]{64}$/;
+
+const freeNow = ({ pool: p }) => p.free_bytes + Math.max(0, p.limit_bytes - p.allocated_bytes);
+
+function nameOf({ namespace, manifest, tenant }) {
+  return [manifest.model, manifest.adapter, tenant, namespace.slice(0, 8)].filter(Boolean).join(" · ");
+}
+
+/** What clearing one namespace, or all, takes out of use. */
+function lossOf(chosen, { status: { chunks, pool } }) {
+  const [n, size] = chosen ? [chosen.chunks, chosen.bytes] : [chunks.ready, pool.ready_bytes];
+  const what = n === undefined ? "All its chunks" : `${plural(n, "chunk")} (${bytes(size)})`;
+  return [
+    `${what} will not be found any more${chosen ? "" : ", of every model and tenant"}.`,
+    "Requests that would have loaded them compute them again. This cannot be undone.",
+  ];
+}
+
+/** A form: controls, a button, and what became of it. run: () => promise of a sentence, or "" if not done. */
+function action(title, about, controls, verb, run) {
+  const said = el("p", { cls: "said", attrs: { role: "status" } });
+  const go = button(verb, null);
+  go.type = "submit";
+  const line = el("div", { cls: "bar-of-controls", children: [...controls, go] });
+  const head = [el("h3", { text: title }), el("p", { cls: "muted", text: about })];
+  const form = el("form", { cls: "action", children: [...head, line, said] });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    go.disabled = true;
+    try {
+      setText(said, await run());
+    } catch (error) {
+      setText(said, `Not done: ${error.message}.`);
+    }
+    go.disabled = false;
+  });
+  return form;
+}
+
+/** changed: () => void, is called after each change. */
+export function mountAdmin(root, changed) {
+  let bodies = null;
+  const namespaces = () => bodies.namespaces?.namespaces ?? [];
+  const named = (id) => namespaces().find((n) => n.namespace === id) ?? null;
+  const grid = el("div", { cls: "actions" });
+  const where = select([[ALL, "everything"]]);
+  const amount = search("8 GiB");
+  const [space, key, until] = [select([]), search("64 hex digits"), select(UNTIL)];
+  root.append(grid);
+  setHidden(grid, true); // until it is known what there is
+
+  async function clear() {
+    const chosen = named(where.value);
+    const title = chosen ? `Clear ${nameOf(chosen)}?` : "Clear the whole cache?";
+    if (!(await confirmed({ title, lines: lossOf(chosen, bodies), verb: "Clear" }))) return "";
+    const done = await send("POST", "v1/cache/clear", chosen ? { namespace: chosen.namespace } : {});
+    changed();
+    return `Cleared ${plural(done.chunks, "chunk")}.`;
+  }
+
+  async function evict() {
+    const wanted = parsedBytes(amount.value);
+    const missing = wanted - freeNow(bodies.status);
+    const lines = missing > 0
+      ? [`About ${bytes(missing)} of the ${bytes(bodies.status.pool.ready_bytes)} that can be hit is evicted, what is `
+          + "worth least first.", "What no lower tier has is lost: requests compute it again."]
+      : [`${bytes(freeNow(bodies.status))} are free already, so nothing is evicted.`];
+    if (!(await confirmed({ title: `Evict until ${bytes(wanted)} are free?`, lines, verb: "Evict" }))) return "";
+    const done = await send("POST", "v1/cache/evict", { free_bytes: wanted });
+    changed();
+    return `Evicted ${plural(done.chunks, "chunk")} (${bytes(done.bytes)}); ${bytes(done.free_bytes)} are free.`;
+  }
+
+  async function keep() {
+    const text = key.value.trim().toLowerCase();
+    if (!WHOLE_KEY.test(text)) throw new Error(`a key has 64 hex digits, this has ${count(text.length)} characters`);
+    const ends = until.value === "0";
+    const title = `${ends ? "Unpin" : "Keep"} ${text.slice(0, 12)}…?`;
+    const lines = ends
+      ? ["The prefix may be evicted again like any other. Nothing is lost by that alone."]
+      : [`The chunk and what precedes it in its prefix are not evicted for ${until.selectedOptions[0].text}.`,
+        "Other chunks are evicted instead, and so much less room is left for new ones."];
+    if (!(await confirmed({ title, lines, verb: ends ? "Unpin" : "Keep" }))) return "";
+    const body = { namespace: space.value, keys: [text], duration_s: Number(until.value) };
+    const done = await send("POST", "v1/pins", body);
+    changed();
+    if (!done.chunks) return "No chunk of that key can be hit in this namespace.";
+    return ends ? "Unpinned." : `Kept for ${until.selectedOptions[0].text}.`;
+  }
+
+  grid.append(
+    action("Clear", "Takes all chunks of one namespace, or all, out of use.", [labelled("What", where)], "Clear…",
+      clear),
+    action("Make room", "Evicts what is worth least until so much is free.", [labelled("Free", amount)], "Evict…",
+      evict),
+    action(
+      "Keep a prefix", "Keeps a chunk and what precedes it from being evicted. kvdock keep does it for a whole prompt.",
+      [labelled("Namespace", space), labelled("Key of the last chunk", key), labelled("For", until)], "Keep…", keep,
+    ),
+  );
+  const drawLimits = mountLimits(root, action, changed);
+  const drawTenants = mountTenants(root);
+
+  return (latest) => {
+    bodies = latest;
+    setHidden(grid, false);
+    const all = namespaces().map((n) => [n.namespace, nameOf(n)]);
+    setOptions(where, [[ALL, "everything"], ...all]);
+    setOptions(space, all);
+    setHidden(space.closest("form"), all.length === 0);
+    drawLimits(latest);
+    drawTenants(latest);
+  };
+}

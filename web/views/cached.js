@@ -1,0 +1,174 @@
+// What is cached, summed up by model, namespace or tenant, or prefix by prefix.
+
+import { send } from "../api.js";
+import { button, choice } from "../choice.js";
+import { confirmed } from "../confirm.js";
+import { el, hint, setAttr, setHidden, setText } from "../dom.js";
+import { about, age, bytes, count, plural, shareOf } from "../format.js";
+import { barred, Table, twoPart } from "../table.js";
+
+const OWN = "the server's own user";
+const tenantName = (tenant) => tenant || OWN;
+const WAYS = [["model", "Model"], ["namespace", "Namespace"], ["tenant", "Tenant"], ["prefix", "Prefix"]];
+
+/** How namespaces are put together: what is the same in a group, its name, and what is said beside it. */
+const GROUPS = {
+  model: {
+    key: (n) => n.manifest.model,
+    name: (n) => n.manifest.model,
+    beside: (all) => plural(all.length, "namespace"),
+  },
+  namespace: {
+    key: (n) => n.namespace,
+    name: (n) => n.namespace.slice(0, 12),
+    beside: ([{ manifest, tenant }]) => [
+      manifest.model, manifest.adapter && `adapter ${manifest.adapter}`, tenant && `tenant ${tenant}`,
+    ].filter(Boolean).join(", "),
+  },
+  tenant: { key: (n) => n.tenant, name: (n) => tenantName(n.tenant), beside: (all) => plural(all.length, "namespace") },
+};
+
+const sum = (all, field) => all.reduce((so, n) => so + (n[field] ?? 0), 0);
+const totals = (all, field) => sum(all.map((n) => n.totals ?? {}), field);
+const known = (all, field) => all.map((n) => n[field]).filter((value) => value !== null && value !== undefined);
+
+function grouped(namespaces, way) {
+  const { key, name, beside } = GROUPS[way];
+  const groups = new Map();
+  for (const one of namespaces) {
+    if (!groups.has(key(one))) groups.set(key(one), []);
+    groups.get(key(one)).push(one);
+  }
+  const rows = [...groups].map(([id, all]) => ({
+    id: `${way} ${id}`,
+    name: name(all[0]),
+    beside: beside(all) + (all.every((n) => n.is_bench) ? ", benchmark" : ""),
+    title: `${key(all[0])}`,
+    isKnown: known(all, "bytes").length > 0,
+    chunks: sum(all, "chunks"),
+    bytes: sum(all, "bytes"),
+    oldest_s: Math.max(...known(all, "oldest_s")),
+    unused_s: Math.min(...known(all, "unused_s")),
+    hit_tokens: totals(all, "hit_tokens"),
+    lookup_tokens: totals(all, "lookup_tokens"),
+    sessions: sum(all, "sessions"),
+    pool_bytes: 0,
+  }));
+  return rows.sort((a, b) => b.bytes - a.bytes || b.sessions - a.sessions);
+}
+
+const told = (seconds) => (Number.isFinite(seconds) ? about(seconds) : "–");
+
+const BY_GROUP = [
+  { head: "Name", cls: "wide stacked", make: twoPart((g) => g.name, (g) => g.beside, (g) => g.title) },
+  {
+    head: "Cached", cls: "num share stacked", has: (g) => g.isKnown,
+    make: barred((g) => g.bytes, (g) => g.pool_bytes, (g) => bytes(g.bytes), (g) => plural(g.chunks, "chunk")),
+  },
+  {
+    head: "Hit rate", cls: "num stacked", has: (g) => g.lookup_tokens > 0,
+    make: twoPart((g) => shareOf(g.hit_tokens, g.lookup_tokens), (g) => `of ${count(g.lookup_tokens)} tokens`),
+  },
+  {
+    head: "Last used", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.unused_s),
+    title: () => "How long ago a request named one of its chunks",
+  },
+  {
+    head: "Least used", cls: "num", has: (g) => g.isKnown, text: (g) => told(g.oldest_s),
+    title: () => "How long ago a request named the chunk that was unused for longest",
+  },
+  { head: "Engines", cls: "num", text: (g) => count(g.sessions) },
+];
+
+/** Takes a prefix out of use by its first chunk: nothing behind that can be found without it. */
+async function remove(prefix, changed) {
+  const title = `Remove the prefix ${prefix.key.slice(0, 12)}?`;
+  const lines = [
+    `None of its ${plural(prefix.tokens, "token")} will be found any more: requests compute them again.`,
+    "Its memory is free once room is needed. This cannot be undone.",
+  ];
+  if (!(await confirmed({ title, lines, verb: "Remove" }))) return;
+  await send("POST", "v1/chunks/delete", { namespace: prefix.namespace, keys: [prefix.key] });
+  changed();
+}
+
+function byPrefix(changed) {
+  const removed = (cell) => {
+    let last = null;
+    const said = el("small", { attrs: { role: "status" } });
+    const node = button("Remove…", async () => {
+      try {
+        await remove(last, changed);
+      } catch (error) {
+        setText(said, `Not done: ${error.message}.`);
+      }
+    }, "small");
+    cell.append(node, " ", said);
+    return (prefix) => {
+      last = prefix;
+      setAttr(node, "aria-label", `Remove the prefix ${prefix.key.slice(0, 12)}`);
+    };
+  };
+  return [
+    {
+      head: "Prefix", cls: "wide stacked",
+      make: twoPart(
+        (p) => p.key.slice(0, 12), (p) => [p.model, p.tenant].filter(Boolean).join(", "),
+        (p) => `${p.key} · namespace ${p.namespace}`,
+      ),
+    },
+    { head: "Tokens", cls: "num", text: (p) => count(p.tokens) },
+    { head: "Cached", cls: "num stacked", make: twoPart((p) => bytes(p.bytes), (p) => plural(p.chunks, "chunk")) },
+    { head: "Uses", cls: "num", text: (p) => count(p.uses) },
+    { head: "Last used", cls: "num", text: (p) => about(p.unused_s) },
+    { head: "Age", cls: "num", text: (p) => about(p.age_s), title: (p) => age(p.age_s ?? 0) },
+    { head: "Remove", cls: "num", has: (p) => p.mayRemove, make: removed },
+  ];
+}
+
+/** changed: () => void, when something was removed. ask: () => void, has the page fetch what is wanted now. */
+export function mountCached(root, changed, ask) {
+  let way = "model";
+  let last = null;
+  const ways = choice("Sum up by", WAYS, way, (chosen) => {
+    way = chosen;
+    if (last) draw(last);
+    if (way === "prefix") ask();
+  });
+  const more = el("p", { cls: "muted after" });
+  root.append(ways);
+  const groups = new Table(root, {
+    label: "What is cached", columns: BY_GROUP, keyOf: (g) => g.id, limit: 10,
+    empty: hint("Nothing is cached yet: no engine has attached."),
+  });
+  const prefixes = new Table(root, {
+    label: "Prefixes, the most used first", columns: byPrefix(changed), keyOf: (p) => `${p.namespace} ${p.key}`,
+    limit: 10, empty: hint("No prefix is cached."),
+  });
+  root.append(more);
+  setHidden(more, true);
+  const byPrefixInput = ways.querySelector("[value=prefix]").parentNode;
+
+  function draw(bodies) {
+    last = bodies;
+    const { status, namespaces, prefixes: found, config } = bodies;
+    setHidden(byPrefixInput, !found);
+    const isPrefix = way === "prefix" && Boolean(found);
+    const whole = status.pool.limit_bytes;
+    const [shown, other] = isPrefix ? [prefixes, groups] : [groups, prefixes];
+    other.hide();
+    shown.update(
+      isPrefix
+        ? found.prefixes.map((p) => ({ ...p, mayRemove: Boolean(config) }))
+        : grouped(namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
+    );
+    setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);
+    setText(more, isPrefix
+      ? `The most used of ${plural(found.prefix_count, "prefix", "prefixes")}.`
+      : "Only the first of many namespaces are summed up here.");
+  }
+  /** Not wanted now, if it is known whether there are any. */
+  draw.resting = () => (way === "prefix" ? [] : ["prefixes"]);
+  draw.digest = ({ status: { pool, chunks } }) => `${bytes(pool.ready_bytes)} in ${plural(chunks.ready, "chunk")}`;
+  return draw;
+}

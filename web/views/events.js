@@ -1,0 +1,129 @@
+// Live events: what the server keeps of them, then what comes. They are read only while the panel is open and in sight.
+
+import { labelled, select, toggle } from "../choice.js";
+import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";
+import { age, bytes, clock, count, dateTime, took, words } from "../format.js";
+import { EventReader } from "../stream.js";
+
+const MOST = 100;
+const KEPT = 500;
+const MEMORY = ["evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "limits_changed"];
+const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
+const SERVER = ["adopted", "ready", "reread", "draining", "ended"];
+const REQUESTS = [
+  "looked_up", "leased", "loaded", "cancelled", "reserved", "stored", "committed", "aborted", "refused",
+];
+
+/** What may be chosen: value, text, kinds; none: all. */
+const CHOICES = [
+  ["notable", "all but requests", [...ENGINES, ...MEMORY, ...SERVER, "refused"]],
+  ["engines", "engines", ENGINES],
+  ["memory", "memory", MEMORY],
+  ["server", "the server", SERVER],
+  ["requests", "requests", REQUESTS],
+  ["all", "everything", []],
+];
+const BAD = new Set(["dead", "mismatched", "growth_failed"]);
+const WARN = new Set(["suspect", "refused", "aborted", "draining", "gap"]);
+/** Shown by itself, or of no use to a person. */
+const LEFT_OUT = new Set(["kind", "seq", "at", "tenant", "session", "label"]);
+/** A key or a namespace: nobody reads all of it. */
+const LONG_HEX = /^[0-9a-f]{64}$/;
+const UNITS = [["_bytes", bytes], ["_us", took], ["_s", age], ["bytes", bytes]];
+
+function figure(name, value) {
+  if (typeof value === "number") return (UNITS.find(([end]) => name.endsWith(end))?.[1] ?? count)(value);
+  if (Array.isArray(value)) return value.join(", ") || "none";
+  if (value && typeof value === "object") {
+    const change = ([key, pair]) => `${unitless(key)} ${pair.map((each) => figure(key, each)).join(" → ")}`;
+    return Object.entries(value).map(change).join(", ");
+  }
+  return LONG_HEX.test(value) ? `${value.slice(0, 12)}…` : String(value);
+}
+
+const unitless = (name) => words(name.replace(/_(bytes|us|s)$/, "")).toLowerCase();
+
+function sentence(event) {
+  const said = Object.entries(event).filter(([name, value]) => !LEFT_OUT.has(name) && value !== null && value !== "");
+  return said.map(([name, value]) => `${unitless(name)} ${figure(name, value)}`).join(" · ");
+}
+
+function makeRow() {
+  const [when, kind, who, what] = [el("time"), el("b"), el("span", { cls: "who" }), el("span", { cls: "what" })];
+  const node = el("li", { children: [when, kind, who, what] });
+  const update = (event) => {
+    const tone = BAD.has(event.kind) ? "bad" : WARN.has(event.kind) ? "warn" : "idle";
+    setAttr(node, "data-tone", tone);
+    setText(when, clock(event.at));
+    setAttr(when, "title", dateTime(event.at));
+    setText(kind, words(event.kind));
+    setText(who, event.label || event.session || "");
+    setAttr(who, "title", event.label || event.session || "");
+    setText(what, sentence(event));
+    setAttr(what, "title", sentence(event));
+  };
+  return { node, update };
+}
+
+export function mountEvents(root) {
+  let kept = [];
+  let waiting = 0;
+  let isShown = false;
+  const pick = select(CHOICES);
+  const follow = toggle("Follow", true, () => {
+    waiting = 0;
+    draw();
+  });
+  const note = el("span", { cls: "muted", attrs: { role: "status" } });
+  const list = el("ol", { cls: "events", attrs: { "aria-label": "Events, the newest first", tabindex: "0" } });
+  const empty = hint("Nothing has happened yet.");
+  const trouble = el("p", { cls: "failed" });
+  const bar = [labelled("Show", pick), follow, note];
+  root.append(el("div", { cls: "bar-of-controls", children: bar }), list, empty, trouble);
+  const rows = new KeyedList(list, (event) => event.seq, makeRow);
+  setHidden(list, true);
+  setHidden(trouble, true);
+
+  const reader = new EventReader(hear, (text) => {
+    setHidden(trouble, !text);
+    setText(trouble, text ? `No events: ${text}.` : "");
+  });
+  const isFollowing = () => follow.getAttribute("aria-pressed") === "true";
+
+  function hear(events) {
+    kept = [...events.reverse(), ...kept].slice(0, KEPT);
+    if (!isFollowing()) waiting += events.length;
+    draw();
+  }
+  let frame = 0;
+  function draw() {
+    if (!frame) frame = requestAnimationFrame(show);
+  }
+  function show() {
+    frame = 0;
+    setText(note, isFollowing() ? "" : `paused; ${count(waiting)} newer`);
+    if (!isFollowing()) return;
+    rows.update(kept.slice(0, MOST));
+    setHidden(list, kept.length === 0);
+    setHidden(empty, kept.length > 0);
+  }
+  function read() {
+    if (isShown) reader.start(CHOICES.find(([value]) => value === pick.value)[2]);
+    else reader.stop();
+  }
+  pick.addEventListener("change", () => {
+    kept = [];
+    waiting = 0;
+    read();
+    draw();
+  });
+
+  const update = () => {};
+  /** Told at each drawing whether a person can see it. */
+  update.shown = (now) => {
+    if (now === isShown) return;
+    isShown = now;
+    read();
+  };
+  return update;
+}

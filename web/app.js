@@ -35,14 +35,14 @@ const link = new Link();
  * (bench/page.py).
  */
 const sources = {
-  stats: new Source("v1/stats", (stats) => Math.min(10, Math.max(2, stats?.interval_s ?? 2)) * 1000),
+  stats: new Source("v1/stats", (stats) => Math.min(15, Math.max(4, stats?.interval_s ?? 4)) * 1000),
   // Asked before those below: while it is locked, so are they.
   sessions: new Source("v1/sessions", every(3), "sessions"),
   leases: new Source("v1/leases", every(3)),
   requests: new Source("v1/requests", every(3)),
   segments: new Source("v1/segments?limit=1000", every(4)),
-  namespaces: new Source("v1/namespaces?limit=1000", every(5), "namespaces"),
-  prefixes: new Source("v1/prefixes?limit=100", every(5)),
+  namespaces: new Source("v1/namespaces?limit=1000", every(10), "namespaces"),
+  prefixes: new Source("v1/prefixes?limit=100", every(10)),
   curve: new Source("v1/curve", every(15)),
   config: new Source("v1/config", every(30)),
 };

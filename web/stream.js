@@ -1,12 +1,16 @@
 // Server-sent events over fetch: an EventSource cannot send the access token. Uses no DOM.
+// What is new is read every few seconds. A stream that stays open costs the server more: it wakes for each of the events
+// that requests cause, fifty times a second.
 
-import { ask } from "./api.js";
+import { ask, TIMEOUT_MS } from "./api.js";
 
-const AGAIN_MS = 2000;
+const AGAIN_MS = 3000;
+/** The server has no events, or not for this page; it counts such calls. */
+const REFUSED_MS = 300_000;
 
 /**
- * Reads v1/events from what the server keeps on, and goes on until `stop`. Whatever ends it, it comes back with the id
- * of the last event, so that nothing is missed.
+ * Reads v1/events from what the server keeps on, and goes on until `stop`. Each time it comes with the id of the last
+ * event, so that nothing is missed, whatever happened meanwhile.
  * hear: (events) => void, gets those that came together. say: (trouble) => void, "" while it is well.
  */
 export class EventReader {
@@ -41,35 +45,27 @@ export class EventReader {
 
   async #run(signal) {
     while (!signal.aborted) {
+      let waitMs = AGAIN_MS;
       try {
-        if (!this.#lastId) await this.#read("", signal);
-        await this.#read("follow=true", signal);
+        await this.#read(signal);
         this.say("");
       } catch (error) {
         if (signal.aborted) return;
         this.say(error instanceof TypeError ? "the connection failed" : error.message);
+        if (error.status >= 400 && error.status < 500) waitMs = REFUSED_MS;
       }
-      await new Promise((done) => setTimeout(done, AGAIN_MS));
+      await new Promise((done) => setTimeout(done, waitMs));
     }
   }
 
-  async #read(follow, signal) {
-    const query = [this.#query, follow].filter(Boolean).join("&");
+  async #read(signal) {
     const headers = this.#lastId ? { "Last-Event-ID": this.#lastId } : {};
-    const answer = await ask(`v1/events${query ? `?${query}` : ""}`, { headers, signal });
-    this.say("");
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let text = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      text += value;
-      const end = text.lastIndexOf("\n\n");
-      if (end < 0) continue;
-      const events = text.slice(0, end).split("\n\n").map((piece) => this.#event(piece)).filter(Boolean);
-      text = text.slice(end + 2);
-      if (events.length && !signal.aborted) this.hear(events);
-    }
+    const soon = AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MS)]);
+    const answer = await ask(`v1/events${this.#query ? `?${this.#query}` : ""}`, { headers, signal: soon });
+    const text = await answer.text();
+    if (signal.aborted) return;
+    const events = text.split("\n\n").map((piece) => this.#event(piece)).filter(Boolean);
+    if (events.length) this.hear(events);
   }
 
   /** One event; null for a comment or a `retry`. */

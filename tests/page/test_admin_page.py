@@ -63,6 +63,10 @@ def test_a_token_that_may_only_read_is_shown_no_administration(
     expect(page.locator("#cached")).to_be_visible()
 
 
+def test_it_says_whether_what_is_cached_survives_a_restart(admin_page: Page) -> None:
+    expect(admin_page.locator("#admin .advice")).to_contain_text("everything cached is lost. A takeover loses nothing")
+
+
 def test_clearing_says_what_is_lost_and_does_nothing_until_it_is_confirmed(
     busy: tuple[ServerProcess, Engine], admin_page: Page
 ) -> None:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from api_helpers import OPERATOR, ServerProcess, attach, keys
+from api_helpers import OPERATOR, ServerProcess, attach, eventually, keys
 from connector_helpers import PATIENCE_S
 from page_helpers import OpenPage, wait_phase
 from playwright.sync_api import expect
@@ -21,6 +21,7 @@ from kvdock.engine.kv_cache import KVCache
 from kvdock.engine.kvdock import connect
 from kvdock.engine.request import SamplingParams
 from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.schemas import Lookup
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -97,6 +98,50 @@ def test_figures_of_a_real_server_that_is_stopped_look_old_until_it_goes_on(open
             stopped.process.send_signal(signal.SIGCONT)
         wait_phase(page, "live")
         expect(page.locator("#pill")).to_have_text("Ready")
+
+
+def test_events_of_a_real_server_are_each_shown_once(open_page: OpenPage) -> None:
+    """The page reads what is kept, then goes on behind the last of that."""
+    with ServerProcess() as server, Client(server.unix) as client:
+        engines = [attach(client, label=f"engine {number}") for number in range(2)]
+        page = open_page(server.http, access_token=OPERATOR)
+        page.locator("#events select").select_option("engines")
+        attached = page.locator("#events li", has_text="Attached")
+        expect(attached).to_have_count(2)
+        for _ in range(2):  # folded, it reads no more; unfolded, it goes on
+            page.locator("#events > summary").click()
+            page.wait_for_timeout(1_600)
+        expect(attached).to_have_count(2)
+        engines.append(attach(client, label="engine 2"))
+        expect(attached).to_have_count(3)
+        expect(attached.first).to_contain_text("engine 2")
+        client.leave(engines[0].session, engines[0].member)
+        expect(page.locator("#events li").first).to_contain_text("Left")
+        for engine in engines:
+            engine.close()
+
+
+def test_a_real_request_is_explained_and_its_prefix_listed_and_removed(open_page: OpenPage) -> None:
+    with ServerProcess() as server, Client(server.unix) as client:
+        engine = attach(client, label="explained")
+        chain = keys(4, "explained")
+        engine.store(chain[:2])
+        engine.release(engine.lookup(chain, request="chatcmpl-explained").lease, 0)
+        page = open_page(server.http, access_token=OPERATOR)
+        page.get_by_role("button", name="Explain chatcmpl-explained").click()
+        dialog = page.get_by_role("dialog", name="Request chatcmpl-explained")
+        expect(dialog).to_contain_text("32 of 64 tokens (50\u00a0%)")
+        expect(dialog).to_contain_text("it was never stored")
+        page.keyboard.press("Escape")
+        page.get_by_role("radio", name="Prefix").check()
+        prefix = page.locator("#cached tbody tr:visible")
+        expect(prefix).to_have_count(1)
+        expect(prefix).to_contain_text(chain[0][:12])
+        page.get_by_role("button", name="Remove the prefix").click()
+        page.get_by_role("button", name="Remove", exact=True).click()
+        eventually(lambda: client.lookup(Lookup(namespace=engine.attached.namespace, keys=chain)).hit_tokens == 0)
+        client.leave(engine.session, engine.member)
+        engine.close()
 
 
 def test_requests_of_a_real_server_are_found_by_how_their_ids_begin(open_page: OpenPage) -> None:

@@ -17,6 +17,9 @@ from kvdock.protocol.reports import Requests
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
 
+PATIENCE_MS = 15_000
+"""The page asks for each path every few seconds."""
+
 
 # --------------------------------------------------------------------------- a server with traffic
 
@@ -273,11 +276,11 @@ def test_one_failing_path_marks_its_own_panel_only(page_server: PageServer, open
     page = open_page(page_server.url)
     page_server.refuse.add("leases")
     note = page.locator("#grants .failed")
-    expect(note).to_have_text("Not up to date: v1/leases: it answered 500: on purpose.")
+    expect(note).to_have_text("Not up to date: v1/leases: it answered 500: on purpose.", timeout=PATIENCE_MS)
     expect(page.locator(".failed:visible")).to_have_count(1)
     say.wait_phase(page, "live", 100)
     page_server.refuse.clear()
-    expect(note).to_be_hidden()
+    expect(note).to_be_hidden(timeout=PATIENCE_MS)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +294,10 @@ def test_a_failing_path_is_named_in_every_panel_that_shows_it(
     page_server.refuse.add(refused)
     for panel in panels:
         note = page.locator(f"#{panel} .failed")
-        expect(note).to_have_text(f"Not up to date: {path}: it answered 500: on purpose.")
+        expect(note).to_have_text(f"Not up to date: {path}: it answered 500: on purpose.", timeout=PATIENCE_MS)
     expect(page.locator(".failed:visible")).to_have_count(len(panels))
     page_server.refuse.clear()
-    expect(page.locator(".failed:visible")).to_have_count(0)
+    expect(page.locator(".failed:visible")).to_have_count(0, timeout=PATIENCE_MS)
 
 
 def test_a_page_opened_while_the_api_fails_says_how_to_start_it(page_server: PageServer, open_page: OpenPage) -> None:

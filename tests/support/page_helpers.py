@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -295,10 +294,10 @@ class PageServer:
         if self._server is None:
             return
         self._go.set()
-        stopped, self._server = self._server, None  # ends its streams
-        stopped.shutdown()
-        stopped.server_close()
+        self._server.shutdown()
+        self._server.server_close()
         self._thread.join()
+        self._server = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -334,23 +333,17 @@ class PageServer:
             body = {name: built[name][cursor : cursor + most], "next": str(cursor + most) if left > 0 else None}
         return 200, "application/json", msgspec.json.encode(body)
 
-    def stream(self, write: Callable[[bytes], object], query: dict[str, list[str]]) -> None:
-        """Events of the wanted kinds; with `follow`, those that come until the server stops."""
-        running, seen = self._server, 0
-        wanted = query.get("kinds", [""])[0]
-        follows = "follow" in query
-        write(b"retry: 1000\n\n")
-        while True:
-            listed = self.bodies["events"]
-            for one in listed[seen:] if not follows or seen else []:
-                name = kind_of(type(one))
-                if not wanted or name in wanted.split(","):
-                    body = msgspec.json.encode(one)
-                    write(b"id: 3-%d\nevent: %s\ndata: %s\n\n" % (one.seq, name.encode(), body))
-            seen = len(listed)
-            if not follows or self._server is not running:
-                return
-            time.sleep(0.05)
+    def stream(self, query: dict[str, list[str]], last_id: str) -> bytes:
+        """Events of the wanted kinds behind the last one that was seen."""
+        wanted = query.get("kinds", [""])[0].split(",")
+        seen = int(last_id.partition("-")[2] or 0)
+        pieces = [b"retry: 1000\n\n"]
+        for one in self.bodies["events"]:
+            name = kind_of(type(one))
+            if one.seq > seen and (wanted == [""] or name in wanted):
+                body = msgspec.json.encode(one)
+                pieces.append(b"id: 3-%d\nevent: %s\ndata: %s\n\n" % (one.seq, name.encode(), body))
+        return b"".join(pieces)
 
     def take(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         """(status, body) of the answer to what was sent."""
@@ -374,15 +367,9 @@ class PageServer:
 
             def do_GET(self) -> None:
                 url = urlsplit(self.path)
-                if url.path == "/v1/events" and "events" not in server.refuse:
-                    try:
-                        self.send_response(200)
-                        self.end_headers()
-                        server.stream(self.wfile.write, parse_qs(url.query))
-                    except (BrokenPipeError, ConnectionResetError):
-                        pass  # the page reads no more
-                    return
                 code, kind, body = server.answer(url.path, int(parse_qs(url.query).get("cursor", ["0"])[0]))
+                if url.path == "/v1/events" and code == 200:
+                    body = server.stream(parse_qs(url.query), self.headers.get("Last-Event-ID", ""))
                 try:
                     self.send_response(code)
                     self.send_header("Content-Type", kind)

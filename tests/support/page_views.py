@@ -124,5 +124,5 @@ def events() -> list[e.Event]:
         e.Evicted(chunks=40, total=4_440),
         e.LimitsChanged(changed={"pool_bytes": [8 * GIB, 16 * GIB]}, source="call"),
         e.Dead(session="s3", label="", member="d0"),
-        e.LookedUp(**who, request="chatcmpl-1", tokens=8192, hit_tokens=4096, took_us=420),
+        e.LookedUp(**who, request="chatcmpl-1", tokens=8192, hit_tokens=4096, why="room", took_us=420),
     ), 1)]

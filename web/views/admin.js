@@ -11,6 +11,11 @@ import { mountTenants } from "./tenants.js";
 
 const ALL = "";
 const UNTIL = [["3600", "an hour"], ["43200", "12 hours"], ["604800", "a week"], ["0", "no longer: unpin it"]];
+/** By the setting `on_exit`. */
+const AT_ITS_END = {
+  keep: "When this server is stopped it keeps its pool: the next one goes on with what is cached.",
+  remove: "When this server is stopped everything cached is lost. A takeover loses nothing: kvdock serve --takeover.",
+};
 const WHOLE_KEY = /^[0-9a-f]{64}$/;
 
 const freeNow = ({ pool: p }) => p.free_bytes + Math.max(0, p.limit_bytes - p.allocated_bytes);
@@ -59,7 +64,8 @@ export function mountAdmin(root, changed) {
   const where = select([[ALL, "everything"]]);
   const amount = search("8 GiB");
   const [space, key, until] = [select([]), search("64 hex digits"), select(UNTIL)];
-  root.append(grid);
+  const atItsEnd = el("p", { cls: "advice" });
+  root.append(atItsEnd, grid);
   setHidden(grid, true); // until it is known what there is
 
   async function clear() {
@@ -117,6 +123,7 @@ export function mountAdmin(root, changed) {
   return (latest) => {
     bodies = latest;
     setHidden(grid, false);
+    setText(atItsEnd, AT_ITS_END[latest.config.settings.on_exit] ?? "");
     const all = namespaces().map((n) => [n.namespace, nameOf(n)]);
     setOptions(where, [[ALL, "everything"], ...all]);
     setOptions(space, all);

@@ -1,4 +1,4 @@
-// Live events: what the server keeps of them, then what comes. They are read only while the panel is open and in sight.
+// Live events: what the server keeps of them, then what comes. They are read only while the panel is open.
 
 import { labelled, select, toggle } from "../choice.js";
 import { el, hint, KeyedList, setAttr, setHidden, setText } from "../dom.js";

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvdock.api.access.access_file import AccessFile
@@ -53,6 +53,13 @@ class Parts(NamedTuple):
     kv_log: KvLog | None
 
 
+def _open(bus: Bus, observers: Sequence[Subscriber], wanted: Sequence[str]) -> None:
+    for observer in observers:
+        if observer.name in wanted:
+            bus.subscribe(observer)
+    bus.open()
+
+
 def build(
     settings: Settings, pool: Pool, access: AccessFile, *, perf_ns: Callable[[], int], wall_s: Callable[[], float],
     now_s: Callable[[], float], bus: Bus | None = None, extras: Extras = NO_EXTRAS,
@@ -75,10 +82,7 @@ def build(
     kv_log = KvLog(pool.table.all_changes, pool.table.ready, wall_s) if "kv_events" in settings.observers else None
     kv_stream = KvStream(kv_log) if kv_log is not None else None
     observers: list[Subscriber] = [EventLog(), stream, durations, *extras.subscribers, *filter(None, [kv_stream])]
-    for observer in observers:
-        if observer.name in settings.observers:
-            bus.subscribe(observer)
-    bus.open()
+    _open(bus, observers, settings.observers)
     meter = Meter(counters, Timings(), perf_ns, {}, bus.publish)
     curves = Curves(pool, now_s) if "curve" in settings.observers else None
     tally = Tally(

@@ -31,7 +31,7 @@ from kvdock.api.app import create_app
 from kvdock.api.build import build
 from kvdock.api.errors import AccessFileError, StartupError
 from kvdock.api.events.bus import Bus
-from kvdock.api.extras import Extras, open_extras
+from kvdock.api.extras import open_extras
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.hot_path import HotPath
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
@@ -92,18 +92,18 @@ class Server:
         settings = self._settings
         sys.setswitchinterval(SWITCH_S)
         try:
-            access = AccessFile(settings.access_file)
+            access, extras = AccessFile(settings.access_file), open_extras(settings, VERSION)
         except AccessFileError as error:
             raise StartupError("access_file", str(error)) from error
-        extras = open_extras(settings, VERSION)
         with ExitStack() as undo:
+            undo.callback(extras.close)  # when the last event has been told
             tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
             unix = undo.enter_context(bind_unix(settings.socket_path))
             try:
                 pool = open_pool(settings, secrets.randbits, tell=self._bus.publish)
             except OSError as error:
                 raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
-            undo.callback(self._close, pool, extras)
+            undo.callback(self._close, pool)
             parts = build(
                 settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
                 bus=self._bus, extras=extras,
@@ -113,7 +113,6 @@ class Server:
             keeper, drain = parts.keeper, parts.drain
             self._drain = drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
-
             mover = MoverProcess(settings, parts.desk, addresses.unix) if settings.has_tiers else None
 
             @asynccontextmanager
@@ -157,11 +156,10 @@ class Server:
             reservations=stats["reservations"],
         ))
 
-    def _close(self, pool: Pool, extras: Extras) -> None:
+    def _close(self, pool: Pool) -> None:
         keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
         self._bus.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
         self._bus.flush()
-        extras.close()
         if not keep:
             pool.close()
             return

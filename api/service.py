@@ -84,7 +84,7 @@ class CacheService:
         self._tally.counters.attached_members += 1
         self._desk.attached(session)
         manifest = session.namespace.manifest
-        if self._kv_log is not None:
+        if self._kv_log is not None and not session.is_bench:
             self._kv_log.met(session.namespace.table_id, Source(
                 session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
             ))

@@ -1,6 +1,7 @@
 """Lookups beside all observers and beside none: the part of bench.observe that runs servers.
 
-Two servers, one whose `observe` names all there is, and one whose `observe` is empty. Lookups of 512 resident keys over
+Two servers, one whose `observe` names all there is, traces to a collector and KV events among them, and one whose
+`observe` is empty. Lookups of 512 resident keys over
 the Unix socket; each carries the release of the lease before it, so each causes three events. Rounds of both in turns:
 of each the median, and the quickest round counts, because other programs only add.
 """
@@ -8,23 +9,57 @@ of each the median, and the quickest round counts, because other programs only a
 from __future__ import annotations
 
 import statistics
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import get_args
 
 from bench.control import lookups
 from bench.serving import Engine, ServerProcess, chain
+from kvdock.api.settings import Observer
 from kvdock.client.client import Client
 
 KEYS, CALLS, ROUNDS, WARM_UP, RATIO_LIMIT = 512, 300, 10, 300, 1.05
 POOL_BYTES = 64 << 20
+COLLECTOR = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Takes(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *said):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Takes)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 PATIENT = 100_000
 """Heartbeats that engines of a bench may miss."""
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The address of a process that takes all traces and keeps none."""
+    with subprocess.Popen([sys.executable, "-c", COLLECTOR], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
 
 
 def lookup_figures() -> dict[str, float]:
     """ms, and the ratio of both."""
     with ExitStack() as stack:
         calls = {}
-        for name, settings in {"off": {"observe": ""}, "on": {}}.items():
+        everything = {"observe": ",".join(get_args(Observer)), "traces_endpoint": stack.enter_context(collector())}
+        for name, settings in {"off": {"observe": ""}, "on": everything}.items():
             server = stack.enter_context(ServerProcess(
                 "serve", pool_bytes=POOL_BYTES, log_level="warning", missed_heartbeats=PATIENT, **settings
             ))

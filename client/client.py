@@ -20,14 +20,13 @@ import msgspec
 from kvdock.client.answers import Answers
 from kvdock.client.releases import ReleaseQueue
 from kvdock.client.transport import Address, Transport
-from kvdock.protocol import admin_schemas as a, calls as c, schemas as s, tier_schemas as t
+from kvdock.protocol import admin_schemas as a, calls as c, hints as h, schemas as s, tier_schemas as t
 from kvdock.protocol.access_token import authorization
 from kvdock.protocol.calls import Call, page
 from kvdock.protocol.curve import Curve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.explain import Explanation
 from kvdock.protocol.forms import JSON, PACKED
-from kvdock.protocol.hints import Hint, HintAnswer
 from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, Stats, Status
 from kvdock.protocol.usage import Prefixes
 from kvdock.protocol.version import API_VERSION, VERSION_HEADER
@@ -163,7 +162,7 @@ class Client:
     def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
         return self._do(c.MISMATCH, body, timeout_s)
 
-    def hint(self, body: Hint, *, timeout_s: float | None = None) -> HintAnswer:
+    def hint(self, body: h.Hint, *, timeout_s: float | None = None) -> h.HintAnswer:
         return self._do(c.HINT, body, timeout_s)
 
     def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
@@ -258,7 +257,7 @@ class Client:
 
 def _with_key_bytes(body: Body) -> Body:
     """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
-    if not isinstance(body, s.Lookup | s.Reserve | Hint) or not isinstance(body.keys, list):
+    if not isinstance(body, s.Lookup | s.Reserve | h.Hint) or not isinstance(body.keys, list):
         return body
     if set(map(len, body.keys)) - {2 * KEY_BYTES}:
         return body

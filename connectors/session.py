@@ -86,7 +86,7 @@ class SessionObserver:
 
 @dataclass
 class Attachment:
-    """One server epoch. `namespace` salts the keys; `segments` are mapped here."""
+    """One server epoch. `namespace` salts the keys; `segments` are mapped here; `wants_blocks` is the answer's."""
 
     session: str
     member: str
@@ -99,7 +99,6 @@ class Attachment:
     grants: GrantBook = field(default_factory=GrantBook)
     changes_since: int = 0
     wants_blocks: bool = False
-    """As SessionAttached has it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 

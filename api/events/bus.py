@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvdock.protocol.events import EVENTS, Event
 
@@ -39,12 +39,26 @@ class Subscriber(Protocol):
     def take(self, event: Event) -> None: ...
 
 
+class _Later(NamedTuple):
+    """An event that is not made yet."""
+
+    seq: int
+    at: float
+    make: Callable[..., Event]
+    values: tuple[Any, ...]
+
+    def made(self) -> Event:
+        event = self.make(*self.values)
+        event.seq, event.at = self.seq, self.at
+        return event
+
+
 class Bus:
     def __init__(self, wall_s: Callable[[], float], *, most: int = QUEUE_EVENTS) -> None:
         self.published: Counter[type[Event]] = Counter()
         self.dropped = 0
         self._wall_s, self._most = wall_s, most
-        self._queue: deque[Event] = deque()
+        self._queue: deque[Event | _Later] = deque()
         self._seq = 0
         self._subscribers: list[Subscriber] = []
         self._takers: dict[type[Event], tuple[Subscriber, ...]] = {}
@@ -79,17 +93,28 @@ class Bus:
         return kind in self._takers
 
     def publish(self, event: Event) -> None:
-        kind = type(event)
+        if self._takes(type(event)):
+            self._seq += 1
+            event.seq, event.at = self._seq, self._wall_s()
+            self._queue.append(event)
+
+    def publish_later(self, kind: type[Event], make: Callable[..., Event], *values: Any) -> None:
+        """As publish, of the event that `make` makes of these values once it is handed out: calls that are answered in
+        a tenth of a millisecond do not wait for it. What the values are must not change."""
+        if self._takes(kind):
+            self._seq += 1
+            self._queue.append(_Later(self._seq, self._wall_s(), make, values))
+
+    def _takes(self, kind: type[Event]) -> bool:
+        """Whether the event is to be queued."""
         if self._is_open and kind not in self._takers:
-            return
+            return False
         if len(self._queue) >= self._most:
             self.dropped += 1
-            return
-        self._seq += 1
-        event.seq, event.at = self._seq, self._wall_s()
-        self._queue.append(event)
+            return False
         if not self._came.is_set():
             self._came.set()
+        return True
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -107,7 +132,8 @@ class Bus:
 
     def _hand_out(self, most: int) -> None:
         for _ in range(min(most, len(self._queue))):
-            event = self._queue.popleft()
+            queued = self._queue.popleft()
+            event = queued.made() if isinstance(queued, _Later) else queued
             kind = type(event)
             self.published[kind] += 1
             for subscriber in self._takers.get(kind, ()):

@@ -128,11 +128,10 @@ class Tally:
             if broke is not None:
                 self.missed[broke.why] += tokens - found.hit_tokens
             self.recent.add(session.tenant, row, detail)
-        if self._bus.wants(e.LookedUp):
-            self._bus.publish(e.LookedUp(
-                **session.who, request=body.request, traceparent=body.traceparent or "", tokens=tokens,
-                hit_tokens=found.hit_tokens, why="" if broke is None else broke.why, took_us=took_us,
-            ))
+        self._bus.publish_later(
+            e.LookedUp, _looked_up, session, body.request, body.traceparent or "", tokens, found.hit_tokens,
+            "" if broke is None else broke.why, took_us,
+        )
         self._leased(session, body, found.lease, chunks, loaded_bytes, now_ns, detail)
 
     def _leased(
@@ -149,11 +148,9 @@ class Tally:
             ))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
-        if self._bus.wants(e.Leased):
-            self._bus.publish(e.Leased(
-                **session.who, request=body.request, traceparent=body.traceparent or "",
-                lease=grant_text(lease), chunks=chunks, bytes=bytes_added,
-            ))
+        self._bus.publish_later(
+            e.Leased, _leased, session, body.request, body.traceparent or "", lease, chunks, bytes_added
+        )
 
     def loaded(self, session: SessionRecord, lease: int) -> None:
         """All of its readers have released it."""
@@ -164,12 +161,9 @@ class Tally:
         took_us = self._took_us(known)
         if known.detail is not None:
             known.detail.loaded_us = took_us
-        if self._bus.wants(e.Loaded):
-            self._bus.publish(e.Loaded(
-                **session.who, request=known.name, traceparent=known.traceparent,
-                lease=grant_text(lease), chunks=known.chunks, bytes=known.bytes,
-                took_us=took_us,
-            ))
+        self._bus.publish_later(
+            e.Loaded, _loaded, session, known.name, known.traceparent, lease, known.chunks, known.bytes, took_us
+        )
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
         """The member that had asked for a lease or reservation does not want it."""
@@ -278,3 +272,30 @@ class Tally:
 def _slot_bytes(granted: Granted) -> int:
     """What the slots of a reservation take."""
     return sum(-(-part[4] // SLOT_ALIGN) * SLOT_ALIGN for _, parts in granted.chunks for part in parts)
+
+
+def _looked_up(
+    session: SessionRecord, request: str, traceparent: str, tokens: int, hit_tokens: int, why: str, took_us: int
+) -> e.LookedUp:
+    return e.LookedUp(
+        **session.who, request=request, traceparent=traceparent, tokens=tokens, hit_tokens=hit_tokens, why=why,
+        took_us=took_us,
+    )
+
+
+def _leased(
+    session: SessionRecord, request: str, traceparent: str, lease: int, chunks: int, added_bytes: int
+) -> e.Leased:
+    return e.Leased(
+        **session.who, request=request, traceparent=traceparent, lease=grant_text(lease), chunks=chunks,
+        bytes=added_bytes,
+    )
+
+
+def _loaded(
+    session: SessionRecord, request: str, traceparent: str, lease: int, chunks: int, loaded_bytes: int, took_us: int
+) -> e.Loaded:
+    return e.Loaded(
+        **session.who, request=request, traceparent=traceparent, lease=grant_text(lease), chunks=chunks,
+        bytes=loaded_bytes, took_us=took_us,
+    )

@@ -58,10 +58,9 @@ SHORT_OF_BLOCKS_S = 60.0
 
 class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
-    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events.
-    `steps_ahead`: how many steps are under way when vLLM plans another one; `keeps_back`: as InFlight has it. `tags`:
-    says what requests depend on beside their tokens; `is_beside`: another connector may load what they compute from;
-    `namer`: what routers know chunks by."""
+    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
+    says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
+    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens; `is_beside`: others load, too."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
@@ -101,8 +100,8 @@ class VllmScheduler:
         self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
         self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
         self._last_store: Future[None] | None = None
-        self._clock, self._preempted_s = clock, -SHORT_OF_BLOCKS_S
-        self._loads, self._steps_ahead = list[LoadOrder](), steps_ahead
+        self._loads: list[LoadOrder] = []
+        self._clock, self._preempted_s, self._steps_ahead = clock, -SHORT_OF_BLOCKS_S, steps_ahead
         count_dropped = partial(self.figures.add, "stores_dropped", 1)
         self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
         self._fresh: set[int] = set()  # blocks given out since the last build

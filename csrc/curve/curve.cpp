@@ -52,7 +52,8 @@ void CurveSums::scale(double by) {
 }
 
 void Curve::age(double kept) {
-  if (!(kept > 0 && kept <= 1)) throw TableError("bad_argument", "a share that is kept", std::to_string(kept), "0 to 1");
+  if (!(kept > 0 && kept <= 1))
+    throw TableError("bad_argument", "a share that is kept", std::to_string(kept), "above 0, at most 1");
   all_.scale(kept);
   for (Space& space : spaces_) space.sums.scale(kept);
 }

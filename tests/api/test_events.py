@@ -277,6 +277,29 @@ def test_a_full_queue_drops_and_counts_and_publishing_never_waits() -> None:
     assert bus.published == {Freed: 10}
 
 
+def test_an_event_that_is_made_later_has_its_place_and_time_and_nobody_makes_what_nobody_takes() -> None:
+    now, made = [5.0], list[int]()
+
+    def make(number: int) -> Freed:
+        made.append(number)
+        return Freed(bytes=number)
+
+    bus, taker = Bus(lambda: now[0], most=3), Collects(Freed)
+    bus.subscribe(taker)
+    bus.open()
+    bus.publish_later(Freed, make, 1)
+    now[0] = 6.0
+    bus.publish(Freed(bytes=2))
+    bus.publish_later(Freed, make, 3)
+    bus.publish_later(Freed, make, 4)
+    bus.publish_later(Left, make, 5)
+    assert made == [] and bus.dropped == 1
+    now[0] = 7.0
+    bus.flush()
+    assert taker.got == [Freed(seq=1, at=5.0, bytes=1), Freed(seq=2, at=6.0, bytes=2), Freed(seq=3, at=6.0, bytes=3)]
+    assert made == [1, 3] and bus.published == {Freed: 3}
+
+
 def test_a_subscriber_that_fails_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
     bus, broken, whole = Bus(lambda: 0.0), Collects(Freed, fails=True), Collects(Freed, Left)
     bus.subscribe(broken)

@@ -138,14 +138,15 @@ def test_the_trace_of_a_request_goes_with_its_lookup_and_its_store() -> None:
 def test_a_server_that_tells_routers_hears_what_they_know_chunks_by() -> None:
     """But of what depends on more than tokens, and of what vLLM has not hashed yet, it hears nothing."""
     with ServerProcess(observe="stream,kv_events") as server, Client(server.unix) as client:
-        scheduler = scheduler_of(server.unix, FULL, namer=lambda request, at: None if request.hashes is None else named(
+        scheduler = scheduler_of(server.unix, FULL, namer=lambda request, at: None if at >= request.hashed else named(
             request.hashes if at else None, [request.hashes + 2 * at, request.hashes + 2 * at + 1],
             request.all_token_ids[at * CHUNK : (at + 1) * CHUNK],
         ))
         scheduler.start()
-        for number, (hashes, salt) in enumerate(((100, ""), (200, "a tenant's"), (None, ""))):
+        for number, (hashed, salt) in enumerate(((2, ""), (2, "a tenant's"), (1, ""))):
             request = request_of(96)
-            request.request_id, request.hashes, request.cache_salt = f"r{number}", hashes, salt
+            request.request_id, request.hashes, request.cache_salt = f"r{number}", 100 * (number + 1), salt
+            request.hashed = hashed
             request.all_token_ids = [number] * 96
             blocks: list[list[int | None]] = [[10 * number + at for at in range(1, 5)]]
             scheduler.lookup(request, 0)

@@ -106,4 +106,34 @@ MUTANTS = (
         ("tests/api/test_outcomes.py", "-k", "remembered"),
         "test_nothing_is_remembered_of_requests_that_are_not_listed_any_more",
     ),
+    Mutant(
+        "P80", "a store forgets its request's trace", "connectors/offers.py",
+        "traceparent=offer.traceparent or UNSET", "traceparent=UNSET",
+        ("tests/engine/test_traces.py", "-k", "whole_tree"),
+        "test_the_whole_tree_of_a_request_comes_to_the_collector",
+    ),
+    Mutant(
+        "P76", "spans have no parent", "api/events/traces.py",
+        'name, _parent(getattr(event, "traceparent", "")),', "name, None,",
+        ("tests/engine/test_traces.py", "-k", "whole_tree"),
+        "test_the_whole_tree_of_a_request_comes_to_the_collector",
+    ),
+    Mutant(
+        "P77", "a router's snapshot does not say that it is one", "api/events/kv_log.py",
+        "cleared: list[Item] = [AllBlocksCleared()]", "cleared: list[Item] = []",
+        ("tests/api/test_kv_events.py", "-k", "sent_again"),
+        "test_what_was_missed_is_sent_again_by_its_number_and_else_a_snapshot",
+    ),
+    Mutant(
+        "P78", "routers do not hear of chunks that are gone", "api/events/kv_log.py",
+        "if is_there == (at in log.there):", "if not is_there or at in log.there:",
+        ("tests/api/test_kv_events.py", "-k", "stored_and_cleared"),
+        "test_what_is_stored_and_cleared_is_told_as_the_engine_knows_it",
+    ),
+    Mutant(
+        "P79", "a tenant's routers see the KV events of the server's own user", "api/http/routes_people.py",
+        'peer_of_call(request).tenant or "", request', '"", request',
+        ("tests/api/test_kv_events.py", "-k", "tenant_s"),
+        "test_a_tenant_s_routers_see_its_own_and_zeromq_has_the_server_s_own",
+    ),
 )

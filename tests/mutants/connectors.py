@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "P7c", "a member is presented to another pool than its own", "connectors/session.py",
-        "        if last.pool_id == pool_id:\n", "        if pool_id:\n",
+        "        if last is not None and last.pool_id == pool_id:\n", "        if last is not None and pool_id:\n",
         ("tests/connectors/test_session.py",), "",
         equivalent="the other pool refuses the member's lock",
     ),

@@ -120,6 +120,7 @@ def main() -> None:
                 if panel:
                     explained(page)
                     page.locator("#explain").screenshot(path=IMAGES / "page-explain.png")
+                page.unroute_all(behavior="ignoreErrors")  # an answer may be on its way
                 page.context.close()
             browser.close()
         finally:

@@ -1,6 +1,7 @@
 // Server-sent events over fetch: an EventSource cannot send the access token. Uses no DOM.
-// What is new is read every few seconds. A stream that stays open costs the server more: it wakes for each of the events
-// that requests cause, fifty times a second.
+//
+// What is new is read every few seconds. A stream that stays open costs the server more: it wakes for the events that
+// requests cause, fifty times a second.
 
 import { ask, TIMEOUT_MS } from "./api.js";
 

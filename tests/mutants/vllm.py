@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
 STORES, TABLES = "connectors/vllm/stores.py", "connectors/vllm/tables.py"
-DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/vllm/weights.py"
+DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")

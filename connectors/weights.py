@@ -118,3 +118,14 @@ def _sample(path: Path, name: str, digest: Any) -> None:
         for piece in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
+
+
+def digest_of_folder(folder: Path) -> str:
+    """What all files below it hold: an adapter's weights, and what is said of them. They are read whole."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()

@@ -59,7 +59,7 @@ class Settings(LoadLimits):
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
-    """Names the weights; empty: a digest of the model's files does (weights.py)."""
+    """Names the weights; empty: a digest of the model's files does (connectors/weights.py)."""
     exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""

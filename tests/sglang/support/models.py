@@ -1,0 +1,50 @@
+"""Makes the tests' models, each in a folder of its own: `python models.py KIND FOLDER [KIND FOLDER …]`.
+
+They are tiny and their weights random, but for what keeps tokens from being all alike: a wide spread of weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cpu_only import prepare
+
+VOCABULARY = 600
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.3,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+}
+
+
+def make(kind: str, folder: str) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(**COMMON)
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "mla":
+        config = transformers.DeepseekV2Config(
+            **{**COMMON, "num_key_value_heads": 4}, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16,
+            qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+            first_k_dense_replace=3, n_shared_experts=1, moe_intermediate_size=32,
+        )
+        model = transformers.DeepseekV2ForCausalLM(config)
+    elif kind == "window":
+        config = transformers.Gemma3TextConfig(
+            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=128,
+            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        )
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        raise ValueError(f"found {kind!r}, wanted llama, mla or window")
+    model.float().save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    prepare()
+    words = sys.argv[1:]
+    for kind, folder in zip(words[::2], words[1::2], strict=True):
+        make(kind, folder)

@@ -8,7 +8,7 @@ stdin, stdout and stderr, and where its process id and in the end its exit statu
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
-{"do": "drain"}, which waits until what was offered is stored; {"do": "metrics"}; {"do": "weights", "model": folder}.
+{"do": "metrics"}; {"do": "weights", "model": folder}.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended.
 """
@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,9 +63,27 @@ def import_sglang() -> None:
     import sglang.srt.mem_cache.unified_radix_cache
     import sglang.srt.models.llama  # noqa: F401  # with all that an engine imports
 
+    read_windows_where_they_are()
     # SGLang starts its processes anew, and each would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
+
+
+def read_windows_where_they_are() -> None:
+    """On a CPU, SGLang writes the KV of a sliding window into its own pool, and reads it by the slots of the other one.
+    So what it computes there depends on what the pool held before."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def reading(real: Any) -> Any:
+        def run(self: Any, query: Any, output: Any, k: Any, v: Any, slots: Any, *more: Any, **how: Any) -> Any:
+            if self.use_sliding_window_kv_pool and how.get("sliding_window_size") is not None:
+                slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots.long())
+            return real(self, query, output, k, v, slots, *more, **how)
+
+        return run
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, reading(getattr(TorchNativeAttnBackend, name)))
 
 
 def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
@@ -134,12 +151,15 @@ def serve(said: dict[str, Any]) -> None:
 def generate(
     engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, **more: Any
 ) -> dict[str, Any]:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
     async def one(prompt: list[int]) -> Any:
-        return await engine.async_generate(
+        asked = GenerateReqInput(
             input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
             return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
         )
+        return await anext(engine.tokenizer_manager.generate_request(asked, None))
 
     async def every() -> list[Any]:
         import asyncio
@@ -173,11 +193,6 @@ def flush(engine: Any) -> dict[str, Any]:
     return {"flushed": bool(getattr(done, "success", True))}
 
 
-def drain(engine: Any) -> dict[str, Any]:
-    time.sleep(0.3)  # offers end in other threads
-    return {}
-
-
 def metrics(engine: Any) -> dict[str, Any]:
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
@@ -191,7 +206,7 @@ def weights(engine: Any, model: str) -> dict[str, Any]:
     return {"done": str(done)}
 
 
-JOBS = {"generate": generate, "flush": flush, "drain": drain, "metrics": metrics, "weights": weights}
+JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": weights}
 
 
 if __name__ == "__main__":

@@ -12,9 +12,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from api_helpers import ServerProcess
+
+from kvdock.client.client import Client
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -83,7 +88,8 @@ class EngineFork:
     def close(self) -> None:
         """Kills it if it still runs, and whatever it has started."""
         if self._status is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.stdout.close()
         self._news.close()
 
@@ -126,8 +132,19 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def drain(self, server: ServerProcess) -> None:
+        """Waits until what the engine has offered is stored."""
+        with Client(server.unix) as client:
+            assert comes_true(lambda: self._is_stored(client)), self.log_text()[-4000:]
+
+    def _is_stored(self, client: Client) -> bool:
+        """A pause in which nobody stores: an offer is reserved within a few turns of SGLang's loop."""
+        before = client.status().counters["stored_chunks"]
+        time.sleep(0.1)
+        status = client.status()
+        return not status.reservations and status.counters["stored_chunks"] == before
+
     def log_text(self) -> str:
-        self._log.flush()
         return Path(self._log.name).read_text()
 
     def close(self) -> int:

@@ -29,15 +29,20 @@ def make(kind: str, folder: str) -> None:
         config = transformers.DeepseekV2Config(
             **{**COMMON, "num_key_value_heads": 4}, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16,
             qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
-            first_k_dense_replace=3, n_shared_experts=1, moe_intermediate_size=32,
+            first_k_dense_replace=3, n_shared_experts=1, moe_intermediate_size=32, moe_layer_freq=1,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            },
         )
         model = transformers.DeepseekV2ForCausalLM(config)
     elif kind == "window":
-        config = transformers.Gemma3TextConfig(
-            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=128,
-            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+        config = transformers.MellumConfig(
+            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=128, layer_types=layers,
+            mlp_layer_types=["dense"] * 4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         )
-        model = transformers.Gemma3ForCausalLM(config)
+        model = transformers.MellumForCausalLM(config)
     else:
         raise ValueError(f"found {kind!r}, wanted llama, mla or window")
     model.float().save_pretrained(folder)

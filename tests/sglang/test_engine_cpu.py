@@ -178,11 +178,10 @@ def test_other_weights_share_nothing_with_what_was_stored_before(
 def test_what_is_not_served_is_refused_with_one_sentence(
     how: dict[str, object], said: str, models: dict[str, Path], server: ServerProcess
 ) -> None:
-    engine = Engine(models["llama"], server.unix, **how)
-    with pytest.raises(AssertionError, match="the engine ended"):
-        engine.ready()
-    assert said in engine.log_text()
-    engine.process.close()
+    with Engine(models["llama"], server.unix, **how) as engine:
+        with pytest.raises(AssertionError, match="the engine ended"):
+            engine.ready()
+        assert said in engine.log_text()
 
 
 def test_figures_are_among_sglangs_metrics(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """kvdock as an external cache linker of SGLang, which loads it by the name of its class and of this module.
 
     linker.py        the class SGLang makes in each rank; hands each call on
+    plugin.py        names the linker, where SGLANG_KVDOCK asks for it
     setup.py         settings, and what is refused
     pools.py         SGLang's device pools as kvdock's groups and layouts
     identity.py      the manifest

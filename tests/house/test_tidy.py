@@ -156,7 +156,7 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 
 
 HASHED = ("build", "engine", "server", "test", "tools")
-NOT_PINNED = {"vllm"}
+NOT_PINNED = {"vllm", "sglang"}
 """Extras that `make` never installs: vLLM is gigabytes, and whoever has it chose its version."""
 
 

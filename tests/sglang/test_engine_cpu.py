@@ -200,3 +200,16 @@ def test_figures_are_among_sglangs_metrics(models: dict[str, Path], server: Serv
         assert float(found["sglang:kvdock_stores_known_total"]) == len(PROMPTS), "no call was made for them"
         assert float(found["sglang:kvdock_lookup_seconds_count"]) == 2 * len(PROMPTS)
         assert float(found["sglang:kvdock_attached"]) == 1
+
+
+def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: ServerProcess) -> None:
+    """SGLang finds the plugin in what describes the package."""
+    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
+    with Engine(models["llama"], server.unix) as first:
+        assert first.generate(PROMPTS)[1] == NOTHING
+        first.drain(server)
+        with Engine(models["llama"], server.unix, plugin=True, environ=environ) as second:
+            second.generate(PROMPTS[:1])  # to be asked in a few milliseconds is little on a busy machine
+            assert second.do("flush")["flushed"]
+            assert sum(second.generate(PROMPTS)[1]) > 0
+            assert second.close() == 0, second.log_text()

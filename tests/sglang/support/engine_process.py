@@ -108,7 +108,7 @@ def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, statu
 def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     """What the engine is made with."""
     linker: dict[str, Any] = {}
-    if said["address"]:
+    if said["address"] and "plugin" not in said:
         extra = {
             "address": said["address"], "timeout_s": 20.0,
             "lookup_wait_s": 1.0, "verify_wait_s": 1.0,  # a busy machine is no lost server

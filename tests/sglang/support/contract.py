@@ -3,7 +3,8 @@
     python contract.py MODEL ADDRESS
 
 A connector's verbs become the calls that SGLang's wrapper of linkers makes, with its own hashes of pages. Prints a JSON
-object: for each kind of pool, by the name of each check, what did not hold; "" if all did.
+object: for each kind of pool, by the name of each check, what did not hold; "" if all did. "linker": the same of
+linker_checks.py.
 """
 
 # ruff: noqa: E402  # SGLang can be imported only once it is prepared
@@ -17,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from cpu_only import prepare
 prepare()
 
 import torch
+from linker_checks import LINKER_CHECKS
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -191,14 +194,22 @@ def main(model: str, address: str) -> None:
     lookups.FORGET_S = 1.0  # SGLang says nothing of a request that ends without a load
     hashes_of(range(PAGE))  # the first call loads what hashes
     seeds = itertools.count()
-    print(json.dumps({
+    found = {
         kind: {check.__name__: outcome(check, kind, model, address, next(seeds)) for check in CHECKS} for kind in GROUPS
-    }))
+    }
+    subject = Subject("linker", "mha", model, address)
+    found["linker"] = {check.__name__: told(partial(check, subject.connector.linker)) for check in LINKER_CHECKS}
+    subject.close()
+    print(json.dumps(found))
 
 
 def outcome(check: Callable[[Bench], None], kind: str, model: str, address: str, seed: int) -> str:
+    return told(lambda: check(Bench(lambda name: Subject(name, kind, model, address), address, seed=seed)))
+
+
+def told(check: Callable[[], None]) -> str:
     try:
-        check(Bench(lambda name: Subject(name, kind, model, address), address, seed=seed))
+        check()
     except Exception:  # whatever it is, it is told
         return traceback.format_exc()
     return ""

@@ -58,7 +58,8 @@ HARMLESS = frozenset(_HARMLESS.split())
 split over ranks, adapters."""
 PREFIXES = ("SGLANG_", "SGL_")
 SAYS_NOTHING = re.compile(
-    r"PORT|HOST|DIR|PATH|FOLDER|LOG|TRACE|PROFIL|METRIC|TIMEOUT|INTERVAL|PLUGINS|DEBUG|WATCHDOG|RUN_ID|RANK|THREADS|KVDOCK"
+    r"PORT|HOST|DIR|PATH|FOLDER|LOG|TRACE|PROFIL|METRIC|TIMEOUT|INTERVAL|PLUGINS|DEBUG|WATCHDOG|RUN_ID|RANK|THREADS|"
+    r"KVDOCK"
 )
 """Variables with these words say where things lie, how they are watched, and which process this is."""
 

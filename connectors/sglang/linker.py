@@ -80,7 +80,8 @@ class KvdockLinker(UnifiedCacheLinker):
         self._lookups = None
         if self._driver is not None:
             self._lookups = Lookups(
-                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s, clock
+                self._driver, self._chains, self._figures, self._page_tokens, settings.lookup_wait_s,
+                settings.verify_wait_s, clock,
             )
         self._loads = Loads(
             self._worker, self._groups, self._page_tokens, stream=_current_stream if self._stream else None,
@@ -199,9 +200,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def num_completed_offloads(self) -> int:
         """SGLang asks in each turn of its loop."""
         if self._lookups is not None:
-            assert self._driver is not None
-            self._driver.step(is_idle=False)
-            self._lookups.tick()
+            self._lookups.tick(self._loads.counter.batches)
             self._figures.add("attached", int(self._session.attachment is not None))
         return self._offloads.count_ended()
 

@@ -53,9 +53,12 @@ class LayerCounter:
     def __init__(self, num_layers: int, wait: Callable[[int, int], None]) -> None:
         """`wait(batch, layer)`."""
         self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
+        self.batches = 0
+        """How many forward passes have begun, whether they load or not."""
 
     def set_consumer(self, index: int) -> None:
         self.consumer_index = index
+        self.batches += 1
 
     def wait_until(self, threshold: int) -> None:
         if self.consumer_index >= 0:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdock.connectors.driver import Driver
-from kvdock.connectors.interface import Hit
+from kvdock.connectors.interface import Hit, Pending
+from kvdock.connectors.patience import IDLE_WAITS
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.session import Attachment
@@ -69,14 +70,16 @@ class Chains:
 
 
 class Lookups:
-    """`verify_wait_s`: how long a question waits until what was found is verified. `clock`: seconds, monotonic."""
+    """`lookup_wait_s`: as Patience has it, which the driver has; `verify_wait_s`: how long a question waits until what
+    was found is verified. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
-        clock: Callable[[], float],
+        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, lookup_wait_s: float,
+        verify_wait_s: float, clock: Callable[[], float],
     ) -> None:
         self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
-        self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
+        self._page_tokens, self._lookup_wait_s, self._verify_wait_s = page_tokens, lookup_wait_s, verify_wait_s
+        self._is_idle, self._batches = True, 0
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
@@ -88,6 +91,9 @@ class Lookups:
         size, found = self._page_tokens, 0
         tokens, local = range(len(asked.pages) * size), asked.local * size
         hit = self._driver.lookup(asked.name, tokens, local)
+        if isinstance(hit, Pending) and self._is_idle:  # nobody else waits, and SGLang asks no second time
+            self._driver.wait_for_answer(self._lookup_wait_s * IDLE_WAITS)
+            hit = self._driver.lookup(asked.name, tokens, local)
         if isinstance(hit, Hit) and not self._driver.is_verified(asked.name):
             self._driver.wait_for_answer(self._verify_wait_s)
             hit = self._driver.lookup(asked.name, tokens, local)
@@ -149,8 +155,11 @@ class Lookups:
             self._driver.load_failed(name, 0)
         self._finish(name)
 
-    def tick(self) -> None:
-        """Forgets what was not asked about for long."""
+    def tick(self, batches: int) -> None:
+        """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
+        begun so far."""
+        self._is_idle, self._batches = batches == self._batches, batches
+        self._driver.step(self._is_idle)
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)

@@ -68,7 +68,7 @@ class Verbs:
         self._loads: list[LoadDone] = []
 
     def _transfers(self, keys: Sequence[str], blocks: Sequence[Sequence[int | None]] | None, first: int) -> list[Any]:
-        """Of each group what it holds of the pages `keys`, the first of which has number `first`: of a window, the
+        """For each group what it holds of the pages `keys`, the first of which has number `first`: of a window, the
         last ones."""
         made = []
         for at, group in enumerate(self._groups):

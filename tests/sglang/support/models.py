@@ -46,6 +46,22 @@ def make(kind: str, folder: str) -> None:
     else:
         raise ValueError(f"found {kind!r}, wanted llama, mla or window")
     model.float().save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: str) -> None:
+    """A token for each byte, behind the three that models here know."""
+    import tokenizers
+    import transformers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *letters])}
+    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=of_bytes, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
 
 
 if __name__ == "__main__":

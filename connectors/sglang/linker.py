@@ -164,7 +164,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if begun is not None:
             self._loads.give_up(*begun)
             if self._lookups is not None:
-                self._lookups.loaded(rid, True)
+                self._lookups.loaded(rid, None)
         return False
 
     def start_layer_wise_loading(self) -> int:
@@ -176,11 +176,13 @@ class KvdockLinker(UnifiedCacheLinker):
     def cancel_queued_load(self, rid: str) -> bool:
         return self._loads.cancel(rid)
 
-    def _load_ended(self, rid: str, ok: bool) -> None:
+    def _load_ended(self, rid: str, ok: bool | None) -> None:
         pages, epoch = self._loading.pop(rid)
         if self._lookups is None:
             return
         self._lookups.loaded(rid, ok)
+        if ok is None:
+            return
         if ok:
             self._known.add(pages, epoch)
         self._figures.add("load_tokens" if ok else "load_failures", len(pages) * self._page_tokens if ok else 1)

@@ -67,11 +67,11 @@ class LayerCounter:
 
 class Loads:
     """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. `ended(rid, ok)`: called by SGLang's
-    thread. `clock`: seconds, monotonic; `took`: is told how long a batch's loads took."""
+    thread; None: it was cancelled. `clock`: seconds, monotonic; `took`: is told how long a batch's loads took."""
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,
-        stream: Callable[[], int] | None, ended: Callable[[str, bool], None], took: Callable[[float], None],
+        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None], took: Callable[[float], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
@@ -94,7 +94,7 @@ class Loads:
         if load is None:
             return False
         self.give_up(load.attachment, load.plan)
-        self._ended(rid, True)
+        self._ended(rid, None)
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:

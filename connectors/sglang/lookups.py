@@ -79,7 +79,7 @@ class Lookups:
     ) -> None:
         self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
         self._page_tokens, self._lookup_wait_s, self._verify_wait_s = page_tokens, lookup_wait_s, verify_wait_s
-        self._is_idle, self._batches = True, 0
+        self._is_idle, self._batches, self._late = True, 0, 0
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
@@ -146,12 +146,12 @@ class Lookups:
             columns.append([None] * first + [*numbers[first:]])
         return columns
 
-    def loaded(self, rid: str, ok: bool) -> None:
-        """A load has ended, was given up, or was cancelled. Not `ok`: what it should have loaded is damaged."""
+    def loaded(self, rid: str, ok: bool | None) -> None:
+        """A load has ended. False: what it should have loaded is damaged; None: it was given up or cancelled."""
         name = self._loading.pop(rid, None)
         if name is None:
             return
-        if not ok:
+        if ok is False:
             self._driver.load_failed(name, 0)
         self._finish(name)
 
@@ -160,6 +160,9 @@ class Lookups:
         begun so far."""
         self._is_idle, self._batches = batches == self._batches, batches
         self._driver.step(self._is_idle)
+        if self._driver.late > self._late:
+            self._figures.add("lookups_late", self._driver.late - self._late)
+            self._late = self._driver.late
         now_s = self._clock()
         for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
             self._finish(self._asked.pop(rid).name)

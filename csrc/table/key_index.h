@@ -53,7 +53,7 @@ class KeyIndex {
     return place(KeyEntry{key, space});
   }
 
-  // A key's READY record and its number of children, after the number changed. What names no chunk has none: {kNone, 0}.
+  // A key's READY record and its number of children, after it changed. What names no chunk has none: {kNone, 0}.
   struct Parent {
     uint32_t ready, children;
   };

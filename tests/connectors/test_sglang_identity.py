@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, field, make_dataclass
+from dataclasses import MISSING, field, fields as dataclass_fields, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +88,7 @@ def test_whatever_somebody_has_set_is_named_but_for_what_changes_no_byte() -> No
             name=one.name, default=one.default,
             default_factory=None if one.default_factory is MISSING else one.default_factory,
         )
-        for one in known.__dataclass_fields__.values()
+        for one in dataclass_fields(known)
     ]
     assert settings_set(known(), fields) == {}
     assert settings_set(known(port=1), fields) == {}

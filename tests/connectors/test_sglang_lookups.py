@@ -42,7 +42,7 @@ class Clock:
 
 
 class Engine:
-    """One rank's parts, as linker.py puts them together."""
+    """One rank's parts, as connectors/sglang/linker.py puts them together."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.memory = [[torch.zeros(PAGES * PAGE, 1, 16) for _ in range(LAYERS)] for _ in range(2)]

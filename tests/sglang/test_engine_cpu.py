@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, PROMPTS, Engine, prompts_of, tokens_of
+from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.datapath.segments import AttachedSegments
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 NOTHING = [0] * len(PROMPTS)
 FOUR = [prompts_of(seed)[2] for seed in (100, 200, 300, 400)]
-TP2 = {"engine": {"tp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
 
 
 def spoil(server: ServerProcess) -> None:

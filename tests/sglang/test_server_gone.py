@@ -10,7 +10,7 @@ import pytest
 from adoption_helpers import next_at
 from api_helpers import ServerProcess
 from connector_helpers import mortal
-from engines import HITS, PROMPTS, Engine, comes_true, prompts_of, tokens_of
+from engines import HITS, PROMPTS, TP2, Engine, comes_true, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 
@@ -34,9 +34,10 @@ def hits(engine: Engine) -> list[int]:
     return engine.generate(PROMPTS)[1]
 
 
-def test_no_request_fails_whatever_becomes_of_the_server(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("how", [{}, TP2], ids=["one rank", "two ranks"])
+def test_no_request_fails_whatever_becomes_of_the_server(how: dict[str, object], models: dict[str, Path]) -> None:
     with mortal(pool_bytes=64 << 20, segment_bytes=64 << 20) as server, (
-        Engine(models["llama"], server.unix, extra=IMPATIENT)
+        Engine(models["llama"], server.unix, extra=IMPATIENT, **how)
     ) as engine:
         wanted, _ = engine.generate(CROWD)
         engine.generate(PROMPTS)

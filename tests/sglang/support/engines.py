@@ -29,6 +29,10 @@ HITS = [128, 320, 512]
 """Whole pages of the prompts below: 64 tokens a page."""
 
 
+TP2 = {"engine": {"tp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+"""What an engine of two ranks is told."""
+
+
 def prompts_of(seed: int) -> list[list[int]]:
     return [[random.Random(seed + at).randrange(5, 590) for _ in range(n)] for at, n in enumerate((150, 333, 530))]
 

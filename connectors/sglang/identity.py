@@ -50,8 +50,8 @@ def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:
     """The name, path and digest of the files of each adapter that SGLang was started with: the hash by which requests
     name it is made of the first two."""
     found = []
-    for one in given.values() if isinstance(given, Mapping) else given or ():
-        name, path = str(one.lora_name), str(one.lora_path)
+    for one in given.items() if isinstance(given, Mapping) else given or ():
+        name, path = _named(one)
         folder = Path(path) if Path(path).is_dir() else find_snapshot(path, None, None)
         if folder is None:
             raise NotSupportedError(
@@ -60,6 +60,18 @@ def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:
             )
         found.append([name, path, digest_of_folder(folder)])
     return sorted(found)
+
+
+def _named(adapter: Any) -> tuple[str, str]:
+    """Name and path of an adapter, however SGLang was told of it: NAME=PATH, PATH, a mapping or a LoRARef."""
+    if isinstance(adapter, str):
+        name, _, path = adapter.rpartition("=")
+        return name or path, path
+    if isinstance(adapter, tuple):
+        adapter = {"lora_name": adapter[0], "lora_path": getattr(adapter[1], "lora_path", adapter[1])}
+    if isinstance(adapter, Mapping):
+        return str(adapter["lora_name"]), str(adapter["lora_path"])
+    return str(adapter.lora_name), str(adapter.lora_path)
 
 
 def manifest_of(

@@ -116,6 +116,10 @@ def test_other_weights_settings_and_adapters_share_nothing(
     lora = [SimpleNamespace(lora_name="a", lora_path=str(adapter))]
     with_adapter = told(folder, lora_paths=lora)
     assert with_adapter != usual
+    path = str(adapter)
+    for same in ([f"a={path}"], {"a": path}, {"a": lora[0]}, [{"lora_name": "a", "lora_path": path}]):
+        assert told(folder, lora_paths=same) == with_adapter, "as SGLang's flags and its engine's arguments have it"
+    assert told(folder, lora_paths=[path]) not in (usual, with_adapter), "its path is its name then"
     (adapter / "adapter_model.safetensors").write_bytes(b"b")
     assert told(folder, lora_paths=lora) != with_adapter, "its name and path say nothing of its files"
     (folder / "model.safetensors").write_bytes(b"others.")

@@ -154,6 +154,25 @@ def test_requests_of_other_salts_and_keys_share_nothing(models: dict[str, Path],
                 assert third.generate(PROMPTS)[1] == NOTHING
 
 
+def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], server: ServerProcess) -> None:
+    paths = [f"{name}={models[f'adapter-{name}']}" for name in ("a", "b")]
+    lora = {"engine": {
+        "enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 2, "lora_backend": "torch_native",
+    }}
+    with Engine(models["llama"], server.unix, **lora) as first, Engine(models["llama"], server.unix, **lora) as second:
+        seen = []
+        for how in ({}, {"lora_path": "a"}, {"lora_path": "b"}):
+            assert first.generate(PROMPTS, **how)[1] == NOTHING
+            local, cached = first.generate(PROMPTS, **how)
+            assert cached == HITS
+            first.drain(server)
+            assert second.generate(PROMPTS, **how) == (local, HITS)
+            assert local not in seen, "adapters change tokens"
+            seen.append(local)
+        with Engine(models["llama"], server.unix) as plain:
+            assert plain.generate(PROMPTS)[1] == NOTHING, "an engine without them is another one"
+
+
 def test_other_weights_share_nothing_with_what_was_stored_before(
     models: dict[str, Path], server: ServerProcess
 ) -> None:

@@ -57,6 +57,13 @@ class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing in it."""
 
 
+def _unpinned(made: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return made(*args, **kwargs)
+
+    return make
+
+
 def prepare() -> None:
     """Any number of times."""
     import torch
@@ -80,4 +87,7 @@ def prepare() -> None:
 
         return registered
 
+    for name in ("tensor", "empty", "zeros"):  # adapters want page-locked memory, which a GPU's driver gives
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]  # for this process alone
     torch.library.register_fake = register_fake  # type: ignore[assignment]  # for this process alone

@@ -5,7 +5,9 @@ They are tiny and their weights random, but for what keeps tokens from being all
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 from cpu_only import prepare
 
@@ -22,20 +24,12 @@ def make(kind: str, folder: str) -> None:
     import transformers
 
     torch.manual_seed(0)
+    if kind.startswith("adapter"):
+        write_adapter(folder, seed=ord(kind[-1]))
+        return
     if kind == "llama":
         config = transformers.LlamaConfig(**COMMON)
         model = transformers.LlamaForCausalLM(config)
-    elif kind == "mla":
-        config = transformers.DeepseekV2Config(
-            **{**COMMON, "num_key_value_heads": 4}, kv_lora_rank=32, q_lora_rank=None, qk_nope_head_dim=16,
-            qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
-            first_k_dense_replace=3, n_shared_experts=1, moe_intermediate_size=32, moe_layer_freq=1,
-            rope_parameters={
-                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048,
-                "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
-            },
-        )
-        model = transformers.DeepseekV2ForCausalLM(config)
     elif kind == "window":
         layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
         config = transformers.MellumConfig(
@@ -44,9 +38,28 @@ def make(kind: str, folder: str) -> None:
         )
         model = transformers.MellumForCausalLM(config)
     else:
-        raise ValueError(f"found {kind!r}, wanted llama, mla or window")
+        raise ValueError(f"found {kind!r}, wanted llama, window or adapter-…")
     model.float().save_pretrained(folder)
     write_tokenizer(folder)
+
+
+def write_adapter(folder: str, seed: int, rank: int = 4) -> None:
+    """A LoRA adapter of the llama's attention; other seeds give other ones."""
+    import torch
+    from safetensors.torch import save_file
+
+    source = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(3):
+        for name, width in (("q_proj", 64), ("v_proj", 32)):
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{where}.lora_A.weight"] = 0.3 * torch.randn(rank, 64, generator=source)
+            weights[f"{where}.lora_B.weight"] = 0.3 * torch.randn(width, rank, generator=source)
+    save_file(weights, Path(folder) / "adapter_model.safetensors")
+    (Path(folder) / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+        "lora_dropout": 0.0, "task_type": "CAUSAL_LM",
+    }))
 
 
 def write_tokenizer(folder: str) -> None:

@@ -1,7 +1,5 @@
 """The conformance kit (connectors/conformance.py) against the linker, over SGLang's own pools of KV.
 
-    python contract.py MODEL ADDRESS
-
 A connector's verbs become the calls that SGLang's wrapper of linkers makes, with its own hashes of pages. Prints a JSON
 object: for each kind of pool, by the name of each check, what did not hold; "" if all did. "linker": the same of
 linker_checks.py.
@@ -14,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -214,6 +211,3 @@ def told(check: Callable[[], None]) -> str:
         return traceback.format_exc()
     return ""
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

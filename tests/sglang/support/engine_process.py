@@ -4,7 +4,8 @@
 
 Engines are forked from this program, which has imported SGLang: that takes longer than most of what they do. A message
 at the socket is {"model": "folder", "address": "unix:/…" or null, …} with four descriptors: what becomes the engine's
-stdin, stdout and stderr, and where its process id and in the end its exit status are written.
+stdin, stdout and stderr, and where its process id and in the end its exit status are written. {"contract": [model,
+address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
@@ -95,7 +96,13 @@ def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, statu
         for number, fd in enumerate((stdin, stdout, stderr)):
             os.dup2(fd, number)
             os.close(fd)
-        serve(said)
+        if "contract" in said:
+            import contract
+
+            contract.main(*said["contract"])
+            sys.stdout.flush()
+        else:
+            serve(said)
         os._exit(0)  # to take a whole engine apart takes seconds
     for fd in (stdin, stdout, stderr):
         os.close(fd)

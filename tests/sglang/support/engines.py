@@ -106,6 +106,18 @@ class EngineFork:
         self._news.close()
 
 
+def contract_of(model: Path, address: str) -> dict[str, dict[str, str]]:
+    """What contract.py finds."""
+    with (model / "contract.log").open("w+") as log:
+        fork = EngineFork({"contract": [str(model), address]}, log.fileno())
+        said = fork.stdout.read()
+        fork.stdin.close()
+        assert fork.wait(60) == 0, (model / "contract.log").read_text()[-4000:]
+        fork.close()
+    found: dict[str, dict[str, str]] = json.loads(said.splitlines()[-1])
+    return found
+
+
 class Engine:
     """A whole SGLang on the CPU (engine_process.py). It starts while the caller goes on: the first job waits for it."""
 

@@ -6,6 +6,7 @@ last bits by themselves.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,23 @@ def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: 
         assert engine.do("flush")["flushed"]
         loaded, cached = engine.generate(PROMPTS)
         assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
+
+
+def test_each_node_is_offered_with_what_comes_before_it(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang does not say it, so it is read from its tree."""
+    odd = {"linker": ["TellingLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
+    with Engine(models["llama"], server.unix, **odd) as engine:
+        prompt = PROMPTS[2]
+        for end in (130, 260, 530):
+            engine.generate([prompt[:end]], new=1)
+        engine.generate([prompt[:130]], new=1, cache_salt="other")
+    offered = [json.loads(line) for line in (tmp_path / "offered").read_text().splitlines()]
+    assert [len(pages) for _, pages in offered] == [2, 2, 4, 2]
+    (root, first), (above, second), (top, _), (salted, others) = offered
+    assert (root, above, top, salted) == ("", first[-1], second[-1], "")
+    assert others != first
 
 
 def test_requests_of_other_salts_and_keys_share_nothing(models: dict[str, Path], server: ServerProcess) -> None:

@@ -6,6 +6,7 @@ A test says when by making a file in the folder KVDOCK_ODD.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,12 @@ class ForgetfulLinker(KvdockLinker):
                 for buffer in (*pool.k_buffer, *pool.v_buffer):
                     buffer[load.indices["kv"]] = 0
         return index
+
+
+class TellingLinker(KvdockLinker):
+    """Writes down what it is offered, and what it knows to come before that."""
+
+    def offload(self, transfers: Any, session_id: str | None = None) -> bool:
+        with (Path(os.environ["KVDOCK_ODD"]) / "offered").open("a") as file:
+            file.write(json.dumps([self.parent, list(transfers[0].keys)]) + "\n")
+        return super().offload(transfers, session_id)

@@ -29,13 +29,14 @@ verified = $(PIP) --require-hashes $(addprefix -r ,$(1))
 HOLD_CTRL_C = $(shell env --block-signal=INT true 2>/dev/null && echo env --block-signal=INT)
 
 IN_VLLM := $(BIN)/python -m pytest -o testpaths=tests/vllm -o pythonpath='tests/support tests/vllm/support .'
+IN_SGLANG := $(BIN)/python -m pytest -o testpaths=tests/sglang -o pythonpath='tests/support tests/sglang/support .'
 BETWEEN := 0.25.1 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 
 RUN_SIZE := Installing what kvdock needs: downloads about 300 MB (PyTorch for CUDA: gigabytes more), a minute or two
 TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less than a minute
 
 .NOTPARALLEL:
-.PHONY: setup run test sanitize test-vllm vllm test-vllm-versions bench pins sbom lint types clean
+.PHONY: setup run test sanitize test-vllm vllm test-vllm-versions test-sglang sglang bench pins sbom lint types clean
 
 # Everything for development.
 setup:
@@ -60,6 +61,13 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 # What test-vllm needs.
 vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream) .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
+# The linker inside real SGLang, without a GPU: whole engines on the CPU.
+test-sglang: sglang
+	$(IN_SGLANG) $(ARGS)
+
+# What test-sglang needs.
+sglang: setup .venv-sglang-cpu/.built
+
 bench: setup
 	@$(BIN)/python -m bench.copy --device cpu --json $(ARGS)
 	@$(BIN)/python -m bench.control --json
@@ -82,9 +90,9 @@ lint: setup
 
 # The rooms import as kvdock.*: mypy sees them where an installed package would have them.
 types: setup
-	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm
+	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm --exclude tests/sglang
 
-# All that make makes, but for .venv, .venv-tools and .venv-vllm-*.
+# All that make makes, but for .venv, .venv-tools, .venv-vllm-* and .venv-sglang-cpu.
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis $(VENV)/.built
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
@@ -134,10 +142,16 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	.venv-vllm-cpu/bin/python tests/vllm/support/fetch_vllm.py 0.$* .venv-vllm-0.$*
 	@touch $@
 
-# The extension is that of $(VENV), so both have the same Python. vLLM finds the plugin in what describes the package.
-.venv-vllm-cpu/.built: .venv-vllm-cpu/.deps $(VENV)/.built
+.venv-sglang-cpu/.deps: tests/sglang/requirements.txt tests/sglang/engines.txt
+	$(PYTHON) -m venv .venv-sglang-cpu
+	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile -r tests/sglang/requirements.txt
+	.venv-sglang-cpu/bin/python -m pip install --quiet --no-compile --no-deps -r tests/sglang/engines.txt
+	@touch $@
+
+# The extension is that of $(VENV), so all have the same Python. Engines find plugins in what describes the package.
+.venv-vllm-cpu/.built .venv-sglang-cpu/.built: .venv-%-cpu/.built: .venv-%-cpu/.deps $(VENV)/.built
 	@from=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
-	to=$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
+	to=$$(.venv-$*-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))'); \
 	cp -r $$from/_editable_skbc_kvdock.* $$from/kvdock-*.dist-info $$to/ && ln -sfn $$from/kvdock $$to/kvdock
 	@touch $@
 

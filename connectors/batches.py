@@ -25,14 +25,16 @@ class Batches:
         self._made = 0
 
     def of(
-        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS
+        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int = MAX_STORE_KEYS, *,
+        parent: bytes | None = None,
     ) -> tuple[StoreBatch, ...]:
-        """Chunks [first, end), cut where the groups of which the engine still has all blocks change, and behind every
-        `at_most` of them. They end where a block of full attention is missing."""
-        return tuple(self._cut(keys, block_ids, first, end, at_most))
+        """Chunks [first, end) of a chain whose first key has `parent`, cut where the groups of which the engine still
+        has all blocks change, and behind every `at_most` of them. They end where a block of full attention is missing.
+        """
+        return tuple(self._cut(keys, block_ids, first, end, at_most, parent))
 
     def _cut(
-        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int
+        self, keys: Sequence[bytes], block_ids: GroupBlocks, first: int, end: int, at_most: int, parent: bytes | None
     ) -> Iterator[StoreBatch]:
         chunks: list[dict[int, tuple[int, ...]]] = []
         for chunk in range(first, end):
@@ -50,7 +52,7 @@ class Batches:
             begin, stop = members[0][0], members[-1][0] + 1
             self._made += 1
             yield StoreBatch(
-                f"{self._member}-{self._made}", groups, begin, keys[begin - 1] if begin else None,
+                f"{self._member}-{self._made}", groups, begin, keys[begin - 1] if begin else parent,
                 tuple(keys[begin:stop]), tuple(tuple(blocks.values()) for _, blocks in members),
             )
 

@@ -58,7 +58,8 @@ class StoreOffers:
             request.offered = max(request.offered, end)
             request.has_duplicates |= marks
             request.fell_short_at = 0
-            batches = self._batches.of(request.chain.keys, block_ids, first, end)
+            chain = request.chain
+            batches = self._batches.of(chain.keys, block_ids, first, end, parent=chain.parent)
         return self._offer(request_id, request, batches, duplicate=duplicate)
 
     def begin_last_store(self, request_id: str, block_ids: GroupBlocks, computed_tokens: int) -> StoreOffer | None:
@@ -72,7 +73,8 @@ class StoreOffers:
             first = 0 if request.has_duplicates else request.offered
             end = min(max(request.offered, request.fell_short_at), computed_tokens // self._chunk_tokens)
             request.fell_short_at = 0
-            batches = self._batches.of(request.chain.keys, block_ids, first, end, at_most=LAST_STORE_KEYS)
+            chain, most = request.chain, LAST_STORE_KEYS
+            batches = self._batches.of(chain.keys, block_ids, first, end, at_most=most, parent=chain.parent)
         return self._offer(request_id, request, batches, duplicate=False)
 
     def _offer(

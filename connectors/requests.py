@@ -25,6 +25,11 @@ class Chain(Protocol):
     @property
     def keys(self) -> list[bytes]: ...
 
+    @property
+    def parent(self) -> bytes | None:
+        """The key before the first, where an engine begins in the midst of a sequence; None: there is none;
+        UNKNOWN_PARENT: it does not know."""
+
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`: all that are known so far."""
 

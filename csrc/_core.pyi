@@ -239,7 +239,8 @@ class Table:
         self, session: int, member: int, store: bytes, parent: bytes, keys: bytes, *,
         groups: int, temporary: bool, deadline_ms: int, now_ms: int, duplicate: bool = False,
     ) -> Reservation:
-        """parent: 32 bytes or b'' (root). groups: bit mask, 0 = all. deadline_ms: from now. duplicate: see Reserve."""
+        """parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from
+        now. duplicate: see Reserve."""
     def commit(
         self, session: int, grant: int, rank: int, parts: Sequence[tuple[int, int, int]], now_ms: int
     ) -> tuple[int, list[int]]:

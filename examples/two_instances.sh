@@ -1,15 +1,19 @@
 #!/bin/sh
-# Two vLLM instances share one kvdock server: what the first computed, the second loads.
+# Two instances of vLLM, or of SGLang, share one kvdock server: what the first computed, the second loads.
 #
 #     MODEL=folder-or-name sh examples/two_instances.sh
+#     ENGINE=sglang MODEL=folder-or-name sh examples/two_instances.sh
 #
-# Wants `kvdock`, `vllm` and `curl` on the PATH, and room for both instances (GPU_SHARE of the memory each). More
-# arguments for `vllm serve` may come in VLLM_ARGS, separated by spaces. LOGS: an existing folder that keeps the logs.
+# Wants `kvdock`, `curl` and `vllm` or `sglang` on the PATH, and room for both instances (GPU_SHARE of the memory each).
+# More arguments for `vllm serve` may come in VLLM_ARGS, for `sglang serve` in SGLANG_ARGS, separated by spaces. LOGS:
+# an existing folder that keeps the logs.
 set -eu
 : "${MODEL:?say which model}"
+ENGINE=${ENGINE:-vllm}
 GPU_SHARE=${GPU_SHARE:-0.4}
 POOL=${POOL:-8GiB}
 VLLM_ARGS=${VLLM_ARGS:-}
+SGLANG_ARGS=${SGLANG_ARGS:-}
 SENTENCES=${SENTENCES:-100}
 FIRST=${FIRST:-8101}
 SECOND=${SECOND:-8102}
@@ -38,11 +42,26 @@ kvdock serve --port 0 --pool-bytes "$POOL" >"$LOGS/kvdock.log" 2>&1 &
 pids="$pids $!"
 answers kvdock $! kvdock status
 
-for port in "$FIRST" "$SECOND"; do
+serve() { # port
     # shellcheck disable=SC2086  # several arguments
-    vllm serve "$MODEL" $VLLM_ARGS --host 127.0.0.1 --port "$port" --gpu-memory-utilization "$GPU_SHARE" \
-        --served-model-name model --enable-prompt-tokens-details \
-        --kv-transfer-config '{"kv_connector":"KvdockConnector","kv_role":"kv_both"}' >"$LOGS/$port.log" 2>&1 &
+    case $ENGINE in
+    vllm)
+        exec vllm serve "$MODEL" $VLLM_ARGS --host 127.0.0.1 --port "$1" --gpu-memory-utilization "$GPU_SHARE" \
+            --served-model-name model --enable-prompt-tokens-details \
+            --kv-transfer-config '{"kv_connector":"KvdockConnector","kv_role":"kv_both"}'
+        ;;
+    sglang)
+        SGLANG_KVDOCK=1 exec sglang serve --model-path "$MODEL" $SGLANG_ARGS --host 127.0.0.1 --port "$1" \
+            --mem-fraction-static "$GPU_SHARE" --page-size 64 --served-model-name model --enable-cache-report
+        ;;
+    *)
+        echo "ENGINE: found $ENGINE, wanted vllm or sglang"
+        exit 2
+        ;;
+    esac
+}
+for port in "$FIRST" "$SECOND"; do
+    serve "$port" >"$LOGS/$port.log" 2>&1 &
     pids="$pids $!"
     answers "$port" $! curl -fs "http://127.0.0.1:$port/health"
 done

@@ -34,6 +34,8 @@ from kvdock.protocol.errors import ManifestError
 
 HASH_FUNCTION: Final = "blake2b-256"
 """The manifest's `hash_function` when keys are made from tokens."""
+UNKNOWN_PARENT: Final = b"\xff" * KEY_BYTES
+"""In the place of a parent's key: the engine does not know what comes before the first key of its store."""
 
 
 def canonical_manifest(manifest: Mapping[str, object]) -> bytes:
@@ -83,6 +85,8 @@ class KeyChain:
         self.chunk_tokens, self._marks = chunk_tokens, marks
         self.keys: list[bytes] = []
         """One key for each whole chunk so far."""
+        self.parent: bytes | None = None
+        """What comes before the first key: nothing."""
         self._parent = _digest(b"kvdock root", namespace)
         self._tail = b""
 
@@ -129,12 +133,18 @@ class HashedChain:
             raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=f"a multiple of {hash_tokens}")
         self.keys: list[bytes] = []
         """One key for each whole chunk so far."""
+        self.parent: bytes | None = None
+        """The key before the first; None: there is none; UNKNOWN_PARENT: the engine does not say."""
         self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
+
+    def key_of(self, hashed: bytes) -> bytes:
+        """The key that an engine's hash stands for."""
+        return _digest(b"kvdock hashed", self._namespace + hashed)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Makes keys of the hashes added since the last call. The engine computed them from `tokens`."""
         for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
-            self.keys.append(_digest(b"kvdock hashed", self._namespace + self._hashes[end - 1]))
+            self.keys.append(self.key_of(self._hashes[end - 1]))
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -336,7 +336,7 @@ class Reserve(Naming, kw_only=True):
     store: Name
     """Client-chosen id: repeating the call with the same body gives the same answer."""
     parent: Key | None = None
-    """The key before keys[0]; None if keys[0] starts the sequence."""
+    """The key before keys[0]; None if keys[0] starts the sequence; ff…ff if the engine does not know it."""
     keys: StoreKeys | None = None
     tokens: Tokens | None = None
     groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None

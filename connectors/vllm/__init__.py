@@ -14,7 +14,6 @@
     tables.py        which blocks requests have, as vLLM names them
     steps.py         what scheduler and workers tell each other with each step
     worker.py        in each worker's process: the copies
-    layers.py        bands of layers, and which of them a step has asked for
     figures.py       what scheduler and workers count
     exports.py       the figures and the announced chunks in vLLM's own types
 

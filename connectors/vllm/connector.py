@@ -36,6 +36,7 @@ except ImportError:
     CacheHitSource = None  # it never asks
 
 from kvdock.client.client import Client
+from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
@@ -48,8 +49,6 @@ from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
     Settings,
-    cores_of,
-    hash_threads,
     keeps_blocks_back,
     loads_by_layer,
     log_among_theirs,

@@ -65,10 +65,6 @@ UNUSUAL_ENVIRONMENT = {
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (OFF, "another order of the elements inside a page"),
 }
 """Variables: the values that change nothing, in lower case, and the reason."""
-SAYS_NOTHING = ("transformers_version", "auto_map", "custom_pipelines", "max_model_len")
-"""Fields of a model's configuration that name how it was saved or where its code came from; and max_model_len, which
-some models leave there although they do not use it to compute (`positions_of` knows who does)."""
-
 NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
     "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",
@@ -101,16 +97,6 @@ def _unusual(config: Any, rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             found = getattr(found, name, None)
         if found not in (None, False, "", "auto", [], {}):
             yield path, str(found)
-
-
-def described(config: Any) -> Any:
-    """A model's configuration without what says nothing: where it lies, who saved it, and whose code it names."""
-    if isinstance(config, Mapping):
-        return {
-            name: described(value) for name, value in config.items()
-            if not name.startswith("_") and name not in SAYS_NOTHING
-        }
-    return [described(item) for item in config] if isinstance(config, list) else config
 
 
 def positions_of(config: Mapping[str, Any], model: Any) -> list[Any]:

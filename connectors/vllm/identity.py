@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from kvdock.connectors.described import described
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.vllm.dependences import described, positions_of, unusual_around, unusual_of
+from kvdock.connectors.vllm.dependences import positions_of, unusual_around, unusual_of
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens
 from kvdock.connectors.vllm.setup import Place, drafts_with_kv
-from kvdock.connectors.vllm.weights import FindSnapshot, hub_snapshot, weights_of
+from kvdock.connectors.weights import FindSnapshot, hub_snapshot, weights_of
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Group, Manifest
 

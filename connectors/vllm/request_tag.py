@@ -66,6 +66,7 @@ class _NoKeys:
 
     def __init__(self) -> None:
         self.keys: list[bytes] = []
+        self.parent: bytes | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
         """There is nothing to follow."""

@@ -1,4 +1,4 @@
-"""What is settled once, when the connector starts: settings, what is refused, what this engine can do, threads, logs.
+"""What is settled once, when the connector starts: settings, what is refused, what this engine can do, logs.
 
 Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError, SettingError
 from kvdock.connectors.limits import LoadLimits
+from kvdock.connectors.settings import checked
 from kvdock.connectors.vllm.environment import from_environment
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
@@ -60,7 +59,7 @@ class Settings(LoadLimits):
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
-    """Names the weights; empty: a digest of the model's files does (weights.py)."""
+    """Names the weights; empty: a digest of the model's files does (connectors/weights.py)."""
     exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
@@ -81,19 +80,7 @@ class Settings(LoadLimits):
         known = {field.name: type(field.default) for field in fields(cls)}
         values = {"address": default_address(environ), **from_environment(environ, known)}
         where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
-        for name, value in extra.items():
-            if name not in known:
-                raise NotSupportedError(
-                    f"{EXTRA}: {name!r} is no setting of kvdock, which has {', '.join(known)}."
-                )
-            kind = known[name]
-            if kind is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kind:
-                raise NotSupportedError(
-                    f"{EXTRA}: {name} is {value!r}, and {kind.__name__} is wanted."
-                )
-            values[name] = value
+        values |= checked(extra, known, EXTRA)
         try:
             made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
         except SettingError as error:
@@ -314,37 +301,6 @@ def undoes_steps(vllm_config: Any) -> bool:
     model runner does not take its count of computed tokens back."""
     runs_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
     return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
-
-
-# ---------------------------------------------------------------------- threads that hash
-
-MOST_HASH_THREADS = 8
-"""The most that were tried on an H200's host (bench/LOG.md)."""
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""A container's CPU quota (control groups, version 2): microseconds of CPU, or "max", and of time."""
-
-
-def hash_threads(cores: float) -> int:
-    """Half of a worker's cores, and one at least."""
-    return max(1, min(MOST_HASH_THREADS, int(cores / 2)))
-
-
-def cores_of(workers: int, *, bound: int | None = None, installed: int | None = None, quota: Path = QUOTA) -> float:
-    """CPU cores available to each of `workers` workers on this machine: its share of the machine and of the
-    container's quota, but no more cores than it is `bound` to. None: as the operating system reports for this
-    process."""
-    if bound is None:
-        bound = len(os.sched_getaffinity(0))
-    shared = min(installed or os.cpu_count() or 1, _cores_within(quota))
-    return min(bound, shared / workers)
-
-
-def _cores_within(quota: Path) -> float:
-    try:
-        used, period = quota.read_text().split()
-        return int(used) / int(period)
-    except (OSError, ValueError):
-        return float("inf")  # no such control group, or "max"
 
 
 # ---------------------------------------------------------------------- log lines

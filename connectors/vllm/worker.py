@@ -31,10 +31,10 @@ from dataclasses import dataclass, replace
 from kvdock.connectors.background import Background
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import ConnectorError
+from kvdock.connectors.layers import Layers
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch
 from kvdock.connectors.vllm.figures import CopyFigures
-from kvdock.connectors.vllm.layers import Layers
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.worker import Loading, Storing

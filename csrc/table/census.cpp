@@ -26,7 +26,7 @@ bool Census::step(uint32_t budget) {
 
 void Census::link(uint32_t id) {
   const Record& r = chunks_.record(id);
-  const KeyEntry* before = r.parent.is_root() ? nullptr : chunks_.find(r.space, r.parent);
+  const KeyEntry* before = r.parent.names_chunk() ? chunks_.find(r.space, r.parent) : nullptr;
   above_[id] = before && before->ready < end_ ? before->ready : id;
   SpaceCount& space = spaces_[r.space];
   ++space.chunks;

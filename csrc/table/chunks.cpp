@@ -159,7 +159,7 @@ uint32_t Chunks::shared_prefix(uint32_t space, const std::vector<Key>& keys) con
 }
 
 uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
-  const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
+  const KeyEntry* above = parent.names_chunk() ? index_.find(space, parent) : nullptr;
   uint32_t id = above ? above->any() : kNone;
   return id == kNone ? 0 : info_[id].depth + 1;
 }
@@ -167,7 +167,7 @@ uint32_t Chunks::depth_below(uint32_t space, const Key& parent) const {
 // REQUIRES: it is READY, and not listed.
 void Chunks::set_kind(uint32_t id) {
   const Record& r = record(id);
-  const KeyEntry* above = r.parent.is_root() ? nullptr : index_.find(r.space, r.parent);
+  const KeyEntry* above = r.parent.names_chunk() ? index_.find(r.space, r.parent) : nullptr;
   std::optional<uint8_t> line;
   if (above && above->ready != kNone && above->children == 1) line = info_[above->ready].kind;
   info_[id].kind = policy_->stored(described(id), line);
@@ -175,7 +175,7 @@ void Chunks::set_kind(uint32_t id) {
 
 // A chunk is never older than what is stored under it.
 void Chunks::stamp_path(uint32_t space, Key key, uint64_t tick, bool unmarks) {
-  while (!key.is_root()) {
+  while (key.names_chunk()) {
     const KeyEntry* e = index_.find(space, key);
     uint32_t id = e ? e->any() : kNone;
     if (id == kNone || record(id).last_used == tick) return;

@@ -85,7 +85,7 @@ bool Chunks::Adopter::sound(const Record& r, uint32_t size) const {
   if (!whole(r.word) || r.state() == RecordState::kFree || r.state() > RecordState::kQuarantined) return false;
   if (sizeof(Record) + r.part_count * sizeof(StoredPart) != size || r.crc != body_crc(r, r.generation())) return false;
   if (r.generation() == 0 || r.generation() > c.header_.last_generation || !c.spaces_.has(r.space) ||
-      r.key.is_root())
+      !r.key.names_chunk())
     return false;
   const Namespace& ns = c.spaces_[r.space];
   if (r.groups >> ns.group_count || r.part_count != ns.writers * static_cast<uint32_t>(std::popcount(r.groups)))

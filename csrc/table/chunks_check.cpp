@@ -175,7 +175,7 @@ void Chunks::check_index() const {
     uint32_t& at = r.state() == RecordState::kReady ? w.ready : w.reserved;
     require(at == kNone, "I5: two records of one key and state", id);
     at = id;
-    if (!r.parent.is_root()) ++entry(r.space, r.parent).children;
+    if (r.parent.names_chunk()) ++entry(r.space, r.parent).children;
   }
   index_.for_each([&](const KeyEntry& e) {
     const Want& w = entry(e.space, e.key);

@@ -25,7 +25,7 @@ void Chunks::evict_least(const Choice& least) {
   uint64_t used = r.last_used;
   Key parent = r.parent;
   evict_one(least.leaf.record);
-  const KeyEntry* above = parent.is_root() ? nullptr : index_.find(space, parent);
+  const KeyEntry* above = parent.names_chunk() ? index_.find(space, parent) : nullptr;
   if (!above || above->ready == kNone) return;
   const Info& in = info_[above->ready];  // never of a duplicate's priority
   if (!in.listed || in.kept || goes_first(above->ready) || in.priority != least.priority) return;
@@ -115,7 +115,7 @@ bool Chunks::make_room(uint64_t bytes, const NewChunk& chunk) {
 bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
   std::vector<bool> above(info_.size(), false);
   auto walk_up = [&](uint32_t space, Key key) {
-    while (!key.is_root()) {
+    while (key.names_chunk()) {
       const KeyEntry* e = index_.find(space, key);
       uint32_t up = e ? e->any() : kNone;
       if (up == kNone || above[up]) return;
@@ -230,7 +230,7 @@ std::map<uint32_t, std::vector<Key>> Chunks::next_out(uint64_t bytes) const {
       if (bytes_of(id) > bytes) return out;
       bytes -= bytes_of(id);
       out[r.space].push_back(r.key);
-      const KeyEntry* above = r.parent.is_root() ? nullptr : index_.find(r.space, r.parent);
+      const KeyEntry* above = r.parent.names_chunk() ? index_.find(r.space, r.parent) : nullptr;
       id = above ? above->ready : kNone;
       if (id != kNone && (info_[id].pins || info_[id].kept || record(id).last_used != r.last_used)) id = kNone;
     }

@@ -43,7 +43,7 @@ bool Chunks::may_retain(uint32_t id) const {
 Chunks::Retained Chunks::retain(uint32_t id, int8_t priority, uint64_t until_ms) {
   if (info_[id].priority <= 0 && !may_retain(id)) return Retained::no_room;
   const Record& r = record(id);
-  if (!r.parent.is_root()) {
+  if (r.parent.names_chunk()) {
     const KeyEntry* e = index_.find(r.space, r.parent);
     if (!e || e->any() == kNone || info_[e->any()].priority <= 0) return Retained::no_parent;
     priority = std::min(priority, info_[e->any()].priority);
@@ -91,7 +91,7 @@ LowerResult Table::lower(uint32_t space, const std::vector<Key>& keys, int prior
   if (priority < kConversationEnded || priority > 0)
     throw TableError("bad_argument", "a lowered priority is out of range", priority,
                      std::to_string(kConversationEnded) + "..0");
-  const KeyEntry* below = following.is_root() ? nullptr : chunks_.find(space, following);
+  const KeyEntry* below = following.names_chunk() ? chunks_.find(space, following) : nullptr;
   uint32_t own_children = below && below->any() != kNone;  // those that belong to this chain
   LowerResult out;
   for (auto key = keys.rbegin(); key != keys.rend(); ++key) {

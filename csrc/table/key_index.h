@@ -53,17 +53,17 @@ class KeyIndex {
     return place(KeyEntry{key, space});
   }
 
-  // A key's READY record and its number of children, after the number changed. The root has no entry: {kNone, 0}.
+  // A key's READY record and its number of children, after it changed. What names no chunk has none: {kNone, 0}.
   struct Parent {
     uint32_t ready, children;
   };
   Parent add_child(uint32_t space, const Key& parent) {
-    if (parent.is_root()) return {kNone, 0};
+    if (!parent.names_chunk()) return {kNone, 0};
     KeyEntry& e = insert(space, parent);
     return {e.ready, ++e.children};
   }
   Parent drop_child(uint32_t space, const Key& parent) {
-    if (parent.is_root()) return {kNone, 0};
+    if (!parent.names_chunk()) return {kNone, 0};
     KeyEntry& e = *find(space, parent);
     Parent left{e.ready, --e.children};
     drop_if_unused(e);

@@ -9,6 +9,7 @@
 // No pointers: things are named by index; index 0 is valid, kNone is none.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -37,9 +38,14 @@ struct Digest {
   uint8_t bytes[kBytes];
   bool operator==(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) == 0; }
   bool operator<(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) < 0; }
-  bool is_root() const { return *this == Digest{}; }
+  bool names_chunk() const { return !(*this == Digest{}) && !is_unknown(); }
+  bool is_unknown() const {
+    return std::all_of(bytes, bytes + kBytes, [](uint8_t b) { return b == 0xff; });
+  }
 };
-using Key = Digest<kKeyBytes>;  // of a chunk; zeros, the root: the parent of chunks that start their sequence
+// Of a chunk. Zeros, the root: the parent of chunks that start their sequence. Ones: a parent that its engine did not
+// know.
+using Key = Digest<kKeyBytes>;
 using Id16 = Digest<kIdBytes>;
 
 // The one store that makes a transition happen. The only other reader is the next server, in adoption, after this

@@ -12,6 +12,9 @@ namespace {
 
 const Key& parent_of(const ReserveCall& call, size_t i) { return i ? call.keys[i - 1] : call.parent; }
 
+// A parent that is not known contradicts none.
+bool contradict(const Key& a, const Key& b) { return !(a == b) && !a.is_unknown() && !b.is_unknown(); }
+
 uint64_t hash_call(const ReserveCall& call) {
   uint64_t h = fold(call.groups, call.temporary + 2 * call.duplicate);
   auto mix = [&h](const Key& k) {
@@ -64,12 +67,12 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
     throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxStoreKeys);
   require_distinct(call.keys);
   for (size_t i = 0; i < call.keys.size(); ++i) {
-    if (call.keys[i].is_root())
-      throw TableError("bad_argument", "a key of zeros names no chunk", int64_t(i), "a digest");
+    if (!call.keys[i].names_chunk())
+      throw TableError("bad_argument", "a key of zeros or ones names no chunk", int64_t(i), "a digest");
     const KeyEntry* e = chunks_.find(space, call.keys[i]);
     if (!e) continue;
     for (uint32_t id : {e->ready, e->reserved})
-      if (id != kNone && !(chunks_.record(id).parent == parent_of(call, i)))
+      if (id != kNone && contradict(chunks_.record(id).parent, parent_of(call, i)))
         throw TableError("chain_mismatch", "the key is stored under another parent", int64_t(i), "its first parent");
   }
 }

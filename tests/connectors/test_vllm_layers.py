@@ -6,7 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from kvdock.connectors.vllm.layers import FIRST_SHARE, LATER_BANDS, Layers
+from kvdock.connectors.layers import FIRST_SHARE, LATER_BANDS, Layers
 from kvdock.datapath.copy import PartResult
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from paths import ROOT
 
+from kvdock.connectors.cores import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
@@ -23,12 +24,9 @@ from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.setup import (
     DRAFTS_WITH_KV,
     DRAFTS_WITHOUT_KV,
-    MOST_HASH_THREADS,
     VERSIONS,
     Settings,
-    cores_of,
     drafts_with_kv,
-    hash_threads,
     loads_by_layer,
     place_of,
     refuse_what_is_not_supported,

@@ -156,7 +156,7 @@ def test_docs_list_every_setting_with_its_default_and_meaning() -> None:
 
 
 HASHED = ("build", "engine", "server", "test", "tools")
-NOT_PINNED = {"vllm"}
+NOT_PINNED = {"vllm", "sglang"}
 """Extras that `make` never installs: vLLM is gigabytes, and whoever has it chose its version."""
 
 
@@ -229,8 +229,9 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 
 
 def test_every_folder_of_tests_is_run() -> None:
-    """By `make test`, but for tests/vllm, which `make test-vllm` runs."""
+    """By `make test`, but for those of engines, which `make test-vllm` and `make test-sglang` run."""
     options = tomllib.loads(sources()[PurePosixPath("pyproject.toml")])["tool"]["pytest"]["ini_options"]
-    run = {PurePosixPath(folder) for folder in options["testpaths"]} | {PurePosixPath("tests/vllm")}
+    engines = {PurePosixPath("tests/vllm"), PurePosixPath("tests/sglang")}
+    run = {PurePosixPath(folder) for folder in options["testpaths"]} | engines
     tests = {path for path in sources() if path.parts[0] == "tests" and path.name.startswith("test_")}
     assert {path.parent for path in tests} == run

@@ -6,7 +6,7 @@ from .mutant import Mutant
 
 SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
 STORES, TABLES = "connectors/vllm/stores.py", "connectors/vllm/tables.py"
-DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/vllm/weights.py"
+DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")
@@ -15,7 +15,8 @@ PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong 
 MUTANTS = (
     Mutant(
         "P17", "a chunk is whole when any of its parts is", "connectors/verify.py",
-        "if not all(self._matches(", "if not any(self._matches(",
+        "if not matches})",
+        "if not matches} - {chunk for (chunk, _), matches in zip(parts, found, strict=True) if matches})",
         ("tests/connectors/test_verify.py",), "test_one_damaged_part_makes_its_chunk_a_miss_that_goes",
     ),
     Mutant(

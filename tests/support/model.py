@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ROOT = b""
+UNKNOWN = b"\xff" * 32
 
 
 @dataclass
@@ -230,20 +231,31 @@ class Model:
         return out
 
     def use(self, space: int, keys: list[bytes]) -> None:
-        """A lookup uses all that it finds."""
+        """A lookup uses all that it finds, and what comes before its first key."""
         self.tick += 1
-        for r in self.found(space, keys):
+        found = self.found(space, keys)
+        for r in found:
             r.last_used = self.tick
+        if found:
+            self.use_path(space, found[0].parent)
 
-    def reserve(self, session: int, space: int, path: list[bytes], start: int, groups: set[int], temporary: bool
-                ) -> tuple[dict[int, Record], list[int], list[int], str]:
-        s = self.spaces[space]
-        self.tick += 1
-        for key in reversed(path[:start]):
+    def use_path(self, space: int, key: bytes) -> None:
+        """As far up as parents are known."""
+        while key not in (ROOT, UNKNOWN):
             r = self.find(space, key, "ready") or self.find(space, key, "reserved")
             if r is None:
-                break
+                return
             r.last_used = self.tick
+            key = r.parent
+
+    def reserve(
+        self, session: int, space: int, path: list[bytes], start: int, groups: set[int], temporary: bool,
+        knows_parent: bool = True,
+    ) -> tuple[dict[int, Record], list[int], list[int], str]:
+        s = self.spaces[space]
+        self.tick += 1
+        first = (path[start - 1] if start else ROOT) if knows_parent else UNKNOWN
+        self.use_path(space, first)
         granted: dict[int, Record] = {}
         present, busy = [], []
         need = len(groups) * s.writers
@@ -262,7 +274,7 @@ class Model:
             if self.held(session) + need > self.session_room or self.held() + need > self.total_room:
                 limited = "held_bytes"
                 break
-            parent = path[start + i - 1] if start + i else ROOT
+            parent = path[start + i - 1] if i else first
             if not self.make_room_in_quota(space, parent, need):
                 limited = "quota"
                 break

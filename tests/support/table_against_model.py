@@ -9,7 +9,7 @@ import os
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from model import Grant, Model, Quota, Record, Refused, Space
+from model import UNKNOWN, Grant, Model, Quota, Record, Refused, Space
 
 from kvdock._core import Lookup, Mapping, Reservation, Table, TableError
 
@@ -104,26 +104,35 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     # -- stores
 
-    @rule(i=sessions, path=paths, window=st.booleans(), temporary=seldom)
-    def store(self, i: int, path: Path, window: bool, temporary: bool) -> None:
+    @rule(i=sessions, path=paths, start=st.sampled_from([0, 0, 2]), window=st.booleans(), temporary=seldom,
+          knows_parent=st.booleans())
+    def store(
+        self, i: int, path: Path, window: bool, temporary: bool, start: int = 0, knows_parent: bool = True
+    ) -> None:
         """Reserve and commit everything, as an engine does when nothing goes wrong."""
-        grant = self.reserve(i, path, 0, window, temporary)
+        grant = self.reserve(i, path, start, window, temporary, knows_parent)
         if grant:
             g = self.model.grants[grant]
             for rank in range(g.ranks):
                 self.commit_parts(grant, rank, len(g.lines) * 2)
 
-    @rule(i=sessions, path=paths, start=st.integers(0, 5), window=st.booleans(), temporary=seldom)
-    def begin_store(self, i: int, path: Path, start: int, window: bool, temporary: bool) -> None:
-        self.reserve(i, path, start, window, temporary)
+    @rule(i=sessions, path=paths, start=st.integers(0, 5), window=st.booleans(), temporary=seldom,
+          knows_parent=st.booleans())
+    def begin_store(
+        self, i: int, path: Path, start: int, window: bool, temporary: bool, knows_parent: bool
+    ) -> None:
+        self.reserve(i, path, start, window, temporary, knows_parent)
 
-    def reserve(self, i: int, path: Path, start: int, window: bool, temporary: bool) -> int:
+    def reserve(
+        self, i: int, path: Path, start: int, window: bool, temporary: bool, knows_parent: bool
+    ) -> int:
         if self.state[i][0] != "live":
             return 0
         space, keys, start = self.session_space[i], keys_of(path), min(start, len(path) - 1)
         groups = set(range(len(SPACES[space].windows))) if window else SPACES[space].full
         self.serial += 1
-        call = (digest("store", self.serial)[:16], keys[start - 1] if start else b"", b"".join(keys[start:]))
+        parent = (keys[start - 1] if start else b"") if knows_parent else UNKNOWN
+        call = (digest("store", self.serial)[:16], parent, b"".join(keys[start:]))
 
         def ask() -> Reservation:
             return self.table.reserve(
@@ -132,7 +141,9 @@ class TableAgainstModel(RuleBasedStateMachine):
             )
 
         got = ask()
-        granted, present, busy, limited = self.model.reserve(self.session[i], space, keys, start, groups, temporary)
+        granted, present, busy, limited = self.model.reserve(
+            self.session[i], space, keys, start, groups, temporary, knows_parent
+        )
         assert [c for c, _ in got.chunks] == sorted(granted)
         assert (got.present, got.busy, got.limited) == (present, busy, limited)
         assert bool(got.grant) == bool(granted)
@@ -181,13 +192,14 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(
         i=sessions, path=paths, skip=st.sampled_from([0, 0, 0, 4, 12, 16, 20, 32]), readers=st.integers(1, 3),
-        request=st.integers(0, 3),
+        request=st.integers(0, 3), start=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def lookup(self, i: int, path: Path, skip: int, readers: int, request: int) -> None:
-        """`skip`: tokens, whole blocks of them; it may end inside a chunk."""
+    def lookup(self, i: int, path: Path, skip: int, readers: int, request: int, start: int) -> None:
+        """`skip`: tokens, whole blocks of them; it may end inside a chunk. `start`: the first chunk that is asked for.
+        """
         if self.state[i][0] != "live":
             return
-        space, keys, session = self.session_space[i], keys_of(path), self.session[i]
+        space, keys, session = self.session_space[i], keys_of(path)[min(start, len(path) - 1) :], self.session[i]
         self.epochs[i, request] = epoch = self.epochs.get((i, request), 0) + 1
         name = digest("request", session, request)[:16]
 

@@ -9,6 +9,7 @@ import pytest
 from table_helpers import PAGE, Client, key, new_table
 
 from kvdock._core import TableError
+from kvdock.protocol.keys import UNKNOWN_PARENT as UNKNOWN
 
 ROOM = 64
 POLICIES = ("adaptive", "arc", "lru")
@@ -188,3 +189,45 @@ def test_an_unknown_policy_is_refused_and_changes_nothing() -> None:
         engine.table.set_eviction("fifo")
     assert (error.value.code, error.value.found) == ("bad_argument", "fifo")
     assert error.value.wanted == "adaptive, arc or lru" and engine.table.eviction() == "arc"
+
+
+def test_a_parent_that_is_not_known_contradicts_none() -> None:
+    """An engine that stores from the midst of a sequence may not know what comes before."""
+    engine = Client(new_table(16 * PAGE), PAGE)
+    keys = [key("chain", n) for n in range(4)]
+    assert engine.store(keys[2:], UNKNOWN) == 2
+    assert engine.store(keys) == 2, "what was stored with an unknown parent is there"
+    assert engine.store(keys[2:], UNKNOWN) == engine.store(keys[2:], keys[1]) == 0
+    assert engine.lookup(keys).hit_tokens == 4 * 16
+    with pytest.raises(TableError) as refused:  # of two that are known, one is wrong
+        engine.store([keys[1]], key("another"))
+    assert refused.value.code == "chain_mismatch"
+
+
+def test_what_has_an_unknown_parent_keeps_nothing_above_it() -> None:
+    engine = Client(new_table(4 * PAGE), PAGE)
+    keys = [key("chain", n) for n in range(4)]
+    assert engine.store(keys[:2]) == 2
+    assert engine.store(keys[2:], UNKNOWN) == 2
+    assert engine.store([key("more")]) == 1
+    assert [engine.has(one) for one in keys] == [True, False, True, True], "the oldest leaf goes, whatever follows it"
+
+
+@pytest.mark.parametrize("found", [bytes(32), UNKNOWN])
+def test_a_key_that_names_no_chunk_is_refused(found: bytes) -> None:
+    engine = Client(new_table(4 * PAGE), PAGE)
+    with pytest.raises(TableError) as refused:
+        engine.store([found])
+    assert refused.value.code == "bad_argument"
+
+
+def test_a_lookup_from_the_midst_of_a_sequence_uses_what_comes_before() -> None:
+    """A prefix that stays in an engine's memory is never asked for, and what follows it is."""
+    engine = Client(new_table(4 * PAGE), PAGE)
+    keys = [key("chain", n) for n in range(3)]
+    assert engine.store(keys) == 3
+    assert engine.store([key("other")]) == 1
+    assert ask(engine, keys[2:], "tail") == 1
+    assert engine.table.delete(engine.space, keys[2]) == 1
+    assert engine.store([key("more"), key("most")]) == 2
+    assert there(engine, [*keys[:2], key("other")]) == [True, True, False]

@@ -23,7 +23,7 @@ def test_what_vllm_has_downloaded_is_found_without_asking_the_hub(tmp_path: Path
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(commit)
     program = (
-        "import json; from kvdock.connectors.vllm.weights import hub_snapshot as of;"
+        "import json; from kvdock.connectors.weights import hub_snapshot as of;"
         f"print(json.dumps([str(of(*asked)) for asked in (('org/model', None, None), ('org/model', {commit!r}, None),"
         f" ('org/model', None, {str(tmp_path)!r}), ('org/other', None, None), ('s3://no/name/of/it', None, None))]))"
     )

@@ -16,7 +16,7 @@ from kvdock.connectors.worker import Bands, Loading
 from kvdock.datapath.copy import StreamHandle
 
 FIRST_SHARE = 0.625
-"""The share of layers in the first band: meanwhile the CPU hashes the others (`hash_threads` in setup.py)."""
+"""The share of layers in the first band: meanwhile the CPU hashes the others (connectors/cores.py)."""
 LATER_BANDS = 4
 """Each costs a descriptor upload and an event."""
 

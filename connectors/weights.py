@@ -19,7 +19,7 @@ SAMPLES = 64
 """Evenly spread pieces of each weights file are hashed: other weights differ in nearly every byte."""
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_ALIKE = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""vLLM's load formats that read one set of files, each at its own speed."""
+"""Engines' load formats that read one set of files, each at its own speed."""
 FROM_FILES = (
     "auto", *READ_ALIKE, "mistral", "npcache", "pt", "bitsandbytes", "sharded_state", "runai_streamer_sharded", "gguf"
 )
@@ -31,9 +31,9 @@ FindSnapshot = Callable[[str, str | None, str | None], Path | None]
 
 
 def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path | None:
-    """Where vLLM has downloaded a model of the Hugging Face hub to, without asking the hub. None: nowhere here."""
+    """Where an engine has downloaded a model of the Hugging Face hub to, without asking the hub. None: nowhere here."""
     try:
-        import huggingface_hub as hub  # vLLM needs it, kvdock does not
+        import huggingface_hub as hub  # engines need it, kvdock does not
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
         return None
@@ -44,8 +44,9 @@ def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path
 
 
 def weights_of(model: Any, load: Any, given: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
-    """What tells these weights from others. `model`: vLLM's ModelConfig; `load`: its LoadConfig; `given`: the user's
-    own name of the weights, which spares the look at them. NotSupportedError where nothing tells them apart."""
+    """What tells these weights from others. `model`, `load`: vLLM's ModelConfig and LoadConfig, or what has those of
+    their fields that are read here; `given`: the user's own name of the weights, which spares the look at them.
+    NotSupportedError where nothing tells them apart."""
     read_as = str(load.load_format).rpartition(".")[2].lower()
     if read_as == "dummy":
         return {"weights": given or "dummy", "seed": model.seed}
@@ -117,3 +118,14 @@ def _sample(path: Path, name: str, digest: Any) -> None:
         for piece in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
             digest.update(file.read(SAMPLE_BYTES))
+
+
+def digest_of_folder(folder: Path) -> str:
+    """What all files below it hold: an adapter's weights, and what is said of them. They are read whole."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,67 @@
+"""What the linker counts, as metrics of SGLang's own registry: sglang:kvdock_…
+
+With --enable-metrics SGLang gathers the metrics of all its processes, ours among them. What all ranks do alike (tokens,
+lookups) is counted by rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Buckets: from a lookup to the load of a very long prompt."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`seconds`: durations, one observation each."""
+
+    kind: Literal["counter", "gauge", "seconds"]
+    help: str
+
+
+METRICS: Mapping[str, Metric] = {
+    "lookup_tokens": Metric("counter", "Tokens that requests lacked and that kvdock was asked for."),
+    "hit_tokens": Metric("counter", "Tokens of them that were promised to SGLang."),
+    "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
+    "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
+    "lookups_unverified": Metric("counter", "Lookups taken for a miss because the find was not verified in time."),
+    "load_tokens": Metric("counter", "Tokens loaded from the kvdock server instead of being computed."),
+    "load_seconds": Metric("seconds", "Duration of a batch's loads, rank 0's."),
+    "load_failures": Metric("counter", "Loads that failed after they were promised: SGLang aborts their requests."),
+    "loads_given_up": Metric("counter", "Loads that were promised and could not begin: computed instead."),
+    "store_tokens": Metric("counter", "Tokens of which the kvdock server has all that SGLang offered."),
+    "stores_failed": Metric("counter", "Offers that the server had no room for, or that it did not answer."),
+    "stores_known": Metric("counter", "Offers of what was loaded or stored a moment ago: no call was made for them."),
+    "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
+}
+"""By name without prefix: `load_tokens` is sglang:kvdock_load_tokens_total."""
+
+
+class Figures:
+    """`prometheus`: the prometheus_client that SGLang's metrics are of; None: nothing is exported. One in a process."""
+
+    def __init__(self, prometheus: Any = None) -> None:
+        self._made: dict[str, Any] = {}
+        self.counted: dict[str, float] = {}
+        """Since the start, for log lines and tests."""
+        for name, metric in METRICS.items() if prometheus is not None else ():
+            full = f"sglang:kvdock_{name}"
+            if metric.kind == "counter":
+                self._made[name] = prometheus.Counter(full, metric.help)
+            elif metric.kind == "gauge":
+                self._made[name] = prometheus.Gauge(full, metric.help, multiprocess_mode="mostrecent")
+            else:
+                self._made[name] = prometheus.Histogram(full, metric.help, buckets=SECONDS)
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """To a counter; an observation of durations; a gauge's new value."""
+        kind, made = METRICS[name].kind, self._made.get(name)
+        if kind == "gauge" and self.counted.get(name) == amount:
+            return
+        self.counted[name] = amount if kind == "gauge" else self.counted.get(name, 0) + amount
+        if made is not None:
+            tell = {"counter": "inc", "gauge": "set", "seconds": "observe"}[kind]
+            getattr(made, tell)(amount)

@@ -1,0 +1,106 @@
+"""What KV of all requests depends on: the model and its set-up, named by the manifest and its revision.
+
+Adapters, salts and what a caller calls an extra key are in SGLang's own hashes of pages, from which keys are made. An
+adapter that is named on SGLang's command line has a hash of its name and path there, which says nothing of its files:
+so these are in the revision. One that is loaded later has a name that no other engine gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvdock.connectors.described import described
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.weights import FindSnapshot, digest_of_folder, hub_snapshot, weights_of
+from kvdock.protocol.schemas import Manifest
+
+MOST_LETTERS = 128
+"""The most letters of a name that is shown to people."""
+HASHES = "sglang sha256 pages"
+"""SGLang chains its hashes of pages from the tokens, an adapter and salts alone: every process makes the same ones."""
+
+
+def revision(
+    args: Any, model: Any, settings: Mapping[str, str], *, weights_digest: str,
+    find_snapshot: FindSnapshot = hub_snapshot,
+) -> str:
+    """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
+    SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it."""
+    load = SimpleNamespace(load_format=args.load_format, download_dir=args.download_dir)
+    about = SimpleNamespace(
+        model=args.model_path, revision=args.revision, hf_config=model.hf_config, seed=args.random_seed,
+        model_weights="",
+    )
+    told = {
+        "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
+        "dtype": str(model.dtype), "quantization": str(model.quantization),
+        "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
+        **weights_of(about, load, weights_digest, find_snapshot),
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:
+    """The name, path and digest of the files of each adapter that SGLang was started with: the hash by which requests
+    name it is made of the first two."""
+    found = []
+    for one in given.items() if isinstance(given, Mapping) else given or ():
+        name, path = _named(one)
+        folder = Path(path) if Path(path).is_dir() else find_snapshot(path, None, None)
+        if folder is None:
+            raise NotSupportedError(
+                f"kvdock cannot tell the adapter {name!r} from others: {path} is neither a folder nor in the hub's "
+                "cache on this machine."
+            )
+        found.append([name, path, digest_of_folder(folder)])
+    return sorted(found)
+
+
+def _named(adapter: Any) -> tuple[str, str]:
+    """Name and path of an adapter, however SGLang was told of it: NAME=PATH, PATH, a mapping or a LoRARef."""
+    if isinstance(adapter, str):
+        name, _, path = adapter.rpartition("=")
+        return name or path, path
+    if isinstance(adapter, tuple):
+        adapter = {"lora_name": adapter[0], "lora_path": getattr(adapter[1], "lora_path", adapter[1])}
+    if isinstance(adapter, Mapping):
+        return str(adapter["lora_name"]), str(adapter["lora_path"])
+    return str(adapter.lora_name), str(adapter.lora_path)
+
+
+def manifest_of(
+    model: Any, version: str, groups: Sequence[KVGroup], *, revision: str, page_tokens: int, ranks: int, kv_dtype: str,
+) -> Manifest:
+    """Alike on every rank. Its token order names SGLang, so no other engine shares its bytes: that the order of
+    elements is the same is not enough, for its kernels round otherwise."""
+    latent = all(group.is_latent for group in groups)
+    return Manifest(
+        model=str((model.hf_config.architectures or ["unknown"])[0])[:MOST_LETTERS],
+        revision=revision,
+        kv_dtype=kv_dtype.removeprefix("torch."),
+        layers=sum(len(group.planes) for group in groups),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_size=max(1, int(model.head_dim)),
+        token_order=f"sglang {'.'.join(version.split('.')[:2])} {signature(groups)}",
+        chunk_tokens=page_tokens,
+        block_tokens=page_tokens,
+        tensor_parallel=1 if latent else ranks,
+        writers=1 if latent else ranks,
+        hash_function=HASHES,
+        groups=tuple(group.described for group in groups),
+    )
+
+
+def signature(groups: Sequence[KVGroup]) -> str:
+    """The order of elements, the layers and the bytes of a page's planes, group by group."""
+    return "|".join(
+        f"{group.layout.token_order}[{','.join(str(layer) for layer in sorted(group.planes))}]"
+        f"{sorted({(run, count) for _, _, run, count, _ in group.layout.planes})}"
+        for group in groups
+    )

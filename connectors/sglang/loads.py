@@ -1,0 +1,201 @@
+"""A rank's loads: queued while SGLang builds a batch, begun with it, waited for layer by layer, and ended with it.
+
+    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► verdict, words to the server
+                         └► batch ◄── wait_until(layer) …… forward …… finish
+
+The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
+has it, so loading and computing overlap; on a CPU it waits for the load. SGLang reads the verdict after the forward
+pass, and by then no copy writes to its pages.
+
+Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
+ended (W1).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvdock.connectors.background import Background
+from kvdock.connectors.layers import Layers
+from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.session import Attachment
+from kvdock.connectors.sglang.pools import KVGroup, pages_of
+from kvdock.connectors.worker import Loading, WorkerConnector
+
+log = logging.getLogger("kvdock.sglang")
+
+
+@dataclass(frozen=True)
+class QueuedLoad:
+    """`indices`: SGLang's, by the name of the transfer."""
+
+    rid: str
+    attachment: Attachment
+    plan: LoadPlan
+    indices: Mapping[str, Any]
+
+
+@dataclass
+class _Batch:
+    loads: Sequence[QueuedLoad]
+    submitted: Future[list[Loading]] = field(default_factory=Future)
+    landed: Future[bool] = field(default_factory=Future)
+
+
+class LayerCounter:
+    """What SGLang's pools wait for (its LayerWiseLoadCounter)."""
+
+    def __init__(self, num_layers: int, wait: Callable[[int, int], None]) -> None:
+        """`wait(batch, layer)`."""
+        self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
+        self.batches = 0
+        """How many forward passes have begun, whether they load or not."""
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+        self.batches += 1
+
+    def wait_until(self, threshold: int) -> None:
+        if self.consumer_index >= 0:
+            self._wait(self.consumer_index, threshold)
+
+
+class Loads:
+    """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. `ended(rid, ok)`: called by SGLang's
+    thread; None: it was cancelled. `clock`: seconds, monotonic; `took`: is told how long a batch's loads took."""
+
+    def __init__(
+        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,
+        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None], took: Callable[[float], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
+        self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
+        layers = [layer for group in groups for layer in group.planes]
+        self._layers = Layers([{str(layer): plane for layer, plane in group.planes.items()} for group in groups])
+        self.counter = LayerCounter(max(layers) + 1, self._wait_for_layer)
+        self._loading = Background("kvdock-load")
+        self._queued: dict[str, QueuedLoad] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._started = -1
+        self._watched = -1
+
+    def queue(self, load: QueuedLoad) -> None:
+        self._queued[load.rid] = load
+
+    def cancel(self, rid: str) -> bool:
+        """Whether it was queued, and is given up."""
+        load = self._queued.pop(rid, None)
+        if load is None:
+            return False
+        self.give_up(load.attachment, load.plan)
+        self._ended(rid, None)
+        return True
+
+    def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
+        """A plan of which nothing was or will be copied here."""
+        self._loading.run(self._give_back, attachment, plan)
+
+    def start(self, ready: Callable[[], object]) -> int:
+        """Begins what is queued. `ready`: waits until the GPU has given out the pages. -1: nothing is queued."""
+        if not self._queued:
+            return -1
+        self._started += 1
+        batch = self._batches[self._started] = _Batch(tuple(self._queued.values()))
+        self._queued.clear()
+        self._loading.run(self._run, batch, ready)
+        return self._started
+
+    def finish(self, index: int) -> bool:
+        """Waits for a batch. Whether all of it is there."""
+        batch = self._batches.pop(index, None)
+        if batch is None:
+            return True
+        landed = batch.landed.result()
+        for load in batch.loads:
+            self._ended(load.rid, landed)
+        return landed
+
+    def reset(self) -> None:
+        """Waits for what was begun and gives up what was not."""
+        for rid in list(self._queued):
+            self.cancel(rid)
+        for index in list(self._batches):
+            self.finish(index)
+        self.counter.set_consumer(-1)
+
+    def close(self) -> None:
+        self.reset()
+        self._loading.close()
+
+    # ------------------------------------------------------------------ the forward pass
+
+    def _wait_for_layer(self, index: int, layer: int) -> None:
+        batch = self._batches.get(index)
+        if batch is None:
+            return
+        if self._stream is None:
+            batch.landed.exception()  # the verdict is finish()'s
+            return
+        if self._watched != index:  # the first layer that is asked for
+            self._layers.watch(batch.submitted.result())
+            self._watched = index
+        self._layers.order(str(layer), self._stream())
+
+    # ------------------------------------------------------------------ background
+
+    def _run(self, batch: _Batch, ready: Callable[[], object]) -> None:
+        began_s, loadings, landed = self._clock(), list[Loading](), False
+        try:
+            try:
+                ready()
+                for load in batch.loads:
+                    bands = self._layers.bands if self._stream is not None else None
+                    loadings.append(self._worker.submit_load(load.attachment, self._placed(load), bands))
+            finally:
+                batch.submitted.set_result(loadings)
+            valid = [self._worker.finish_load(loading) for loading in loadings]
+            landed = valid == [loading.plan.hit_tokens for loading in loadings]
+        finally:
+            batch.landed.set_result(landed and len(loadings) == len(batch.loads))
+            self._took(self._clock() - began_s)
+            self._settle(batch, loadings)
+
+    def _placed(self, load: QueuedLoad) -> LoadPlan:
+        """With SGLang's pages in the place of their numbers."""
+        plan, first = load.plan, load.plan.local_tokens // self._page_tokens
+        pages: dict[int, list[int]] = {}
+        for group, about in enumerate(self._groups):
+            if about.transfer in load.indices:
+                pages[group] = pages_of(load.indices[about.transfer], self._page_tokens)
+        count = plan.hit_tokens // self._page_tokens - first
+        pieces = []
+        for piece in plan.pieces:
+            of_group = pages.get(piece.group, [])
+            at = piece.block_ids[-1] - (count - len(of_group))  # a window has the last pages only
+            pieces.append(replace(piece, block_ids=(of_group[at],)))
+        return replace(plan, pieces=tuple(pieces))
+
+    def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
+        """The words to the server, for which nobody waits."""
+        for loading in loadings:
+            self._worker.end_load(loading)
+        for load in batch.loads[len(loadings) :]:
+            self._release(load.attachment, load.plan)
+        for load in batch.loads:
+            self._worker.settle(load.attachment)
+            load.attachment.release()
+
+    def _give_back(self, attachment: Attachment, plan: LoadPlan) -> None:
+        self._release(attachment, plan)
+        self._worker.settle(attachment)
+        attachment.release()
+
+    def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
+        session = self._worker.session
+        session.client.release_later(plan.lease, attachment.session, [self._worker.rank])

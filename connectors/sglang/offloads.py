@@ -1,0 +1,273 @@
+"""A rank's stores: nodes of SGLang's tree, from their offer until no copy reads their pages and all ranks may go on.
+
+    offer ──► "kvdock-offer": reserve (rank 0) ──► plans ──► each writer copies, commits ──► ended, in order
+
+SGLang locks a node until its offer has ended, and takes the ends in the order of the offers. Rank 0 asks the server;
+where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes nothing (MLA)
+says at once that it is done.
+
+What was loaded or stored a moment ago is not offered to the server again: SGLang offers the pages of a load once their
+request is in its tree. A node ends well when the server has all of it; any other is offered again by SGLang.
+
+Invariant: each offer ends exactly once, after its last copy; what was reserved is copied or aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvdock.connectors.background import Background
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.plans import StoreBatch, StorePlan
+from kvdock.connectors.ranks import Order
+from kvdock.connectors.session import Attachment
+from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.lookups import Chains
+from kvdock.connectors.sglang.pools import KVGroup, pages_of
+from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.worker import WorkerConnector
+
+log = logging.getLogger("kvdock.sglang")
+
+KNOWN_PAGES = 1 << 16
+"""How many pages of the newest loads and stores are known to be at the server."""
+
+
+@dataclass
+class _Offer:
+    """`pages`: their hashes; `indices`: SGLang's, by the name of the transfer; `counts`: of the last pages that each
+    transfer has; `ready`: waits until the GPU has computed them."""
+
+    name: str
+    pages: tuple[str, ...]
+    indices: Mapping[str, Any]
+    counts: Mapping[str, int]
+    ready: Callable[[], object]
+    known: int = 0
+    """How many of the first pages are known to be at the server."""
+    plans: list[tuple[Attachment, StorePlan]] = field(default_factory=list)
+    """In the place of blocks they have numbers: which of the offer's pages they are."""
+    reserved: Future[bool] = field(default_factory=Future)
+    """Rank 0's: whether the server has all of it, or will have with the plans."""
+    ended: Future[bool] = field(default_factory=Future)
+
+
+class Known:
+    """Pages that this engine has just loaded. SGLang's thread, in rank 0."""
+
+    def __init__(self, most: int = KNOWN_PAGES) -> None:
+        self._pages: OrderedDict[str, None] = OrderedDict()
+        self._most, self._of = most, ""
+
+    def add(self, pages: Sequence[str], epoch: str) -> None:
+        """They are at the server of `epoch`."""
+        if epoch != self._of:
+            self._pages.clear()
+            self._of = epoch
+        self._pages.update(dict.fromkeys(pages))
+        while len(self._pages) > self._most:
+            self._pages.popitem(last=False)
+
+    def take(self, pages: Sequence[str], epoch: str) -> int:
+        """How many of the first are known. They are forgotten: the next offer of them may come much later."""
+        count = 0
+        while epoch == self._of and count < len(pages) and pages[count] in self._pages:
+            del self._pages[pages[count]]
+            count += 1
+        return count
+
+
+class Offloads:
+    """`driver` and `chains`: rank 0's, None in others."""
+
+    def __init__(
+        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks, driver: Driver | None,
+        chains: Chains, known: Known, figures: Figures,
+    ) -> None:
+        self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
+        self._driver, self._chains, self._known, self._figures = driver, chains, known, figures
+        self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
+        self._offers: deque[_Offer] = deque()
+        self._unshared: deque[_Offer] = deque()
+        """Those of which other writers have no plans yet; where there are none, always empty."""
+        self._count = 0
+
+    def offer(
+        self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
+        ready: Callable[[], object],
+    ) -> None:
+        """Its pages stay as they are until it has ended. `parent`: as Told has it."""
+        self._count += 1
+        made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready)
+        self._offers.append(made)
+        writers = self._worker.session.manifest.writers
+        if self._driver is not None:
+            self._begin(self._driver, made, parent)
+        if writers > 1:
+            self._unshared.append(made)
+        elif self._driver is not None:
+            made.reserved.add_done_callback(lambda _: self._writing.run(self._write, made))
+        else:
+            made.ended.set_result(True)
+
+    def _begin(self, driver: Driver, made: _Offer, parent: str | None) -> None:
+        attachment = driver.scheduler.session.attachment
+        if attachment is None:
+            made.reserved.set_result(False)
+            return
+        made.known = self._known.take(made.pages, attachment.session)
+        if made.known == len(made.pages):
+            self._figures.add("stores_known")
+            made.reserved.set_result(True)
+            return
+        above = made.pages[made.known - 1] if made.known else parent
+        self._chains.named(made.name, made.pages[made.known :], above)
+        self._offering.run(self._reserve, driver, made)
+
+    def count_ended(self) -> int:
+        """How many of the first offers have ended. All ranks call it alike, in each step."""
+        if self._unshared:
+            self._share()
+        count = 0
+        for offer in self._offers:
+            if not offer.ended.done():
+                break
+            count += 1
+        return count
+
+    def take_ended(self) -> bool:
+        """The oldest one's outcome: whether the server has all of it."""
+        offer = self._offers.popleft()
+        ok = offer.ended.exception() is None and offer.ended.result()
+        if self._driver is not None:
+            self._figures.add("store_tokens" if ok else "stores_failed", self._tokens(offer) if ok else 1)
+        return ok
+
+    def reset(self) -> None:
+        """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
+        if self._driver is not None:
+            for offer in self._unshared:
+                offer.reserved.exception()
+                for attachment, plan in offer.plans:
+                    self._driver.abort(attachment, plan)
+                    attachment.release()
+        for offer in self._offers:
+            if offer not in self._unshared:
+                offer.ended.exception()
+        self._offers.clear()
+        self._unshared.clear()
+
+    def close(self) -> None:
+        self.reset()
+        self._offering.close()
+        self._writing.close()
+
+    def _tokens(self, offer: _Offer) -> int:
+        return len(offer.pages) * self._page_tokens
+
+    # ------------------------------------------------------------------ rank 0, background
+
+    def _reserve(self, driver: Driver, offer: _Offer) -> None:
+        ok = False
+        try:
+            ok = self._reserved(driver, offer)
+        finally:
+            if not offer.reserved.done():
+                offer.reserved.set_result(ok)
+            driver.finished(offer.name)
+            self._chains.forget(offer.name)
+
+    def _reserved(self, driver: Driver, offer: _Offer) -> bool:
+        wanted = len(offer.pages) - offer.known
+        tokens = range(wanted * self._page_tokens)
+        made = driver.scheduler.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
+        if made is None:
+            return False
+
+        def carry_out(batch: StoreBatch, plan: StorePlan | None) -> None:
+            if plan is not None and made.attachment.acquire():
+                offer.plans.append((made.attachment, plan))
+
+        driver.store(made, carry_out).result()
+        return made.request.reserved >= wanted
+
+    def _columns(self, offer: _Offer) -> list[list[int | None]]:
+        """Per group the numbers of the pages that SGLang has and that are not known to be at the server."""
+        columns: list[list[int | None]] = []
+        for group in self._groups:
+            first = len(offer.pages) - offer.counts.get(group.transfer, 0)
+            columns.append([at if at >= first else None for at in range(offer.known, len(offer.pages))])
+        return columns
+
+    # ------------------------------------------------------------------ all writers
+
+    def _share(self) -> None:
+        """Gives what rank 0 has reserved by now to all writers, in the order of the offers."""
+        ready: list[tuple[bool, list[Order]]] = []
+        for offer in self._unshared if self._driver is not None else ():
+            if not offer.reserved.done():
+                break
+            orders = [Order(0, attachment.epoch, plan) for attachment, plan in offer.plans]
+            ready.append((offer.reserved.result(), orders))
+        for ok, orders in self._ranks.share(ready):
+            offer = self._unshared.popleft()
+            if self._driver is None:
+                offer.plans = self._attached(orders)
+                offer.reserved.set_result(ok)
+            if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
+                self._writing.run(self._write, offer)
+                continue
+            for attachment, plan in offer.plans:  # a rank is not attached: nobody writes
+                if self._driver is not None:
+                    self._driver.abort(attachment, plan)
+                attachment.release()
+            offer.ended.set_result(False)
+
+    def _attached(self, orders: Sequence[Order]) -> list[tuple[Attachment, StorePlan]]:
+        """Those of the server epoch that this rank is attached to."""
+        found = []
+        for order in orders:
+            assert order.epoch is not None and isinstance(order.plan, StorePlan)
+            attachment = self._worker.session.attachment_to(order.epoch)
+            if attachment is not None:
+                found.append((attachment, order.plan))
+        return found
+
+    def _write(self, offer: _Offer) -> None:
+        """Background."""
+        ok = False
+        try:
+            if offer.plans:
+                offer.ready()
+            pages = self._pages(offer) if offer.plans else {}
+            for attachment, plan in offer.plans:
+                try:
+                    self._worker.store(attachment, _placed(plan, pages))
+                finally:
+                    attachment.release()
+            ok = offer.reserved.result()
+        finally:
+            offer.ended.set_result(ok)
+
+    def _pages(self, offer: _Offer) -> dict[int, list[int]]:
+        """By group, this rank's pages; in front of those that a window has, nothing that anybody asks for."""
+        found = {}
+        for group, about in enumerate(self._groups):
+            if about.transfer in offer.indices:
+                pages = pages_of(offer.indices[about.transfer], self._page_tokens)
+                found[group] = [-1] * (len(offer.pages) - len(pages)) + pages
+        return found
+
+
+def _placed(plan: StorePlan, pages: Mapping[int, Sequence[int]]) -> StorePlan:
+    """With pages in the place of their numbers."""
+    pieces = tuple(
+        replace(piece, block_ids=tuple(pages[piece.group][number] for number in piece.block_ids))
+        for piece in plan.pieces
+    )
+    return replace(plan, pieces=pieces)

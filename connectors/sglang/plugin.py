@@ -1,0 +1,35 @@
+"""The entry point of SGLang's group of plugins: SGLang calls it in each of its processes, before it reads its settings.
+
+    SGLANG_KVDOCK=1 sglang serve --model-path MODEL --page-size 64
+
+is the whole set-up then. Without the variable it changes nothing, and the linker is named by SGLang's own flags.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+VARIABLE = "SGLANG_KVDOCK"
+SETTLES = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
+"""What settles SGLang's settings of linkers."""
+LINKER = {"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}
+
+
+def register() -> None:
+    if os.environ.get(VARIABLE, "") not in ("", "0"):
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        HookRegistry.register(SETTLES, _name_the_linker, HookType.BEFORE)
+
+
+def _name_the_linker(server_args: Any) -> None:
+    """Unless another one is named."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    if not resolving_view(server_args).enable_unified_cache_external_linker:
+        declare_resolution(
+            server_args, "kvdock", enable_unified_cache_external_linker=True,
+            unified_cache_external_linker_backend="dynamic",
+            unified_cache_external_linker_config={**LINKER, "linker_extra_config": {}},
+        )

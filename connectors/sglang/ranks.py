@@ -1,0 +1,45 @@
+"""What the ranks of an engine tell each other, between the calls that SGLang makes to all of them alike.
+
+SGLang calls each rank's linker in the same order with the same keys, and its own reductions keep their answers alike.
+What remains is said here, over SGLang's process group for the CPU.
+
+Invariant: whether a rank calls share() or all_agree() follows from SGLang's calls alone, never from what one rank has
+seen of a server or a clock; otherwise the ranks would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """`group`: a torch.distributed process group, or None for an engine of one rank."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group, self.rank, self.size = group, 0, 1
+        if group is not None:
+            import torch.distributed as distributed
+
+            self._distributed = distributed
+            self.rank, self.size = distributed.get_rank(group=group), distributed.get_world_size(group=group)
+
+    def share(self, value: T) -> T:
+        """What rank 0 gives, in every rank."""
+        if self.size == 1:
+            return value
+        said: list[Any] = [value]
+        self._distributed.broadcast_object_list(said, group=self._group, group_src=0)
+        given: T = said[0]
+        return given
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank says so."""
+        if self.size == 1:
+            return ok
+        import torch
+
+        least = torch.tensor([int(ok)])
+        self._distributed.all_reduce(least, op=self._distributed.ReduceOp.MIN, group=self._group)
+        return bool(least.item())

@@ -1,0 +1,211 @@
+"""Which SGLang engines share their KV, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, field, fields as dataclass_fields, make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.sglang.dependences import settings_set, variables_set
+from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision
+from kvdock.connectors.sglang.pools import groups_of, pages_of
+from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported
+from kvdock.protocol.keys import namespace_digest
+
+PAGE = 64
+ENVIRON = {"KVDOCK_ADDRESS": "unix:/s"}
+
+
+class HFConfig:
+    architectures = ("LlamaForCausalLM",)
+
+    def to_json_string(self, use_diff: bool) -> str:
+        return json.dumps({"hidden_size": 64, "transformers_version": "5"})
+
+
+def model(**more: Any) -> SimpleNamespace:
+    """As much of SGLang's ModelConfig as is asked for."""
+    return SimpleNamespace(**{
+        "hf_config": HFConfig(), "dtype": torch.float32, "quantization": None, "head_dim": 16, "is_multimodal": False,
+        "get_total_num_kv_heads": lambda: 2, **more,
+    })
+
+
+def args(folder: Path, **more: Any) -> SimpleNamespace:
+    """As much of its ServerArgs."""
+    return SimpleNamespace(**{
+        "model_path": str(folder), "load_format": "auto", "download_dir": None, "revision": None, "random_seed": 0,
+        "lora_paths": None, "speculative_algorithm": None, **more,
+    })
+
+
+def params(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{
+        "page_size": PAGE, "pp_size": 1, "attn_cp_size": 1, "sidecar_draft_device_pools": (),
+        "mtp_draft_device_pools": (), **more,
+    })
+
+
+class MHATokenToKVPool:
+    """SGLang's pool, as its buffers are."""
+
+    def __init__(self, layers: int = 2, heads: int = 2) -> None:
+        self.k_buffer, self.v_buffer = (
+            [torch.zeros(4 * PAGE, heads, 16) for _ in range(layers)] for _ in range(2)
+        )
+        self.k_scale_buffer: Any = None
+
+
+class SWAKVPool:
+    def __init__(self) -> None:
+        self.full_kv_pool, self.swa_kv_pool = MHATokenToKVPool(1), MHATokenToKVPool(2)
+        self.layers_mapping = {0: (0, True), 1: (0, False), 2: (1, True)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def told(folder: Path, settings: dict[str, str] | None = None, **more: Any) -> str:
+    return revision(args(folder, **more), model(), settings or {}, weights_digest="", find_snapshot=lambda *_: None)
+
+
+def test_whatever_somebody_has_set_is_named_but_for_what_changes_no_byte() -> None:
+    known = make_dataclass("Args", [
+        ("port", int, field(default=30000)), ("fp8_gemm_runner_backend", str, field(default="auto")),
+        ("of_next_year", bool, field(default=False)), ("numbers", list, field(default_factory=list)),
+    ])
+    fields = [
+        SimpleNamespace(
+            name=one.name, default=one.default,
+            default_factory=None if one.default_factory is MISSING else one.default_factory,
+        )
+        for one in dataclass_fields(known)
+    ]
+    assert settings_set(known(), fields) == {}
+    assert settings_set(known(port=1), fields) == {}
+    assert settings_set(known(fp8_gemm_runner_backend="x", of_next_year=True), fields) == {
+        "fp8_gemm_runner_backend": "x", "of_next_year": "True",
+    }
+
+
+def test_variables_that_say_where_things_lie_are_not_named() -> None:
+    found = variables_set({
+        "SGLANG_RUN_ID": "7", "SGLANG_TORCH_PROFILER_DIR": "/tmp", "SGLANG_KVDOCK": "1", "HOME": "/", "PATH": "/bin",
+        "SGLANG_OF_NEXT_YEAR": "1", "SGL_ENABLE_JIT_DEEPGEMM": "0",
+    })
+    assert found == {"SGLANG_OF_NEXT_YEAR": "1", "SGL_ENABLE_JIT_DEEPGEMM": "0"}
+
+
+def test_other_weights_settings_and_adapters_share_nothing(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    usual = told(folder)
+    assert told(folder) == usual
+    assert told(folder, {"of_next_year": "True"}) != usual
+    adapter = tmp_path_factory.mktemp("adapter")
+    (adapter / "adapter_model.safetensors").write_bytes(b"a")
+    lora = [SimpleNamespace(lora_name="a", lora_path=str(adapter))]
+    with_adapter = told(folder, lora_paths=lora)
+    assert with_adapter != usual
+    path = str(adapter)
+    for same in ([f"a={path}"], {"a": path}, {"a": lora[0]}, [{"lora_name": "a", "lora_path": path}]):
+        assert told(folder, lora_paths=same) == with_adapter, "as SGLang's flags and its engine's arguments have it"
+    assert told(folder, lora_paths=[path]) not in (usual, with_adapter), "its path is its name then"
+    (adapter / "adapter_model.safetensors").write_bytes(b"b")
+    assert told(folder, lora_paths=lora) != with_adapter, "its name and path say nothing of its files"
+    (folder / "model.safetensors").write_bytes(b"others.")
+    assert told(folder) != usual
+    with pytest.raises(NotSupportedError, match="cannot tell the adapter 'a' from others"):
+        told(folder, lora_paths=[SimpleNamespace(lora_name="a", lora_path="org/nowhere")])
+
+
+def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
+    def manifest(pool: Any, window: int | None = None, version: str = "0.5.23", ranks: int = 1) -> bytes:
+        groups = groups_of(pool, PAGE, window)
+        made = manifest_of(
+            model(), version, groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32"
+        )
+        assert made.hash_function == HASHES and made.token_order.startswith("sglang 0.")
+        assert (made.chunk_tokens, made.block_tokens, made.writers) == (PAGE, PAGE, ranks)
+        import msgspec
+
+        return namespace_digest(msgspec.to_builtins(made))
+
+    usual = manifest(MHATokenToKVPool())
+    assert manifest(MHATokenToKVPool(), version="0.5.99") == usual
+    others = [
+        manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), ranks=2),
+        manifest(MHATokenToKVPool(), version="0.6.0"), manifest(SWAKVPool(), 128), manifest(SWAKVPool(), 256),
+    ]
+    assert len({usual, *others}) == 7
+
+
+def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
+    full, window = groups_of(SWAKVPool(), PAGE, 128)
+    assert (dict(full.planes), dict(window.planes)) == ({1: 1}, {0: 1, 2: 3})
+    assert (full.window_tokens, window.window_tokens) == (None, 128)
+    assert window.layout.part_bytes(1) == 2 * full.layout.part_bytes(1) == 2 * 2 * PAGE * 2 * 16 * 4
+    assert pages_of(torch.tensor([*range(128, 192), *range(64)]), PAGE) == [2, 0]
+
+
+def test_pools_that_are_not_known_are_refused() -> None:
+    class MHATokenToKVPoolFP4(MHATokenToKVPool):
+        """Another layout under a name that is much the same."""
+
+    scaled = MHATokenToKVPool()
+    scaled.k_scale_buffer = []
+    for pool in (MHATokenToKVPoolFP4(), scaled):
+        with pytest.raises(NotSupportedError, match="does not know what SGLang keeps in"):
+            groups_of(pool, PAGE, None)
+    only = SWAKVPool()
+    only.layers_mapping = {0: (0, True)}
+    with pytest.raises(NotSupportedError, match="all layers have a sliding window"):
+        groups_of(only, PAGE, 128)
+
+
+@pytest.mark.parametrize(("of", "said"), [
+    ({"params": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
+    ({"params": {"pp_size": 2}}, "does not serve pipeline parallelism under SGLang: found 2"),
+    ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
+    ({"args": {"nnodes": 2}}, "does not serve several nodes"),
+    ({"args": {"speculative_algorithm": "EAGLE"}}, "drafts that keep KV .* is EAGLE, and NGRAM or none is wanted"),
+    ({"params": {"mtp_draft_device_pools": (1,)}}, "drafts that keep KV"),
+    ({"model": {"is_multimodal": True}}, "does not serve images"),
+    ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
+    ({"args": {"disaggregation_mode": "decode"}}, "does not serve --disaggregation-mode"),
+    ({"components": ["FULL", "MAMBA"]}, "does not serve recurrent states"),
+])
+def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], said: str, folder: Path) -> None:
+    def refuse(**of: Any) -> None:
+        refuse_what_is_not_supported(
+            args(folder, **of.get("args", {})), params(**of.get("params", {})), model(**of.get("model", {})),
+            of.get("components", ["FULL", "SWA"]),
+        )
+
+    refuse(args={"speculative_algorithm": "NGRAM", "disaggregation_mode": "null"})
+    with pytest.raises(NotSupportedError, match=said) as refused:
+        refuse(**of)
+    assert str(refused.value).startswith("kvdock ") and str(refused.value).count(". ") == 0
+
+
+@pytest.mark.parametrize(("extra", "said"), [
+    ({"adress": "unix:/s"}, "'adress' is no setting of kvdock, which has"),
+    ({"address": "localhost:1"}, "address is 'localhost:1'"),
+    ({"timeout_s": "2"}, "timeout_s is '2', and float is wanted"),
+    ({"timeout_s": 0}, "wanted above zero, found 2 and 0.0"),
+    ({"verify_wait_s": 2.0}, "verify_wait_s is 2.0, and 0.0 to 1.0 is wanted"),
+    ({"min_load_tokens": -1}, "min_load_tokens: found -1"),
+])
+def test_wrong_settings_are_refused(extra: dict[str, object], said: str) -> None:
+    assert Settings.load({"timeout_s": 3}, ENVIRON) == Settings(address="unix:/s", timeout_s=3.0)
+    with pytest.raises(NotSupportedError, match=said):
+        Settings.load(extra, ENVIRON)

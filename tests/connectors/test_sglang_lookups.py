@@ -1,0 +1,229 @@
+"""What rank 0 of an SGLang engine asks, promises, remembers and forgets, at a real server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from api_helpers import ServerProcess, eventually, unique
+from connector_helpers import PATIENCE_S
+
+from kvdock.client.client import Client
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.patience import Patience
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.session import Identity, SessionObserver
+from kvdock.connectors.sglang.figures import METRICS, Figures
+from kvdock.connectors.sglang.loads import Loads, QueuedLoad
+from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
+from kvdock.connectors.sglang.offloads import Known, Offloads
+from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.datapath.layout import paged_layout
+from kvdock.protocol.schemas import Group, Manifest
+
+PAGE, PAGES, LAYERS = 64, 32, 2
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() + self.ahead_s
+
+
+class Engine:
+    """One rank's parts, as connectors/sglang/linker.py puts them together."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.memory = [[torch.zeros(PAGES * PAGE, 1, 16) for _ in range(LAYERS)] for _ in range(2)]
+        layout = paged_layout("TWO_X_NL_X_NBBS_NH_HS", self.memory, block_tokens=PAGE)
+        self.groups = (KVGroup("kv", layout, {0: 1, 1: 3}),)
+        label = unique("sglang")
+        manifest = Manifest(
+            model=label, kv_dtype="float32", layers=LAYERS, kv_heads=1, head_size=16, chunk_tokens=PAGE,
+            block_tokens=PAGE, hash_function="sglang", groups=(Group(part_bytes=layout.part_bytes(1)),),
+        )
+        settings = ConnectorSettings(server.unix, timeout_s=PATIENCE_S)
+        self.session, self.worker = open_worker(settings, manifest, Identity(label, label, label=label), [layout])
+        self.chains, self.clock, self.figures, self.known = Chains(), Clock(), Figures(), Known()
+        scheduler = SchedulerConnector(
+            self.session, verifier=ChecksumVerifier(self.session), chain_of=self.chains.of
+        )
+        self.driver = Driver(
+            scheduler, answered=lambda seconds: None, verifies_all=True, patience=Patience(1.0, self.clock),
+            clock=self.clock,
+        )
+        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 1.0, 1.0, self.clock)
+        self.loads = Loads(
+            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds: None
+        )
+        self.offloads = Offloads(
+            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures
+        )
+        start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
+
+    def store(self, pages: list[str], at: int = 0, parent: str | None = None) -> bool:
+        self.offloads.offer(pages, parent, {"kv": indices(len(pages), at)}, {"kv": len(pages)}, lambda: None)
+        eventually(lambda: self.offloads.count_ended() == 1)
+        return self.offloads.take_ended()
+
+    def load(self, rid: str, pages: int, at: int) -> bool:
+        begun = self.lookups.begin_load(rid, pages)
+        if begun is None:
+            return False
+        self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}))
+        return self.loads.finish(self.loads.start(lambda: None))
+
+    def close(self) -> None:
+        self.loads.close()
+        self.offloads.close()
+        self.driver.close()
+        self.worker.close()
+        self.session.close()
+        self.session.client.close()
+
+
+def indices(pages: int, at: int) -> Any:
+    return torch.arange(at * PAGE, (at + pages) * PAGE)
+
+
+def names(count: int) -> list[str]:
+    return [unique("page").encode().hex().ljust(64, "0")[:64] for _ in range(count)]
+
+
+@pytest.fixture
+def engine(server: ServerProcess) -> Iterator[Engine]:
+    made = Engine(server)
+    yield made
+    made.close()
+
+
+def held(server: ServerProcess) -> Callable[[], bool]:
+    def nothing() -> bool:
+        with Client(server.unix) as client:
+            status = client.status()
+        return status.leases == status.reservations == 0
+
+    return nothing
+
+
+def test_a_prefix_is_promised_once_and_remembered(engine: Engine, server: ServerProcess) -> None:
+    pages = names(3)
+    engine.memory[0][0][: 3 * PAGE] = torch.randn(3 * PAGE, 1, 16)
+    assert engine.store(pages)
+    with Client(server.unix) as client:
+        tail, before = [*pages, *names(1)], client.status().counters["lookups"]
+        for _ in range(5):
+            assert engine.lookups.ask("r", tail) == 3
+        assert client.status().counters["lookups"] == before + 1
+    assert engine.lookups.ask("r", names(2)) == 0, "another tail is another question"
+    assert engine.load("r", 1, 8) is False, "nothing was found for it"
+    assert engine.lookups.ask("r", pages) == 3
+    assert engine.load("r", 3, 8)
+    assert torch.equal(engine.memory[0][0][8 * PAGE : 11 * PAGE], engine.memory[0][0][: 3 * PAGE])
+    eventually(held(server))
+
+
+def test_what_the_device_has_by_now_is_not_loaded(engine: Engine, server: ServerProcess) -> None:
+    """Another request has computed it; the question is the same."""
+    pages = names(3)
+    engine.memory[1][1][: 3 * PAGE] = torch.randn(3 * PAGE, 1, 16)
+    assert engine.store(pages)
+    assert engine.lookups.ask("r", pages) == 3
+    assert engine.lookups.ask("r", pages[1:]) == 2
+    assert engine.load("r", 2, 8)
+    assert torch.equal(engine.memory[1][1][8 * PAGE : 10 * PAGE], engine.memory[1][1][PAGE : 3 * PAGE])
+    eventually(held(server))
+
+
+def test_who_is_not_asked_about_any_more_gives_back_its_lease(engine: Engine, server: ServerProcess) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    assert engine.lookups.ask("r", pages) == 2
+    engine.lookups.tick(0)
+    assert not held(server)()
+    engine.clock.ahead_s = FORGET_S + 1.0
+    engine.lookups.tick(0)
+    eventually(held(server))
+    assert engine.load("r", 2, 8) is False
+    assert engine.lookups.ask("r", pages) == 2
+
+
+def test_a_cancelled_load_and_a_reset_hold_nothing(engine: Engine, server: ServerProcess) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    for end in (lambda: engine.loads.cancel("r"), engine.loads.reset):
+        assert engine.lookups.ask("r", pages) == 2
+        begun = engine.lookups.begin_load("r", 2)
+        assert begun is not None
+        engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}))
+        end()
+        eventually(held(server))
+    assert engine.lookups.ask("r", pages) == 2
+    engine.lookups.reset()
+    eventually(held(server))
+
+
+def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: ServerProcess) -> None:
+    pages = names(3)
+    assert engine.store(pages[:2])
+    epoch = engine.session.attachment.session if engine.session.attachment is not None else ""
+    with Client(server.unix) as client:
+        before = client.status().counters["reservations"]
+        engine.known.add(pages[:2], epoch)
+        assert engine.store(pages[:2])
+        assert client.status().counters["reservations"] == before
+        engine.known.add(pages[:2], epoch)
+        assert engine.store(pages), "what is not known is stored behind it"
+        assert client.status().counters["reservations"] == before + 1
+    assert engine.lookups.ask("r", pages) == 3
+    assert engine.figures.counted["stores_known"] == 1
+
+
+def test_known_pages_are_of_one_server_and_few() -> None:
+    known = Known(most=3)
+    known.add(["a", "b"], "one")
+    assert known.take(["a", "c"], "two") == 0
+    assert known.take(["a", "c"], "one") == 1
+    assert known.take(["a"], "one") == 0, "taken"
+    known.add(["c", "d", "e"], "one")
+    assert known.take(["b"], "one") == 0, "the oldest went"
+    known.add(["f"], "two")
+    assert known.take(["c"], "one") == known.take(["c"], "two") == 0
+
+
+def test_other_weights_have_other_keys(engine: Engine) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    engine.chains.weights = "drawn"
+    engine.lookups.reset()
+    assert engine.lookups.ask("r", pages) == 0
+    assert engine.store(pages)
+    assert engine.lookups.ask("r2", pages) == 2
+
+
+def test_every_metric_is_made_and_counts() -> None:
+    made: dict[str, Any] = {}
+
+    def make(name: str, help: str, **how: Any) -> Any:
+        made[name] = []
+        return SimpleNamespace(**dict.fromkeys(("inc", "set", "observe"), made[name].append))
+
+    figures = Figures(SimpleNamespace(Counter=make, Gauge=make, Histogram=make))
+    assert set(made) == {f"sglang:kvdock_{name}" for name in METRICS}
+    for _ in range(2):
+        figures.add("attached", 1)
+        figures.add("load_tokens", 64)
+        figures.add("load_seconds", 0.5)
+    assert made["sglang:kvdock_attached"] == [1], "told when it changes"
+    assert made["sglang:kvdock_load_tokens"] == [64, 64] and made["sglang:kvdock_load_seconds"] == [0.5, 0.5]

@@ -1,0 +1,49 @@
+"""What tests of the SGLang linker need: a server, and tiny models."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import ENGINE_PYTHON, HERE
+
+KINDS = ("llama", "window", "adapter-a", "adapter-b")
+"""What models.py makes."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole engines, one by one, go to whoever is free."""
+    for number, item in enumerate(items):
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(f"sglang {number}"))
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    """One for each test."""
+    with ServerProcess(pool_bytes=64 << 20, segment_bytes=64 << 20) as process:
+        yield process
+        assert process.stop() == 0, process.log_text()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders by kind, weights and all. Workers of pytest-xdist share them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folders = {kind: shared / f"model-{kind}" for kind in KINDS}
+    words = [str(word) for pair in folders.items() for word in pair]
+    with (shared / "models.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "models.made").exists():
+            for folder in folders.values():
+                folder.mkdir()
+            subprocess.run([ENGINE_PYTHON, HERE / "models.py", *words], check=True, capture_output=True)
+            (shared / "models.made").touch()
+    return folders

@@ -1,0 +1,213 @@
+"""The conformance kit (connectors/conformance.py) against the linker, over SGLang's own pools of KV.
+
+A connector's verbs become the calls that SGLang's wrapper of linkers makes, with its own hashes of pages. Prints a JSON
+object: for each kind of pool, by the name of each check, what did not hold; "" if all did. "linker": the same of
+linker_checks.py.
+"""
+
+# ruff: noqa: E402  # SGLang can be imported only once it is prepared
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+
+from cpu_only import prepare
+
+prepare()
+
+import torch
+from linker_checks import LINKER_CHECKS
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.server_args import ServerArgs
+
+from kvdock.connectors.conformance import CHECKS, Bench
+from kvdock.connectors.interface import Hit, LoadDone, Miss, Progress, StoreDone
+from kvdock.connectors.sglang import lookups
+from kvdock.connectors.sglang.linker import KvdockLinker
+
+PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
+GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa")}
+HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+
+
+def pool_of(kind: str) -> Any:
+    size = (PAGES - 1) * PAGE  # SGLang adds a page
+    if kind == "mla":
+        return MLATokenToKVPool(size=size, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, **HEADS)
+    if kind == "mha":
+        return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
+    return SWAKVPool(
+        size=size, size_swa=size, head_num=2, head_dim=16, swa_attention_layer_ids=[0, 1],
+        full_attention_layer_ids=[2], **HEADS,
+    )
+
+
+class Verbs:
+    """A Connector: what SGLang's wrapper of linkers would do for each verb."""
+
+    def __init__(self, linker: KvdockLinker, groups: Sequence[str]) -> None:
+        self.linker, self._groups = linker, groups
+        self._offered: dict[str, int] = {}
+        self._stores: list[StoreDone] = []
+        self._loads: list[LoadDone] = []
+
+    def _transfers(self, keys: Sequence[str], blocks: Sequence[Sequence[int | None]] | None, first: int) -> list[Any]:
+        """For each group what it holds of the pages `keys`, the first of which has number `first`: of a window, the
+        last ones."""
+        made = []
+        for at, group in enumerate(self._groups):
+            of_group, indices = list(keys), None
+            if group == "swa":
+                of_group = of_group[-(WINDOW // PAGE) :]
+            if blocks is not None:
+                held = [block for block in blocks[at][first : first + len(keys)] if block is not None]
+                of_group = list(keys[len(keys) - len(held) :])
+                indices = torch.tensor([page * PAGE + token for page in held for token in range(PAGE)])
+            made.append(PoolTransfer(name=PoolName(group), keys=of_group, device_indices=indices))
+        return made
+
+    def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> Hit | Miss:
+        keys = hashes_of(token_ids)[local_tokens // PAGE :]
+        if local_tokens % PAGE or not keys:
+            return Miss()
+        found = self.linker.lookup(request_id, self._transfers(keys, None, 0))
+        self._tail = keys
+        return Hit(local_tokens + max(found) * PAGE) if found else Miss()
+
+    def begin_load(
+        self, request_id: str, block_ids: Sequence[Sequence[int | None]], local_tokens: int, hit_tokens: int
+    ) -> None:
+        first, end = local_tokens // PAGE, hit_tokens // PAGE
+        transfers = self._transfers(self._tail[: end - first], block_ids, first)
+        if not self.linker.load(request_id, transfers):
+            self._loads.append(LoadDone(request_id, local_tokens))
+            return
+        index = self.linker.start_layer_wise_loading()
+        self.linker.layer_done_counter.set_consumer(index)
+        for layer in range(LAYERS):
+            self.linker.layer_done_counter.wait_until(layer)
+        landed = self.linker.finish_layer_wise_loading(index)
+        self._loads.append(LoadDone(request_id, hit_tokens if landed else local_tokens))
+
+    def begin_store(
+        self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[Sequence[int | None]], computed_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        first, end = self._offered.get(request_id, 0), computed_tokens // PAGE
+        if end <= first:
+            return ()
+        self._offered[request_id] = end
+        keys = hashes_of(token_ids)
+        self.linker.parent = keys[first - 1] if first else ""
+        assert self.linker.offload(self._transfers(keys[first:end], block_ids, first))
+        reads = tuple(tuple(page for page in column[first:end] if page is not None) for column in block_ids)
+        self._stores.append(StoreDone(request_id, reads))
+        return reads
+
+    def poll(self, timeout_s: float = 0.0) -> Progress:
+        end_s, stores = time.monotonic() + timeout_s, []
+        while not (count := self.linker.num_completed_offloads()) and time.monotonic() < end_s and not self._loads:
+            time.sleep(0.001)  # as SGLang's loop turns
+        for _ in range(count):
+            self.linker.pop_completed_offload()
+            stores.append(self._stores.pop(0))
+        loads, self._loads = tuple(self._loads), []
+        return Progress(loads, tuple(stores))
+
+    def finished(self, request_id: str) -> None:
+        self.linker.cancel_queued_load(request_id)
+
+    def close(self) -> None:
+        self.linker.close()
+
+
+def hashes_of(tokens: Sequence[int]) -> list[str]:
+    whole = list(tokens[: len(tokens) // PAGE * PAGE])
+    return list(get_hash_str(whole, None, PAGE)) if whole else []
+
+
+class Subject:
+    """The linker over a pool of SGLang's."""
+
+    numbers = itertools.count()
+
+    def __init__(self, name: str, kind: str, model: str, address: str) -> None:
+        self.label = f"{name}-{os.getpid()}-{next(self.numbers)}"
+        self.chunk_tokens = self.block_tokens = PAGE
+        self.num_blocks = PAGES
+        self._groups = GROUPS[kind]
+        self.windows = [None, WINDOW][: len(self._groups)]
+        self.pool = pool_of(kind)
+        args = ServerArgs(
+            model_path=model, served_model_name=self.label, device="cpu", load_format="safetensors",
+            skip_tokenizer_init=True, page_size=PAGE,
+        )
+        args.resolve_once()
+        params = SimpleNamespace(
+            page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
+            attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=(),
+            mtp_draft_device_pools=(), swa_retain_window=WINDOW if len(self._groups) > 1 else None,
+            enable_metrics=False,
+        )
+        components = [SimpleNamespace(name=name) for name in ("FULL", "SWA")[: len(self._groups)]]
+        extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "verify_wait_s": 1.0}
+        linker = KvdockLinker(args, params, components=components, extra_config=extra)
+        self.connector: Any = Verbs(linker, self._groups)
+
+    def _planes(self, block: int) -> list[Any]:
+        """The layers' buffers that the block is in: groups have ranges of blocks of their own."""
+        pool = self.pool
+        if len(self._groups) > 1:
+            pool = pool.full_kv_pool if block < PAGES // 2 else pool.swa_kv_pool
+        return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+    def fill(self, block: int, seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+        for plane in self._planes(block):
+            rows = plane[block * PAGE : (block + 1) * PAGE]
+            rows.copy_(torch.randn(rows.shape, generator=source))
+
+    def contents(self, block: int) -> bytes:
+        rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in self._planes(block)]
+        return b"".join(row.contiguous().numpy().tobytes() for row in rows)
+
+    def close(self) -> None:
+        self.connector.close()
+
+
+def main(model: str, address: str) -> None:
+    lookups.FORGET_S = 1.0  # SGLang says nothing of a request that ends without a load
+    hashes_of(range(PAGE))  # the first call loads what hashes
+    seeds = itertools.count()
+    found = {
+        kind: {check.__name__: outcome(check, kind, model, address, next(seeds)) for check in CHECKS} for kind in GROUPS
+    }
+    subject = Subject("linker", "mha", model, address)
+    found["linker"] = {check.__name__: told(partial(check, subject.connector.linker)) for check in LINKER_CHECKS}
+    subject.close()
+    print(json.dumps(found))
+
+
+def outcome(check: Callable[[Bench], None], kind: str, model: str, address: str, seed: int) -> str:
+    return told(lambda: check(Bench(lambda name: Subject(name, kind, model, address), address, seed=seed)))
+
+
+def told(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception:  # whatever it is, it is told
+        return traceback.format_exc()
+    return ""
+

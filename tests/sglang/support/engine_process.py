@@ -1,0 +1,221 @@
+"""SGLang engines on the CPU, each in processes of its own: it reads jobs as JSON lines and writes answers.
+
+    python engine_process.py SOCKET_FD
+
+Engines are forked from this program, which has imported SGLang: that takes longer than most of what they do. A message
+at the socket is {"model": "folder", "address": "unix:/…" or null, …} with four descriptors: what becomes the engine's
+stdin, stdout and stderr, and where its process id and in the end its exit status are written. {"contract": [model,
+address]} runs contract.py instead.
+
+A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
+each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
+{"do": "metrics"}; {"do": "weights", "model": folder}.
+Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
+that were not computed, "why" how each ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cpu_only import prepare
+
+os.environ.update(
+    SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1",
+    CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false",
+)
+
+NEW = 12
+"""Tokens that a request generates."""
+
+
+def fork_engines(socket_fd: int) -> None:
+    """Until the other end of the socket is closed."""
+    import_sglang()
+    gc.freeze()  # engines collect garbage: not this program's modules, whose memory they share until they touch it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork below ended
+    with socket.socket(fileno=socket_fd) as asked:
+        while True:
+            message, fds, _, _ = socket.recv_fds(asked, 1 << 20, 4)
+            if not message:
+                return
+            if os.fork() == 0:
+                asked.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                run_engine(json.loads(message), *fds)
+            for fd in fds:
+                os.close(fd)
+
+
+def import_sglang() -> None:
+    prepare()
+    import multiprocessing
+
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.function_call.function_call_parser
+    import sglang.srt.managers.scheduler
+    import sglang.srt.mem_cache.unified_radix_cache
+    import sglang.srt.models.llama  # noqa: F401  # with all that an engine imports
+
+    read_windows_where_they_are()
+    # SGLang starts its processes anew, and each would import all of it again.
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
+
+
+def read_windows_where_they_are() -> None:
+    """On a CPU, SGLang writes the KV of a sliding window into its own pool, and reads it by the slots of the other one.
+    So what it computes there depends on what the pool held before."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def reading(real: Any) -> Any:
+        def run(self: Any, query: Any, output: Any, k: Any, v: Any, slots: Any, *more: Any, **how: Any) -> Any:
+            if self.use_sliding_window_kv_pool and how.get("sliding_window_size") is not None:
+                slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots.long())
+            return real(self, query, output, k, v, slots, *more, **how)
+
+        return run
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, reading(getattr(TorchNativeAttnBackend, name)))
+
+
+def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:
+    """This process waits for the engine's, which is another one."""
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)  # what kills the engine kills its processes
+        os.close(status)
+        for number, fd in enumerate((stdin, stdout, stderr)):
+            os.dup2(fd, number)
+            os.close(fd)
+        if "contract" in said:
+            import contract
+
+            contract.main(*said["contract"])
+            sys.stdout.flush()
+        else:
+            serve(said)
+        os._exit(0)  # to take a whole engine apart takes seconds
+    for fd in (stdin, stdout, stderr):
+        os.close(fd)
+    with os.fdopen(status, "w") as news:
+        print(pid, file=news, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=news, flush=True)
+    os._exit(0)
+
+
+def settings_of(said: dict[str, Any]) -> dict[str, Any]:
+    """What the engine is made with."""
+    linker: dict[str, Any] = {}
+    if said["address"] and "plugin" not in said:
+        extra = {
+            "address": said["address"], "timeout_s": 20.0,
+            "lookup_wait_s": 1.0, "verify_wait_s": 1.0,  # a busy machine is no lost server
+            **said.get("extra", {}),
+        }
+        name, module = said.get("linker", ["KvdockLinker", "kvdock.connectors.sglang"])
+        linker = {
+            "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": {
+                "linker": name, "linker_module_path": module, "linker_extra_config": extra,
+            },
+        }
+    return {
+        "model_path": said["model"], "device": "cpu", "load_format": "safetensors", "skip_tokenizer_init": True,
+        "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+        "disable_cuda_graph": True, "mem_fraction_static": 0.2, "page_size": 64, "max_total_tokens": 4096,
+        "chunked_prefill_size": 256, "log_level": "warning", "watchdog_timeout": 3600, "grammar_backend": "none",
+        "max_running_requests": 4, "skip_server_warmup": True, "random_seed": 0, **linker, **said.get("engine", {}),
+    }
+
+
+def serve(said: dict[str, Any]) -> None:
+    os.environ.update(said.get("environ", {}))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    import sglang
+
+    engine = sglang.Engine(**settings_of(said))
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    say({"ready": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        say(JOBS[job.pop("do")](engine, **job))
+    engine.shutdown()
+
+
+def generate(
+    engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, **more: Any
+) -> dict[str, Any]:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
+    async def one(prompt: list[int]) -> Any:
+        asked = GenerateReqInput(
+            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+            return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
+        )
+        return await anext(engine.tokenizer_manager.generate_request(asked, None))
+
+    async def every() -> list[Any]:
+        import asyncio
+
+        if at_once:
+            return await asyncio.gather(*(one(prompt) for prompt in prompts), return_exceptions=True)
+        return [await caught(one(prompt)) for prompt in prompts]
+
+    async def caught(asked: Any) -> Any:
+        try:
+            return await asked
+        except Exception as error:  # whatever ended the request is told
+            return error
+
+    runs, cached, why = [], [], []
+    for out in engine.loop.run_until_complete(every()):
+        if isinstance(out, Exception):
+            runs.append(None)
+            cached.append(0)
+            why.append(f"{type(out).__name__}: {out}")
+            continue
+        about = out["meta_info"]
+        runs.append([[token, float(p).hex()] for p, token, _ in about["output_token_logprobs"]])
+        cached.append(about["cached_tokens"])
+        why.append(about["finish_reason"]["type"])
+    return {"runs": runs, "cached": cached, "why": why}
+
+
+def flush(engine: Any) -> dict[str, Any]:
+    done = engine.flush_cache()
+    return {"flushed": bool(getattr(done, "success", True))}
+
+
+def metrics(engine: Any) -> dict[str, Any]:
+    from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return {"text": generate_latest(registry).decode()}
+
+
+def weights(engine: Any, model: str) -> dict[str, Any]:
+    done = engine.update_weights_from_disk(model)
+    return {"done": str(done)}
+
+
+JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": weights}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    fork_engines(int(sys.argv[1]))

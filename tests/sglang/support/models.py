@@ -1,0 +1,84 @@
+"""Makes the tests' models, each in a folder of its own: `python models.py KIND FOLDER [KIND FOLDER …]`.
+
+They are tiny and their weights random, but for what keeps tokens from being all alike: a wide spread of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from cpu_only import prepare
+
+VOCABULARY = 600
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.3,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+}
+
+
+def make(kind: str, folder: str) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if kind.startswith("adapter"):
+        write_adapter(folder, seed=ord(kind[-1]))
+        return
+    if kind == "llama":
+        config = transformers.LlamaConfig(**COMMON)
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "window":
+        layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+        config = transformers.MellumConfig(
+            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=128, layer_types=layers,
+            mlp_layer_types=["dense"] * 4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        )
+        model = transformers.MellumForCausalLM(config)
+    else:
+        raise ValueError(f"found {kind!r}, wanted llama, window or adapter-…")
+    model.float().save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_adapter(folder: str, seed: int, rank: int = 4) -> None:
+    """A LoRA adapter of the llama's attention; other seeds give other ones."""
+    import torch
+    from safetensors.torch import save_file
+
+    source = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(3):
+        for name, width in (("q_proj", 64), ("v_proj", 32)):
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{where}.lora_A.weight"] = 0.3 * torch.randn(rank, 64, generator=source)
+            weights[f"{where}.lora_B.weight"] = 0.3 * torch.randn(width, rank, generator=source)
+    save_file(weights, Path(folder) / "adapter_model.safetensors")
+    (Path(folder) / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+        "lora_dropout": 0.0, "task_type": "CAUSAL_LM",
+    }))
+
+
+def write_tokenizer(folder: str) -> None:
+    """A token for each byte, behind the three that models here know."""
+    import tokenizers
+    import transformers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *letters])}
+    of_bytes = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    of_bytes.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=of_bytes, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    prepare()
+    words = sys.argv[1:]
+    for kind, folder in zip(words[::2], words[1::2], strict=True):
+        make(kind, folder)

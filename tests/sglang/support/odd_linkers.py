@@ -1,0 +1,72 @@
+"""Linkers that are made to go wrong, for tests: SGLang loads them in the place of kvdock's own.
+
+A test says when by making a file in the folder KVDOCK_ODD.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvdock.connectors.sglang.linker import KvdockLinker
+from kvdock.datapath.errors import copy_error
+
+
+def happens(what: str) -> bool:
+    return (Path(os.environ["KVDOCK_ODD"]) / what).exists()
+
+
+class DamagedLinker(KvdockLinker):
+    """Damages a stored byte between the promise of a load and the load."""
+
+    def start_layer_wise_loading(self) -> int:
+        if happens("damage"):
+            for load in self._loads._queued.values():
+                part = load.plan.pieces[-1].parts[0]
+                address = load.attachment.segments.address(part.segment, part.offset, part.length)
+                byte = ctypes.c_ubyte.from_address(address + 5)
+                byte.value ^= 1
+        return super().start_layer_wise_loading()
+
+
+class FailingLinker(KvdockLinker):
+    """The copies of a load cannot be begun."""
+
+    def start_layer_wise_loading(self) -> int:
+        real = self._worker.submit_load
+
+        def submit_load(attachment: Any, plan: Any, bands: Any = None, **how: Any) -> Any:
+            loading = real(attachment, plan, bands, **how)
+            if happens("fail"):
+                self._worker._load_lost(loading, copy_error("blocks", found="a test", wanted="none"))
+            return loading
+
+        self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
+        return super().start_layer_wise_loading()
+
+
+class ForgetfulLinker(KvdockLinker):
+    """A control: what it says it has loaded is zeros, so tokens must differ."""
+
+    def start_layer_wise_loading(self) -> int:
+        loads = list(self._loads._queued.values())
+        index = super().start_layer_wise_loading()
+        if index >= 0:
+            self._loads._batches[index].landed.result()
+            pool = self.pools["kv"]  # type: ignore[index]  # the name's text is as good
+            for load in loads:
+                for buffer in (*pool.k_buffer, *pool.v_buffer):
+                    buffer[load.indices["kv"]] = 0
+        return index
+
+
+class TellingLinker(KvdockLinker):
+    """Writes down what it is offered, and what it knows to come before that."""
+
+    def offload(self, transfers: Any, session_id: str | None = None) -> bool:
+        with (Path(os.environ["KVDOCK_ODD"]) / "offered").open("a") as file:
+            file.write(json.dumps([self.parent, list(transfers[0].keys)]) + "\n")
+        return super().offload(transfers, session_id)

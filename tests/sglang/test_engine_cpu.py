@@ -1,0 +1,251 @@
+"""The linker inside whole SGLang engines on the CPU: what is loaded, and what becomes of damage.
+
+A loaded run is compared with a local hit of the same length, never with a cold run: other chunks of prefill change the
+last bits by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
+
+from kvdock.client.client import Client
+from kvdock.datapath.segments import AttachedSegments
+from kvdock.shm.segment import SegmentInfo
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+NOTHING = [0] * len(PROMPTS)
+FOUR = [prompts_of(seed)[2] for seed in (100, 200, 300, 400)]
+
+
+def spoil(server: ServerProcess) -> None:
+    """Flips a bit in each page of memory that chunks may lie in."""
+    with Client(server.unix) as client:
+        pool = client.segments()
+    segments = AttachedSegments(int(pool.pool_id, 16))
+    try:
+        for one in pool.segments:
+            segments.attach(SegmentInfo(one.id, one.name, one.bytes, one.data_offset))
+            with memoryview(segments.mapping(one.id)) as view:
+                for at in range(one.data_offset, one.bytes, 4096):
+                    view[at] ^= 1
+    finally:
+        segments.close()
+
+
+@pytest.mark.same_tokens
+@pytest.mark.parametrize(("kind", "how"), [
+    ("llama", {}), ("llama", {"engine": {"page_size": 128}}), ("llama", {"engine": {"disable_overlap_schedule": True}}),
+    ("window", {}), ("llama", TP2),
+], ids=["attention", "pages of 128", "no overlap", "window", "two ranks"])
+def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
+    kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
+) -> None:
+    """At page boundaries: an engine's own, and another's."""
+    page = 128 if "page_size" in how.get("engine", {}) else 64  # type: ignore[operator]  # a mapping
+    hits = [(len(prompt) - 1) // page * page for prompt in PROMPTS]
+    with Engine(models[kind], server.unix, **how) as first, Engine(models[kind], server.unix, **how) as second:
+        assert first.generate(PROMPTS)[1] == NOTHING
+        local, cached = first.generate(PROMPTS)
+        assert cached == hits
+        first.drain(server)
+        assert first.do("flush")["flushed"]
+        assert first.generate(PROMPTS) == (local, hits)
+        assert second.generate(PROMPTS) == (local, hits)
+        assert second.generate(PROMPTS) == (local, hits), "what was loaded is in its own cache"
+        with Client(server.unix) as client:
+            spaces = client.namespaces().namespaces
+        assert [len(space.manifest.groups) for space in spaces] == [2 if kind == "window" else 1]
+        assert first.close() == second.close() == 0, first.log_text() + second.log_text()
+
+
+def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    """The pool holds two of the four, so requests wait, are evicted and come back."""
+    small = {"max_total_tokens": 1280, "max_running_requests": 2, "chunked_prefill_size": 128}
+    with Engine(models["llama"], server.unix, engine=small) as engine:
+        alone, _ = engine.generate(FOUR, new=24)
+        for _ in range(3):
+            engine.drain(server)
+            assert engine.do("flush")["flushed"]
+            together, cached = engine.generate(FOUR, new=24, at_once=True)
+            assert tokens_of(together) == tokens_of(alone)
+            assert cached == [512] * 4
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], server: ServerProcess) -> None:
+    with Engine(models["llama"], server.unix, engine={"max_total_tokens": 1280}) as engine:
+        engine.generate(PROMPTS[2:])
+        local, cached = engine.generate(PROMPTS[2:])
+        assert cached == [512]
+        engine.drain(server)
+        for seed in (500, 600, 700):
+            engine.generate(prompts_of(seed))
+        assert engine.generate(PROMPTS[2:]) == (local, [512])
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], server: ServerProcess) -> None:
+    with Engine(models["llama"], server.unix) as engine:
+        engine.generate(PROMPTS)
+        local, _ = engine.generate(PROMPTS)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        spoil(server)
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["cached"] == NOTHING and found["why"] == ["length"] * 3
+        assert tokens_of(found["runs"]) == tokens_of(local)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        assert engine.generate(PROMPTS) == (local, HITS), "what was computed has taken its place"
+        assert engine.close() == 0, engine.log_text()
+
+
+@pytest.mark.parametrize(("linker", "when"), [("DamagedLinker", "damage"), ("FailingLinker", "fail")])
+def test_a_load_that_fails_after_its_promise_ends_its_request_and_no_other(
+    linker: str, when: str, models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang has no way back by then. The pages that it computes next are whole."""
+    odd = {"linker": [linker, "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
+    with Engine(models["llama"], server.unix, **odd) as engine:
+        engine.generate(PROMPTS)
+        local, _ = engine.generate(PROMPTS)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        (tmp_path / when).touch()
+        failed = engine.do("generate", prompts=PROMPTS[:1])
+        assert "External KV cache load failed" in failed["why"][0] or failed["why"] == ["abort"]
+        (tmp_path / when).unlink()
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["why"] == ["length"] * 3 and tokens_of(found["runs"]) == tokens_of(local)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        assert engine.generate(PROMPTS) == (local, HITS)
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    """The control of all the others: zeros in the place of a load change tokens."""
+    odd = {"linker": ["ForgetfulLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
+    with Engine(models["llama"], server.unix, **odd) as engine:
+        engine.generate(PROMPTS)
+        local, _ = engine.generate(PROMPTS)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        loaded, cached = engine.generate(PROMPTS)
+        assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
+
+
+def test_each_node_is_offered_with_what_comes_before_it(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang does not say it, so it is read from its tree."""
+    odd = {"linker": ["TellingLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
+    with Engine(models["llama"], server.unix, **odd) as engine:
+        prompt = PROMPTS[2]
+        for end in (130, 260, 530):
+            engine.generate([prompt[:end]], new=1)
+        engine.generate([prompt[:130]], new=1, cache_salt="other")
+    offered = [json.loads(line) for line in (tmp_path / "offered").read_text().splitlines()]
+    assert [len(pages) for _, pages in offered] == [2, 2, 4, 2]
+    (root, first), (above, second), (top, _), (salted, others) = offered
+    assert (root, above, top, salted) == ("", first[-1], second[-1], "")
+    assert others != first
+
+
+def test_requests_of_other_salts_and_keys_share_nothing(models: dict[str, Path], server: ServerProcess) -> None:
+    """Nor do engines that are set up otherwise."""
+    with Engine(models["llama"], server.unix) as first, Engine(models["llama"], server.unix) as second:
+        for how in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}):
+            assert first.generate(PROMPTS, **how)[1] == NOTHING
+            first.drain(server)
+            assert second.generate(PROMPTS, **how)[1] == HITS
+        for other in ({"extra": {"weights_digest": "others"}}, {"engine": {"enable_fp32_lm_head": True}}):
+            with Engine(models["llama"], server.unix, **other) as third:
+                assert third.generate(PROMPTS)[1] == NOTHING
+
+
+def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], server: ServerProcess) -> None:
+    paths = [f"{name}={models[f'adapter-{name}']}" for name in ("a", "b")]
+    lora = {"engine": {
+        "enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 2, "lora_backend": "torch_native",
+    }}
+    with Engine(models["llama"], server.unix, **lora) as first, Engine(models["llama"], server.unix, **lora) as second:
+        seen = []
+        for how in ({}, {"lora_path": "a"}, {"lora_path": "b"}):
+            assert first.generate(PROMPTS, **how)[1] == NOTHING
+            local, cached = first.generate(PROMPTS, **how)
+            assert cached == HITS
+            first.drain(server)
+            assert second.generate(PROMPTS, **how) == (local, HITS)
+            assert local not in seen, "adapters change tokens"
+            seen.append(local)
+        with Engine(models["llama"], server.unix) as plain:
+            assert plain.generate(PROMPTS)[1] == NOTHING, "an engine without them is another one"
+
+
+def test_other_weights_share_nothing_with_what_was_stored_before(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(models["llama"], server.unix) as first:
+        first.generate(PROMPTS)
+        first.drain(server)
+        assert "True" in first.do("weights", model=str(models["llama"]))["done"]
+        assert first.generate(PROMPTS)[1] == NOTHING
+        first.drain(server)
+        assert first.do("flush")["flushed"]
+        assert first.generate(PROMPTS)[1] == HITS
+        with Engine(models["llama"], server.unix) as second:
+            assert second.generate(PROMPTS)[1] == HITS, "what the first weights computed"
+        assert first.close() == 0, first.log_text()
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ({"engine": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
+    ({"extra": {"adress": "unix:/s"}}, "'adress' is no setting of kvdock"),
+])
+def test_what_is_not_served_is_refused_with_one_sentence(
+    how: dict[str, object], said: str, models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(models["llama"], server.unix, **how) as engine:
+        with pytest.raises(AssertionError, match="the engine ended"):
+            engine.ready()
+        assert said in engine.log_text()
+
+
+def test_figures_are_among_sglangs_metrics(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    environ = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    with Engine(models["llama"], server.unix, engine={"enable_metrics": True}, environ=environ) as engine:
+        engine.generate(PROMPTS)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        engine.generate(PROMPTS)
+        found = dict(
+            line.rsplit(" ", 1) for line in engine.do("metrics")["text"].splitlines() if not line.startswith("#")
+        )
+        loaded = float(sum(HITS))
+        assert float(found["sglang:kvdock_load_tokens_total"]) == loaded
+        assert float(found["sglang:kvdock_store_tokens_total"]) == 2 * loaded, "once, and known after the load"
+        assert float(found["sglang:kvdock_stores_known_total"]) == len(PROMPTS), "no call was made for them"
+        assert float(found["sglang:kvdock_lookup_seconds_count"]) == 2 * len(PROMPTS)
+        assert float(found["sglang:kvdock_attached"]) == 1
+
+
+def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: ServerProcess) -> None:
+    """SGLang finds the plugin in what describes the package."""
+    environ = {"SGLANG_KVDOCK": "1", "KVDOCK_ADDRESS": server.unix}
+    with Engine(models["llama"], server.unix) as first:
+        assert first.generate(PROMPTS)[1] == NOTHING
+        first.drain(server)
+        with Engine(models["llama"], server.unix, plugin=True, environ=environ) as second:
+            second.generate(PROMPTS[:1])  # to be asked in a few milliseconds is little on a busy machine
+            assert second.do("flush")["flushed"]
+            assert sum(second.generate(PROMPTS)[1]) > 0
+            assert second.close() == 0, second.log_text()

@@ -127,3 +127,5 @@ def test_the_server_hears_what_became_of_each_request(run: Any) -> None:
         ["r4", "ended", 20, 0, 0, 0, "", ""],
         ["r5", "lookup", 150, 0, 0, 0, "", ""],
     ]
+    ((request, (loaded_bytes, is_timed)),) = found["loads"].items()
+    assert request == "r1" and loaded_bytes > 0 and is_timed

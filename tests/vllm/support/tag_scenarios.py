@@ -303,6 +303,10 @@ def weights(address: str, keys: str, on_reset: str) -> dict[str, Any]:
     return found | {"answers": answers, "wrong": found["wrong"] + wrong}
 
 
+WORDS = 6
+"""Fields of an outcome that say what became of the request; those behind them have times and speeds."""
+
+
 def told(address: str) -> dict[str, Any]:
     """What the server hears of each request: of one that stores, one that loads, one that vLLM's own cache has, one
     that is not looked up, one that is too short, and one that is aborted while it runs."""
@@ -323,8 +327,13 @@ def told(address: str) -> dict[str, Any]:
         while len({row[0] for row in rows}) < len(engine.requests) and time.monotonic() < end:
             time.sleep(TICK_S)
             views = [view for view in client.requests(limit=1000).requests if view.session == session]
-            rows = [(view.request, view.kind, *astuple(view.outcome)) for view in views if view.outcome is not None]
-    return {**ended(engine, loaded), "rows": sorted(rows)}
+            told_of = [(view, view.outcome) for view in views if view.outcome is not None]
+            rows = [(view.request, view.kind, *astuple(one)[:WORDS]) for view, one in told_of]
+    loads = {
+        view.request: [one.loaded_bytes, one.load_us is not None and (one.copy_us or 0) <= one.load_us]
+        for view, one in told_of if one.loaded_tokens
+    }
+    return {**ended(engine, loaded), "rows": sorted(rows), "loads": loads}
 
 
 def adapter_nowhere() -> Request:

@@ -70,7 +70,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self.pools = {PoolName(group.transfer): kvcache for group in self._groups}
         self._ranks, self._draw = Ranks(params.attn_tp_cache_group or params.tp_cache_group), nonce
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
-        device, self._stream = "cpu", None
+        device, self._stream = "cpu", None  # a GPU's default stream is 0
         if torch.device(kvcache.device).type == "cuda":
             device = f"cuda:{torch.cuda.current_device()}"
             self._stream = int((forward_stream or torch.cuda.current_stream()).cuda_stream)
@@ -84,7 +84,7 @@ class KvdockLinker(UnifiedCacheLinker):
                 settings.verify_wait_s, clock,
             )
         self._loads = Loads(
-            self._worker, self._groups, self._page_tokens, stream=_current_stream if self._stream else None,
+            self._worker, self._groups, self._page_tokens, stream=_current_stream if self._stream is not None else None,
             ended=self._load_ended, took=partial(self._figures.add, "load_seconds"), clock=clock,
         )
         self.layer_done_counter = self._loads.counter

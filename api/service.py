@@ -81,7 +81,7 @@ class CacheService:
         session = attach(
             body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
         )
-        self._tally.counters.attached_members += 1
+        self._tally.counters.attached_members += not session.is_bench
         self._desk.attached(session)
         manifest = session.namespace.manifest
         if self._kv_log is not None and not session.is_bench:

@@ -96,16 +96,19 @@ def lookup(
 
 def explain(
     request: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as its engine names it.")],
+    session: Annotated[str, typer.Option(
+        "--session", metavar="SESSION", help="Whose request, where several engines use the id.", show_default=False,
+    )] = "",
     server: Server = "",
     as_json: AsJson = False,
 ) -> None:
-    """Say why a recent request found what it found.
+    """Say why a recent request hit or missed.
 
     What its lookups asked for, where the prefix ends and why, what loading took, and what its engine told of it.
     """
     from kvdock.cli.story import show_explanation
 
-    show_explanation(server, request=request, as_json=as_json, console=console())
+    show_explanation(server, request=request, session=session, as_json=as_json, console=console())
 
 
 def events(

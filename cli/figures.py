@@ -148,14 +148,15 @@ def saved_in_words(saved: Saved) -> str:
 
 
 def copies_in_words(views: Iterable[SessionView]) -> str:
-    """How fast engines load, beside what plain copies reach. Empty: none of them has told."""
-    rates = [view.copy for view in views if view.copy.load_bytes_per_s is not None]
-    load = sum(rate.load_bytes_per_s or 0.0 for rate in rates)
-    if not load:
+    """How fast engines load, on average, beside what plain copies reach. Empty: none of them has told."""
+    rates = [view.copy for view in views if view.copy.load_bytes_per_s]
+    if not rates:
         return ""
-    ceiling = sum(rate.ceiling_bytes_per_s or 0.0 for rate in rates)
+    load = sum(rate.load_bytes_per_s or 0.0 for rate in rates) / len(rates)
+    ceiling = sum(rate.ceiling_bytes_per_s or 0.0 for rate in rates) / len(rates)
     is_known = all(rate.ceiling_bytes_per_s for rate in rates)
-    return f"{size(load)}/s loaded" + (f", {percent(load / ceiling)} of plain copies" if is_known else "")
+    of = f", {percent(load / ceiling)} of what plain copies reach there" if is_known else ""
+    return f"{size(load)}/s while an engine loads{of}"
 
 
 def age_in_words(status: Status) -> str:

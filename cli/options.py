@@ -37,6 +37,7 @@ TokensFile = Annotated[str, typer.Option(
 )]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
+FREE_COLUMNS = 200
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -50,6 +51,11 @@ def parse_duration(option: str, text: str) -> float:
 
 
 def console() -> Console:
+    """Where the output is no terminal, lines are as long as they have to be: ids can be searched for."""
+    import os
+    import sys
+
     from rich.console import Console
 
-    return Console()
+    is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=FREE_COLUMNS) if is_free else Console()

@@ -25,10 +25,10 @@ from kvdock.protocol.events import KINDS, Event
 RETRY_S = 1.0
 
 
-def show_explanation(server: str, *, request: str, as_json: bool, console: Console) -> None:
-    """Raises CommandError, ApiError."""
+def show_explanation(server: str, *, request: str, session: str, as_json: bool, console: Console) -> None:
+    """`session`: whose request; empty: the latest. Raises CommandError, ApiError."""
     with reached(server) as client:
-        found = client.explain(request)
+        found = client.explain(request, session=session)
     if as_json:
         print_json(console, found)
         return

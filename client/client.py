@@ -222,9 +222,9 @@ class Client:
         query = {"request": request} if request else {}
         return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor) | query)
 
-    def explain(self, request: str, *, timeout_s: float | None = None) -> Explanation:
-        """Why the latest request of that id found what it found."""
-        return self._do(c.EXPLAIN, None, timeout_s, request)
+    def explain(self, request: str, *, session: str = "", timeout_s: float | None = None) -> Explanation:
+        """Why the latest request of that id, or that of the session, found what it found."""
+        return self._do(c.EXPLAIN, None, timeout_s, request, query={"session": session} if session else {})
 
     # ---------------------------------------------------------------- administration
 

@@ -17,9 +17,10 @@ from kvdock.datapath.cuda import require_cuda
 from kvdock.datapath.devices import Device
 from kvdock.datapath.tuning import cached_tunings
 
-SCRATCH_BYTES = 32 << 20
+SCRATCH_BYTES = 96 << 20
+"""More than processors' caches hold."""
 PIECE_BYTES = 64 << 10
-ROUNDS = 3
+ROUNDS = 2
 
 
 def ceiling_bytes_per_s(device: Device, threads: int) -> float:

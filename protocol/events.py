@@ -293,7 +293,7 @@ class Draining(Event, kw_only=True, tag="draining"):
 
 
 class Ended(Event, kw_only=True, tag="ended"):
-    """The last event."""
+    """The last event, for the log: streams have ended by then."""
 
     pool: Hex64
     keeps_pool: bool

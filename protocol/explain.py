@@ -10,7 +10,7 @@ from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.wire_types import Answer, Key
 
 BREAKS: Final = {
-    "unknown": "it was never stored, or went before the latest 65,536 chunks that did",
+    "unknown": "it was never stored, or went so long ago that the server does not remember it",
     "room": "it was evicted to make room for a store",
     "ahead": "it was evicted because the pool had too little free room",
     "quota": "it was evicted because its tenant had reached its quota",

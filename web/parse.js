@@ -11,9 +11,9 @@ export function parsedBytes(text) {
   return Math.round(size);
 }
 
-/** "65 %" or "65" → 0.65. */
+/** "65 %" → 0.65. Without the sign nobody knows whether 0.25 is a quarter. */
 export function parsedShare(text) {
-  const [, number] = text.trim().match(/^([\d.]+)\s*%?$/) ?? [];
+  const [, number] = text.trim().match(/^([\d.]+)\s*%$/) ?? [];
   const share = Number(number ?? NaN) / 100;
   if (!(share >= 0 && share <= 1)) throw new Error(`"${text}" is no share: write it as 65 %`);
   return share;

@@ -1,8 +1,8 @@
 """The event stream: `GET /v1/events` as server-sent events (HTML Living Standard, "Server-sent events").
 
-It keeps the latest events, so that a reader who comes back with the `Last-Event-ID` of the last one that it saw misses
-nothing. If a reader is too slow, or was away for too long, an event of the kind `gap` tells it how many events it has
-missed, and the oldest event that is kept comes next.
+It keeps the latest events, and rare ones for longer, so that a reader who comes back with the `Last-Event-ID` of the
+last one that it saw misses nothing. If a reader is too slow, or was away for too long, an event of the kind `gap` tells
+it how many events it has missed, and the oldest event that is kept comes next.
 
 An id is the server's incarnation and the event's number: another server's ids are never taken for this one's.
 """
@@ -18,6 +18,8 @@ from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
 from kvdock.protocol.forms import JSON
 
 KEPT_EVENTS = 4096
+KEPT_RARE = 1024
+"""Events that no request causes are kept in a ring of their own: they tell what happened last night."""
 IDLE_S = 15.0
 """So often a comment is sent where nothing happens: proxies end connections that are silent."""
 MOST_READERS = 64
@@ -33,11 +35,14 @@ class EventStream:
         self.readers = 0
         self._incarnation = incarnation
         self._kept: deque[Event] = deque(maxlen=keep)
+        self._rare: deque[Event] = deque(maxlen=KEPT_RARE)
         self._came = asyncio.Event()
         self._is_ending = False
 
     def take(self, event: Event) -> None:
         self._kept.append(event)
+        if not event.of_requests:
+            self._rare.append(event)
         self._is_ending = self._is_ending or isinstance(event, Draining)
         if self.readers:
             self._came.set()
@@ -53,11 +58,14 @@ class EventStream:
         self.readers += 1
         try:
             seen, is_known = self._number(last_id) if last_id or follows else (0, True)
-            yield b"retry: 1000\n\n" if is_known else self._piece(Gap(lost=0, why="another_server"))
+            at = self._kept[-1].at if self._kept else 0.0
+            yield b"retry: 1000\n\n" if is_known else self._piece(Gap(at=at, lost=0, why="another_server"))
             while True:
                 came, new = self._came, self._behind(seen)
+                if not last_id and not follows and new:
+                    new = [*(event for event in self._rare if event.seq < new[0].seq), *new]
                 if new and new[0].seq > seen + 1 and last_id:
-                    yield self._piece(Gap(seq=new[0].seq - 1, lost=new[0].seq - seen - 1, why="too_slow"))
+                    yield self._piece(Gap(at=new[0].at, seq=new[0].seq - 1, lost=new[0].seq - seen - 1, why="too_slow"))
                 last_id = last_id or "read"  # from now on nothing may be missed
                 for event in new:
                     seen = event.seq

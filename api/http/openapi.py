@@ -114,8 +114,9 @@ def route(
     extra["security"] = [*([{}] if call.scope == "health" else []), {"token": [call.scope]}]
     if body is not None:
         extra["requestBody"] = {"required": True, "content": _content(body, packed)}
+    path = call.path.replace("{request}", "{request:path}")  # engines choose these ids: they may have slashes
     return router.api_route(
-        call.path, methods=[call.method], tags=[tag], summary=summary, name=name,
+        path, methods=[call.method], tags=[tag], summary=summary, name=name,
         description=f"{note}\n\nRetry: {retry}".lstrip(), responses=responses, response_model=None,
         response_class=PlainTextResponse if call.answer is str else JSONResponse,
         status_code=200 if has_answer else 204, openapi_extra=extra,

@@ -172,6 +172,7 @@ async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Respo
 
 
 RequestId = Annotated[str, PathParameter(alias="request", max_length=256, description="As the engine names it")]
+OfSession = Annotated[str, Query(max_length=256, description="As lists have it; empty: the latest request's")]
 Begins = Annotated[str, Query(alias="request", max_length=256, description="How the ids of requests begin")]
 
 
@@ -236,11 +237,12 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
 @_route(
     c.EXPLAIN, "pool", "Why a request found what it found",
     "The latest request of that id: what its lookups found, where the prefix ends and why, what loading took, and what "
-    "its engine told of it. As long as `GET /v1/requests` has it.",
+    "its engine told of it. As long as `GET /v1/requests` has it. Engines choose ids: where several use one, `session` "
+    "says whose is meant.",
     errors=("unknown_request", "bad_argument"), name="explain",
 )
-async def explain(request: Request, request_id: RequestId) -> Response:
-    return answer(handlers_of(request).explainer.explain(peer_of_call(request), request_id))
+async def explain(request: Request, request_id: RequestId, session: OfSession = "") -> Response:
+    return answer(handlers_of(request).explainer.explain(peer_of_call(request), request_id, session))
 
 
 @_route(Call("GET", "/metrics", str, "health"), "health", "Prometheus text", "Base units; counters end in `_total`.")

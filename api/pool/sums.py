@@ -65,7 +65,7 @@ class Copies:
 
 
 def rates_of(members: list[Copies]) -> CopyRates:
-    """Members copy side by side, so their rates add up, as far as they are known."""
+    """One session's: its members copy side by side, so their rates add up, as far as they are known."""
 
     def total(rates: list[float | None]) -> float | None:
         known = [rate for rate in rates if rate]
@@ -75,4 +75,19 @@ def rates_of(members: list[Copies]) -> CopyRates:
         load_bytes_per_s=total([one.loads.bytes_per_s for one in members]),
         store_bytes_per_s=total([one.stores.bytes_per_s for one in members]),
         ceiling_bytes_per_s=total([one.ceiling_bytes_per_s for one in members]),
+    )
+
+
+def mean_of(sessions: list[CopyRates]) -> CopyRates:
+    """Several sessions do not copy at the same time: the means of those that load, or store."""
+    loading = [one for one in sessions if one.load_bytes_per_s is not None]
+
+    def mean(rates: list[float | None]) -> float | None:
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) / len(known) if known else None
+
+    return CopyRates(
+        load_bytes_per_s=mean([one.load_bytes_per_s for one in loading]),
+        store_bytes_per_s=mean([one.store_bytes_per_s for one in sessions]),
+        ceiling_bytes_per_s=mean([one.ceiling_bytes_per_s for one in loading]),
     )

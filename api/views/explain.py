@@ -31,9 +31,10 @@ class Explainer:
     def __init__(self, recent: RecentRequests, registry: Registry, table: Table) -> None:
         self._recent, self._registry, self._table = recent, registry, table
 
-    def explain(self, peer: Peer, request: str) -> Explanation:
-        """The latest of that id that the caller may see. Raises ApiError(unknown_request)."""
-        rows = self._recent.named(request, peer.sees, MOST_ROWS)
+    def explain(self, peer: Peer, request: str, session: str = "") -> Explanation:
+        """The latest of that id that the caller may see, or that of the session. Raises ApiError(unknown_request)."""
+        found = self._recent.named(request, peer.sees, MOST_ROWS)
+        rows = [one for one in found if session in ("", one[0].session)]
         if not rows:
             raise ApiError(
                 "unknown_request", "no recent lookup, store or ended request has this id", found=request,
@@ -49,7 +50,10 @@ class Explainer:
             nearest = self._nearest(space)
         return Explanation(
             request=newest.request, namespace=detail.namespace.hex(), model=space.manifest.model if space else "",
-            sentences=[*_sentences([row for row, _ in mine], lookups, outcome), *_differs(nearest)],
+            sentences=[
+                *_sentences([row for row, _ in mine], lookups, outcome), *_differs(nearest),
+                *_others([row for row, _ in found if row.session != newest.session]),
+            ],
             lookups=lookups, outcome=outcome, load=_load_of(outcome),
             saved_s=outcome.saved_s if outcome is not None else None, nearest=nearest,
         )
@@ -88,17 +92,18 @@ def _sentences(
     said = []
     for one in lookups:
         when = time.strftime("%H:%M:%S", time.localtime(one.at))
+        found = f"the first {one.hit_tokens:,}" if one.hit_tokens else "none"
         said.append(
-            f"At {when} {one.engine} asked for {one.tokens:,} tokens, and the server had the first "
-            f"{one.hit_tokens:,} of them; it took {one.took_us:,} µs to say so."
+            f"At {when} {one.engine} asked for {one.tokens:,} tokens, in whole chunks, and the server had {found} of "
+            f"them; it took {one.took_us:,} µs to say so."
         )
         if one.broke is not None:
             said.append(_broke(one.broke))
         if one.loaded_us is not None:
             rate = f", {size(one.bytes / one.loaded_us * 1e6)}/s" if one.loaded_us and one.bytes else ""
             said.append(
-                f"Its ranks had read {one.chunks:,} chunks ({size(one.bytes)}) {one.loaded_us / 1000:,.1f} ms later"
-                f"{rate}."
+                f"All ranks had given back what they read, {one.chunks:,} {'chunk' if one.chunks == 1 else 'chunks'} "
+                f"({size(one.bytes)}), {one.loaded_us / 1000:,.1f} ms after that{rate}."
             )
     stored = [row for row in rows if row.kind == "store"]
     for row in stored:
@@ -147,9 +152,18 @@ def _load_sentences(outcome: OutcomeView) -> list[str]:
 
 
 def _broke(broke: Break) -> str:
-    gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before"
-    unused = "" if broke.unused_s is None else f", unused for {duration(broke.unused_s)}"
-    return f"The chunk behind token {broke.at_tokens:,} was not given: {broke.in_words}{gone}{unused}."
+    gone = "" if broke.gone_s is None else f", {duration(broke.gone_s)} before this lookup"
+    unused = "" if broke.unused_s is None else f"; it had been unused for {duration(broke.unused_s)} by then"
+    return f"The chunk after the first {broke.at_tokens:,} tokens was not given: {broke.in_words}{gone}{unused}."
+
+
+def _others(rows: Sequence[RequestView]) -> list[str]:
+    """`rows`: of the same id, by other engines."""
+    names = {row.session: row.label or row.session for row in rows}
+    if not names:
+        return []
+    said = ", ".join(f"{name} (session {session})" if name != session else session for session, name in names.items())
+    return [f"Other engines had requests with this id, which are explained if their session is named: {said}."]
 
 
 def _differs(nearest: OtherNamespace | None) -> list[str]:

@@ -218,7 +218,8 @@ def _requested(status: Status, missed: Mapping[str, int]) -> Metric:
 
 def _copies(rates: CopyRates) -> Metric:
     copies = GaugeMetricFamily(
-        "kvdock_copy_bytes_per_second", "How fast engines copy now, and what plain copies reach there", labels=["what"]
+        "kvdock_copy_bytes_per_second", "How fast an engine copies, on average, and what plain copies reach there",
+        labels=["what"],
     )
     for what, rate in (("load", rates.load_bytes_per_s), ("store", rates.store_bytes_per_s),
                        ("ceiling", rates.ceiling_bytes_per_s)):

@@ -17,7 +17,7 @@ from kvdock.api.clock import ServerClock
 from kvdock.api.convert import grant_id, grant_text
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord
-from kvdock.api.pool.sums import rates_of
+from kvdock.api.pool.sums import mean_of, rates_of
 from kvdock.api.views.contents import Contents
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.paging import page_of
@@ -46,6 +46,8 @@ VERSION = version("kvdock")
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
 GRANTS_OF_PAGE = 64
+FULL_SHARE = 0.02
+"""A pool with a smaller share of room counts as full."""
 MOST_SESSIONS = 32
 """Sessions that metrics name."""
 ALL_SESSIONS = 0
@@ -118,7 +120,8 @@ class Reports:
 
     def _full_in_s(self) -> float | None:
         rate, free_bytes = self._history.filling_bytes_per_s(), self._pool.free_bytes
-        return free_bytes / rate if rate is not None and rate > 0 and free_bytes else None
+        is_full = free_bytes < FULL_SHARE * self._pool.limit_bytes
+        return free_bytes / rate if rate is not None and rate > 0 and not is_full else None
 
     def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -173,10 +176,10 @@ class Reports:
         )
 
     def copy_rates(self) -> CopyRates:
-        """All engines together, but for benchmarks."""
-        return rates_of([
-            member.copies for record in self._registry.sessions() if not record.is_bench
-            for member in record.members.values()
+        """The engines' mean, but for benchmarks."""
+        return mean_of([
+            rates_of([member.copies for member in record.members.values()])
+            for record in self._registry.sessions() if not record.is_bench
         ])
 
     def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:

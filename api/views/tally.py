@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvdock._core import SLOT_ALIGN, Lookup as Found, Reservation as Granted, Table
 from kvdock.api.convert import grant_text
@@ -79,6 +80,16 @@ class Tally:
     def _counters_of(self, session: SessionRecord) -> Counters:
         return self._apart if session.is_bench else self.counters
 
+    def _tells(self, session: SessionRecord, kind: type[e.Event]) -> bool:
+        """Nobody is told what benchmarks do: they would push out what others did."""
+        return not session.is_bench and self._bus.wants(kind)
+
+    def _tell_later(
+        self, kind: type[e.Event], make: Callable[..., e.Event], session: SessionRecord, *values: Any
+    ) -> None:
+        if not session.is_bench:
+            self._bus.publish_later(kind, make, session, *values)
+
     def _curves_of(self, session: SessionRecord) -> Curves | None:
         return None if session.is_bench else self._curves
 
@@ -128,7 +139,7 @@ class Tally:
             if broke is not None:
                 self.missed[broke.why] += tokens - found.hit_tokens
             self.recent.add(session.tenant, row, detail)
-        self._bus.publish_later(
+        self._tell_later(
             e.LookedUp, _looked_up, session, body.request, body.traceparent or "", tokens, found.hit_tokens,
             "" if broke is None else broke.why, took_us,
         )
@@ -148,7 +159,7 @@ class Tally:
             ))
         else:
             known.chunks, known.bytes = known.chunks + chunks, known.bytes + bytes_added
-        self._bus.publish_later(
+        self._tell_later(
             e.Leased, _leased, session, body.request, body.traceparent or "", lease, chunks, bytes_added
         )
 
@@ -161,7 +172,7 @@ class Tally:
         took_us = self._took_us(known)
         if known.detail is not None:
             known.detail.loaded_us = took_us
-        self._bus.publish_later(
+        self._tell_later(
             e.Loaded, _loaded, session, known.name, known.traceparent, lease, known.chunks, known.bytes, took_us
         )
 
@@ -172,10 +183,11 @@ class Tally:
         if known is None or known.has_ended:
             return
         known.has_ended = True
-        self._bus.publish(e.Cancelled(
-            **session.who, name=known.name, traceparent=known.traceparent, grant=grant_text(grant),
-            is_store=lease is None, took_us=self._took_us(known),
-        ))
+        if self._tells(session, e.Cancelled):
+            self._bus.publish(e.Cancelled(
+                **session.who, name=known.name, traceparent=known.traceparent, grant=grant_text(grant),
+                is_store=lease is None, took_us=self._took_us(known),
+            ))
 
     def reservation(
         self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
@@ -204,7 +216,7 @@ class Tally:
         )
         if not session.is_bench:
             self.recent.add(session.tenant, row, Detail(session.namespace.digest))
-        if self._bus.wants(e.Reserved):
+        if self._tells(session, e.Reserved):
             self._bus.publish(e.Reserved(
                 **session.who, store=body.store, traceparent=body.traceparent or "",
                 reservation=grant_text(granted.grant) if granted.grant else None, tokens=tokens,
@@ -224,12 +236,12 @@ class Tally:
         if session.is_bench:
             self._apart.stored_chunks += grown
             self._apart.stored_bytes += known.slot_bytes * grown // max(1, known.chunks)
-        if grown > 0 and self._bus.wants(e.Stored):
+        if grown > 0 and self._tells(session, e.Stored):
             self._bus.publish(e.Stored(
                 **session.who, store=known.name, traceparent=known.traceparent,
                 reservation=grant_text(reservation), chunks=grown, took_us=self._took_us(known),
             ))
-        if is_whole and self._bus.wants(e.Committed):
+        if is_whole and self._tells(session, e.Committed):
             self._bus.publish(e.Committed(
                 **session.who, store=known.name, traceparent=known.traceparent,
                 reservation=grant_text(reservation), chunks=published, bytes=known.bytes, took_us=self._took_us(known),
@@ -240,11 +252,12 @@ class Tally:
         known = self._stores.get(reservation)
         if known is not None and not known.has_ended:
             known.has_ended = is_over
-            self._bus.publish(e.Aborted(
-                **session.who, store=known.name, traceparent=known.traceparent,
-                reservation=grant_text(reservation), ranks=list(ranks), chunks=known.published, is_over=is_over,
-                took_us=self._took_us(known),
-            ))
+            if self._tells(session, e.Aborted):
+                self._bus.publish(e.Aborted(
+                    **session.who, store=known.name, traceparent=known.traceparent,
+                    reservation=grant_text(reservation), ranks=list(ranks), chunks=known.published, is_over=is_over,
+                    took_us=self._took_us(known),
+                ))
 
     def _took_us(self, since: _Open) -> int:
         return (self.now_ns() - since.began_ns) // 1000

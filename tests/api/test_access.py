@@ -62,7 +62,7 @@ def every_call() -> list[Asked]:
     for module in (routes_engine, routes_people, routes_admin):
         for route in module.router.routes:
             if isinstance(route, APIRoute) and route.include_in_schema:
-                path = route.path
+                path = route.path_format
                 for id_ in ("session", "lease", "reservation"):
                     path = path.replace(f"{{{id_}}}", "0123456789abcdef")
                 extra = route.openapi_extra or {}
@@ -105,7 +105,7 @@ def refusals(address: str, authorization: str) -> dict[int, set[Scope]]:
 def test_every_call_of_the_api_is_a_route_here() -> None:
     named = {(call_.method, call_.path) for call_ in vars(calls).values() if isinstance(call_, Call)}
     routes = {
-        (method, route.path)
+        (method, route.path_format)
         for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
         if isinstance(route, APIRoute) for method in route.methods or ()
     }

@@ -390,3 +390,18 @@ def test_loads_and_stores_are_timed_and_requested_tokens_sum_up(server: ServerPr
     label = "kvdock_requested_tokens_total{{outcome=\"{}\"}}".format
     assert [requested[label(why)] for why in ("found", "unknown", "deleted")] == [4 * 16, 2 * 16, 2 * 16]
     engine.close()
+
+
+def test_rare_events_outlast_what_requests_cause_and_come_once_and_in_order() -> None:
+    stream = EventStream(7, lambda: None, keep=8)
+    grown = [Grown(seq=seq, segment=seq, bytes=1, allocated_bytes=1) for seq in (1, 3, 29)]
+    for seq in range(1, 31):
+        rare = [event for event in grown if event.seq == seq]
+        stream.take(rare[0] if rare else Freed(seq=seq, bytes=seq))
+
+    async def read(last_id: str) -> list[int]:
+        pieces = [piece async for piece in stream.read(last_id, EVENTS, lambda tenant: True, follows=False)]
+        return [event["seq"] for event in parsed(b"".join(pieces)) if event["kind"] != "gap"]
+
+    assert asyncio.run(read("")) == [1, 3, *range(23, 31)]
+    assert asyncio.run(read("7-25")) == [*range(26, 31)]

@@ -56,7 +56,7 @@ def test_a_request_that_found_all_is_told_as_it_was(client: Client) -> None:
     assert story.loaded_us is not None and story.loaded_us > 0 and story.engine == "engine A"
     assert said.outcome is not None and said.outcome.loaded_tokens == 48 and said.model == "test-model"
     text = "\n".join(said.sentences)
-    assert "engine A asked for 64 tokens, and the server had the first 64 of them" in text
+    assert "engine A asked for 64 tokens, in whole chunks, and the server had the first 64 of them" in text
     assert "4 chunks (64.0 KiB)" in text and "Not more were loaded: not all of a load came." in text
     assert "of 70 prompt tokens the engine's own cache had 16, and 48 were loaded" in text
     engine.close()
@@ -217,4 +217,31 @@ def test_the_latest_of_an_id_is_explained_with_what_it_stored(client: Client) ->
     said: Explanation = client.explain("r")
     assert len(said.lookups) == 2 and said.lookups[0].at <= said.lookups[1].at
     assert "32 tokens were to be stored as r; 0 of them were there already." in said.sentences
+    engine.close()
+
+
+def test_of_an_id_that_several_engines_use_each_is_explained_by_its_session(client: Client) -> None:
+    first, second = attach(client, label="engine A"), attach(client)
+    first.store(keys(2))
+    for engine, asked in ((first, keys(3)), (second, keys(2))):
+        engine.release(engine.lookup(asked, "request-0").lease, 0)
+    latest = client.explain("request-0")
+    assert latest.lookups[0].engine == second.listed and latest.lookups[0].tokens == 32
+    assert latest.sentences[-1] == (
+        "Other engines had requests with this id, which are explained if their session is named: "
+        f"engine A (session {first.listed})."
+    )
+    assert client.explain("request-0", session=first.listed).lookups[0].tokens == 48
+    with pytest.raises(ApiError) as refused:
+        client.explain("request-0", session="nobody's")
+    assert refused.value.code == "unknown_request"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("name", ["a/b", "/", "x/explain", "50%2F50", "é ü?#&"])
+def test_any_id_that_an_engine_may_choose_is_explained(client: Client, name: str) -> None:
+    engine = attach(client)
+    engine.lookup(keys(1), name)
+    assert client.explain(name).request == name
     engine.close()

@@ -40,7 +40,7 @@ CALLERS = {"operator": OPERATOR, "tenant": "tenant-" + "a" * 40, "nobody": ""}
 MOST_SERVER_MIB = 200
 _numbers = itertools.count()
 OPEN = {
-    (method, route.path)
+    (method, route.path_format)
     for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
     if isinstance(route, APIRoute) and route.include_in_schema and scope_of(route) == "health"
     for method in route.methods or ()

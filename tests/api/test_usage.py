@@ -155,7 +155,7 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
     engine = attach(client)
     engine.store(keys(2, "real"))
     before = client.status()
-    measuring = bench(client, model="bench-model")
+    measuring = bench(client, model="bench-model")  # an ordinary engine that leaves, and then one that measures
     measuring.store(keys(6, "bench"))
     measuring.release(measuring.lookup(keys(6, "bench"), "rb").lease, 0)
     measuring.lookup(keys(3, "missing"), "missed")

@@ -17,6 +17,8 @@ from api_helpers import OPERATOR, Engine, ServerProcess, attach, eventually, key
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
 
 from kvdock.client.client import Client
+from kvdock.client.events import read_events
+from kvdock.client.transport import Address
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.outcomes import Outcome
 
@@ -280,9 +282,16 @@ def test_bench_measures_and_leaves_nothing_stored() -> None:
         for count in (2, 32, 512):
             assert figures[f"lookup_{count}_p50_ms"] <= figures[f"lookup_{count}_p99_ms"]
         counters = client.status().counters
-        assert counters["attached_members"] == 2, "it was here"
-        falsified = {"lookups", "lookup_tokens", "hit_tokens", "loaded_bytes", "stored_bytes", "reservations"}
+        falsified = {
+            "attached_members", "lookups", "lookup_tokens", "hit_tokens", "loaded_bytes", "stored_bytes",
+            "reservations",
+        }
         assert {name: counters[name] for name in falsified} == dict.fromkeys(falsified, 0)
+        kinds = {told.event["kind"] for told in read_events(Address.parse(server.unix))}
+        assert {"attached", "left"} <= kinds, "it was here"
+        assert not kinds & {"looked_up", "leased", "loaded", "reserved", "stored", "committed"}
+        metrics = raw(server.http, "GET", "/metrics")[2].decode()
+        assert "kvdock_load_seconds_count 0.0" in metrics and "kvdock_store_seconds_count 0.0" in metrics
         assert client.requests().requests == [] and client.curve().total.lookups == 0
         eventually(lambda: client.namespaces().namespaces == [])
         eventually(lambda: client.status().pool.free_bytes > 60 << 20)

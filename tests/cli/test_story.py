@@ -28,8 +28,8 @@ def test_a_miss_is_explained_in_sentences_and_as_json(server: ServerProcess) -> 
         done = kvdock("explain", "r-1", "--server", server.unix)
         assert done.returncode == 0, done.stderr
         first, why, *_ = done.stdout.splitlines()
-        assert "asked for 32 tokens, and the server had the first 0 of them" in first and "\x1b" not in first
-        assert why.startswith("The chunk behind token 0 was not given: it was never stored")
+        assert "asked for 32 tokens, in whole chunks, and the server had none of them" in first and "\x1b" not in first
+        assert why.startswith("The chunk after the first 0 tokens was not given: it was never stored")
         told = json.loads(kvdock("explain", "r-1", "--server", server.unix, "--json").stdout)
         assert told["lookups"][0]["broke"]["why"] == "unknown"
         engine.close()

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from kvdock.api.http import routes_admin, routes_engine, routes_people
 
 CALLS = [
-    (method, route.path)
+    (method, route.path_format)
     for module in (routes_engine, routes_people, routes_admin) for route in module.router.routes
     if isinstance(route, APIRoute) and route.include_in_schema for method in sorted(route.methods or ())
 ]

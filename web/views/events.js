@@ -7,6 +7,8 @@ import { EventReader } from "../stream.js";
 
 const MOST = 100;
 const KEPT = 500;
+/** Kinds of memory's events that come every second in a full pool. */
+const OFTEN = new Set(["evicted", "quarantined", "freed"]);
 const MEMORY = ["evicted", "mismatched", "quarantined", "freed", "grown", "growth_failed", "shrunk", "limits_changed"];
 const ENGINES = ["attached", "suspect", "recovered", "dead", "left"];
 const SERVER = ["adopted", "ready", "reread", "draining", "ended"];
@@ -16,7 +18,7 @@ const REQUESTS = [
 
 /** What may be chosen: value, text, kinds; none: all. */
 const CHOICES = [
-  ["notable", "all but requests", [...ENGINES, ...MEMORY, ...SERVER, "refused"]],
+  ["notable", "all but requests", [...ENGINES, ...MEMORY.filter((kind) => !OFTEN.has(kind)), ...SERVER, "refused"]],
   ["engines", "engines", ENGINES],
   ["memory", "memory", MEMORY],
   ["server", "the server", SERVER],

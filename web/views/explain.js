@@ -44,7 +44,7 @@ function lookup(one) {
     ["Granted", `${plural(one.chunks, "chunk")}, ${bytes(one.bytes)}`],
     ["Server took", took(one.took_us)],
     ["Reading took", one.loaded_us === null ? null : took(one.loaded_us)],
-    ["Ended behind", broke && plural(broke.at_tokens, "token")],
+    ["Ended after", broke && plural(broke.at_tokens, "token")],
     ["Because", broke?.in_words],
     ["Gone for", broke?.gone_s === null || !broke ? null : age(broke.gone_s)],
     ["Unused before", broke?.unused_s === null || !broke ? null : age(broke.unused_s)],
@@ -73,7 +73,7 @@ function load({ tokens, took_ms: whole, queue_ms: queue, copy_ms: copy, bytes: n
 function saved(seconds) {
   const words = seconds < 0
     ? `Nothing: loading took ${age(-seconds)} longer than computing would have.`
-    : `About ${age(seconds)}, which computing would have taken longer than loading.`;
+    : `Computing would have taken ${took(seconds * 1e6)} longer than loading.`;
   return section("Saved", el("p", { text: words }));
 }
 
@@ -88,19 +88,20 @@ function story(e) {
   return parts;
 }
 
-/** Returns (request) => void, which opens the dialog. The browser gives the focus back when it closes. */
+/** Returns (request, session) => void, which opens the dialog. The browser gives the focus back when it closes. */
 export function mountExplain() {
   const title = el("h2", { attrs: { id: "explain-title" } });
   const body = el("div", { attrs: { role: "status" } });
   const close = button("Close", () => dialog().close());
   dialog().append(el("header", { children: [title, close] }), body);
   dialog().addEventListener("click", (event) => event.target === dialog() && dialog().close());
-  return async (request) => {
+  return async (request, session) => {
     title.textContent = `Request ${request}`;
     body.replaceChildren(el("p", { cls: "hint", text: "Asking the server…" }));
     dialog().showModal();
     try {
-      body.replaceChildren(...story(await get(`v1/requests/${encodeURIComponent(request)}/explain`)));
+      const whose = session ? `?session=${encodeURIComponent(session)}` : "";
+      body.replaceChildren(...story(await get(`v1/requests/${encodeURIComponent(request)}/explain${whose}`)));
     } catch (error) {
       body.replaceChildren(el("p", { cls: "failed", text: `The server cannot explain it: ${error.message}.` }));
     }

@@ -30,7 +30,11 @@ function makeField([name]) {
     if (!isTouched && document.activeElement !== input) input.value = text(now);
   };
   /** [name, the value wanted, the value that counts]; null while they are the same. */
-  const change = () => (input.value === text(was) ? null : [name, value(input.value), was]);
+  const change = () => {
+    if (input.value === text(was)) return null;
+    const wanted = value(input.value);
+    return wanted === was ? null : [name, wanted, was];
+  };
   return { node: labelled(words(name), input), update, change };
 }
 

@@ -34,7 +34,7 @@ function kind(cell) {
 function named(explain) {
   return (cell) => {
     let last = null;
-    const name = button("", () => explain(last.request), "main link");
+    const name = button("", () => explain(last.request, last.session), "main link");
     const plain = el("span", { cls: "main" });
     const engine = el("small");
     cell.append(name, plain, " ", engine);
@@ -83,7 +83,7 @@ function tokensTitle(r) {
 
 const keyOf = (r) => `${r.at} ${r.kind} ${r.session} ${r.request}`;
 
-/** find: (text) => void, has the server asked for requests whose ids begin so. explain: (request) => void. */
+/** find: (text) => void, has the server asked for requests whose ids begin so. explain: (request, session) => void. */
 export function mountRequests(root, find, explain) {
   let drawn = [];
   let held = null;

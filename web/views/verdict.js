@@ -40,10 +40,11 @@ const RULES = [
   },
 ];
 
-/** What is well, in one sentence. */
-function allWell({ status: { sessions, pool, chunks } }) {
+/** What is well, in one sentence. Without the lists of engines and leases it is not known whether they are. */
+function allWell({ status: { sessions, pool, chunks }, sessions: known }) {
   if (!sessions) return "Ready, and no engine is attached.";
   const who = `${plural(sessions, "engine is", "engines are")} attached`;
+  if (!known) return `Ready: ${who}. How they are is shown to an access token.`;
   return `Nothing needs attention: ${who}, ${bytes(pool.ready_bytes)} in ${plural(chunks.ready, "chunk")} can be hit.`;
 }
 

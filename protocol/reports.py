@@ -131,6 +131,9 @@ class TierView(Answer, kw_only=True):
     counters: dict[str, int] = msgspec.field(default_factory=dict)
 
 
+WAIT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
 class MoverView(Answer, kw_only=True):
     """What the server itself knows of its mover. Totals count from the server's start."""
 
@@ -148,6 +151,8 @@ class MoverView(Answer, kw_only=True):
     'expired': the time was over. 'withdrawn': the request went on, or ended."""
     wait_s: dict[str, float]
     """How long they did, in sum."""
+    wait_counts: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    """How many waits lay between each two of WAIT_BOUNDS_S: the first below all bounds, the last above them."""
 
 
 class Status(Answer, kw_only=True):

@@ -27,7 +27,7 @@ from kvdock.api.tiers.leaving import Leaving
 from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
 from kvdock.protocol.awaited import PendingTokens, worth_chunks
-from kvdock.protocol.reports import MoverView, TierView
+from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, TierView
 from kvdock.protocol.tier_schemas import Why
 from kvdock.protocol.wire_types import KEY_BYTES
 
@@ -96,6 +96,7 @@ class TierDesk:
         self._lost_lookups = self._declined = 0
         self._waits: dict[str, int] = dict.fromkeys(get_args(WaitOutcome), 0)
         self._wait_s: dict[str, float] = dict.fromkeys(get_args(WaitOutcome), 0.0)
+        self._wait_counts = {how: [0] * (len(WAIT_BOUNDS_S) + 1) for how in get_args(WaitOutcome)}
         self._table, self._registry, self.has_mover = table, registry, has_mover
         self._now_ms, self._now_s, self._is_draining = now_ms, now_s, is_draining
         self._heard_s = now_s()
@@ -264,6 +265,7 @@ class TierDesk:
         return MoverView(
             silent_s=self._now_s() - self._heard_s, restarts=self.mover_restarts, lost_lookups=self._lost_lookups,
             declined=self._declined, waiting=len(self._tickets), waits=dict(self._waits), wait_s=dict(self._wait_s),
+            wait_counts={how: list(counts) for how, counts in self._wait_counts.items()},
         )
 
     # ---------------------------------------------------------------- for the mover
@@ -364,7 +366,9 @@ class TierDesk:
         if ticket is None:
             return
         self._waits[how] += 1
-        self._wait_s[how] += self._now_s() - ticket.began_s
+        waited_s = self._now_s() - ticket.began_s
+        self._wait_s[how] += waited_s
+        self._wait_counts[how][bisect_left(WAIT_BOUNDS_S, waited_s)] += 1
         call = ticket.call
         self._of_request.pop((call.session.table_id, call.request), None)
         if not is_told:

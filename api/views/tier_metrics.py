@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvdock.protocol.reports import MoverView, TierView
+from kvdock.protocol.reports import WAIT_BOUNDS_S, MoverView, TierView
 
 _GAUGES: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
     ("parts", "Parts of chunks that the tier has", lambda tier: tier.objects),
@@ -68,9 +69,10 @@ def of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
 
 
 def of_mover(mover: MoverView) -> Iterator[Metric]:
-    waits = SummaryMetricFamily("kvdock_tier_wait_seconds", "Waits of requests for tiers", labels=["outcome"])
-    for how, count in mover.waits.items():
-        waits.add_metric([how], count, mover.wait_s[how])
+    waits = HistogramMetricFamily("kvdock_tier_wait_seconds", "Waits of requests for tiers", labels=["outcome"])
+    for how, counts in mover.wait_counts.items():
+        bounds = zip((*map(str, WAIT_BOUNDS_S), "+Inf"), accumulate(counts), strict=True)
+        waits.add_metric([how], list(bounds), mover.wait_s[how])
     yield waits
     yield GaugeMetricFamily("kvdock_tier_waiting_requests", "Requests that wait for tiers now", value=mover.waiting)
     yield GaugeMetricFamily(

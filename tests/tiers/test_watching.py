@@ -140,6 +140,8 @@ def test_waits_are_counted_by_how_they_ended(server: ServerProcess, engine: Tier
     assert found.wait_s["fulfilled"] > 0 and found.wait_s["expired"] >= 0.2
     eventually(lambda: samples(server)["kvdock_tier_wait_seconds_count{withdrawn}"] == 1, 10.0)
     assert samples(server)["kvdock_tier_wait_seconds_sum{expired}"] == found.wait_s["expired"]
+    assert {how: sum(counts) for how, counts in found.wait_counts.items()} == found.waits
+    assert sum(found.wait_counts["expired"][:4]) == 0, "it has waited for more than 0.1 s"
 
 
 def test_a_wait_for_what_a_tier_no_longer_has_is_shortened(

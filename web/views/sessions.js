@@ -111,7 +111,7 @@ const COLUMNS = [
   },
   { head: "Stored", cls: "num spare", has: hasTotals, text: ({ totals: t }) => (t ? bytes(t.stored_bytes) : "–") },
   { head: "Saved", cls: "num", has: hasSaved, text: (s) => (hasSaved(s) ? age(s.totals.saved_s) : "–") },
-  { head: "Copies at", cls: "num share stacked", has: hasCopy, make: copied },
+  { head: "Copies at", cls: "num share stacked spare", has: hasCopy, make: copied },
   {
     head: "Holds", cls: "num stacked spare",
     make: twoPart(

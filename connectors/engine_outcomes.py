@@ -66,7 +66,7 @@ class EngineOutcomes(RequestOutcomes):
         self._polled_s = self._now_s()
 
     def finished(self, request_id: str) -> None:
-        """A request that was preempted is told of each time."""
+        """A preempted request has an outcome each time that it is preempted, and one at its end."""
         self._hits.pop(request_id, None)
         self._computed.pop(request_id, None)
         self.ended(request_id, self._prompts.pop(request_id, 0))

@@ -22,8 +22,8 @@ log = logging.getLogger("kvdock.connector")
 
 
 class Untold:
-    """What the server was not told of. `ceiling_bytes_per_s` is asked once, when the first copies are told of, by the
-    thread that sends heartbeats. Thread-safe."""
+    """What the server does not know yet. The thread that sends heartbeats calls `ceiling_bytes_per_s` once, before it
+    reports the first copies. Thread-safe."""
 
     def __init__(self) -> None:
         self.ceiling_bytes_per_s: Callable[[], float] = lambda: 0.0

@@ -1,5 +1,5 @@
 """What became of each request, under every engine: what kvdock had of it, what was loaded, what that took, and why not
-more. It is told when the request ends, and people read it at the server (protocol/outcomes.py).
+more. The outcome goes to the server when the request ends, and people read it there (protocol/outcomes.py).
 
 Threads: the engine's, alone.
 """
@@ -73,7 +73,7 @@ class RequestOutcomes:
         story.is_admitted = True
 
     def loading(self, request_id: str, size_bytes: int) -> None:
-        """The load that has begun is of so many bytes, over all ranks."""
+        """The load that has begun copies `size_bytes`, over all ranks."""
         self._of(request_id).loaded_bytes = size_bytes
 
     def loaded(self, request_id: str, copy_s: float | None) -> None:

@@ -36,7 +36,7 @@ BEAT_S = 10.0
 """Where nothing happens for so long, a batch without events tells late readers by its number what they lack."""
 BATCH_CHUNKS = 256
 MOST_BYTES = 128 << 20
-"""What is told of all chunks that are there takes at most so much, about."""
+"""About as much as the log may remember of all chunks that lookups find."""
 KEPT_BYTES = 32 << 20
 """What is kept for readers that were away, of all tenants."""
 UNTOLD_BYTES = 32 << 20
@@ -274,7 +274,7 @@ class KvLog:
             for space, key, is_there, parent in changes:
                 source = self._sources.get(space)
                 if source is None:
-                    continue  # told of once an engine attaches to it
+                    continue  # routers hear of it once an engine attaches to the namespace
                 log, at = self._log(source.tenant), (space, key)
                 if is_there == (at in log.there):
                     continue
@@ -286,7 +286,7 @@ class KvLog:
     def _stored(
         self, log: TenantLog, source: Source, key: tuple[int, bytes], parent: bytes
     ) -> list[tuple[Source, Item]]:
-        """The chunk's event, and those of older chunks that are told of no more."""
+        """The chunk's event, and removals of older chunks for which the log has no room any more."""
         name = self._take_name(key)
         if name is not None and name.hashes:
             hashes, before = name.hashes, name.parent
@@ -354,5 +354,5 @@ class KvLog:
 
     @property
     def chunks(self) -> int:
-        """How many routers are told of."""
+        """How many chunks routers believe to be there."""
         return sum(len(log.there) for log in self._logs.values())

@@ -148,7 +148,7 @@ class Metrics:
             spans.add_metric([outcome], self._spans.get(outcome, 0))
         yield spans
         chunks, snapshots = (0, 0) if self._kv_log is None else (self._kv_log.chunks, self._kv_log.snapshots)
-        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that routers are told of", value=chunks)
+        yield GaugeMetricFamily("kvdock_kv_chunks", "Chunks that KV events say are there", value=chunks)
         yield CounterMetricFamily("kvdock_kv_snapshots", "Snapshots sent to routers that came late", value=snapshots)
 
     def _durations_of(self, name: str, text: str, kind: type[Event]) -> Metric:

@@ -81,7 +81,7 @@ class Tally:
         return self._apart if session.is_bench else self.counters
 
     def _tells(self, session: SessionRecord, kind: type[e.Event]) -> bool:
-        """Nobody is told what benchmarks do: they would push out what others did."""
+        """Benchmarks cause no events: theirs would push out the events of engines that serve."""
         return not session.is_bench and self._bus.wants(kind)
 
     def _tell_later(

@@ -67,7 +67,7 @@ class LayerCounter:
 
 class Loads:
     """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. `ended(rid, ok)`: called by SGLang's
-    thread; None: it was cancelled. `clock`: seconds, monotonic; `took`: is told how long a batch's loads took."""
+    thread; None: it was cancelled. `clock`: seconds, monotonic; `took`: called with the seconds of a batch's loads."""
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,

@@ -25,7 +25,7 @@ class Outcomes(RequestOutcomes):
         asked = self._asked.get(request.request_id)
         if asked is None:
             asked = self._asked[request.request_id] = asked_by(request)
-            self._of(request.request_id)  # what is asked about is told of
+            self._of(request.request_id)  # every request that was looked at has an outcome
         return asked
 
     def answer(self, request: Any) -> dict[str, Any] | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw, unique
+from api_helpers import MIB, NOBODYS, Engine, ServerProcess, access_file, attach, eventually, keys, raw
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
-from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.usage import Copied, UseTotals
@@ -32,17 +30,6 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Client]:
     with Client(server.unix) as made:
         yield made
-
-
-def bench(client: Client, **manifest: object) -> Engine:
-    """An engine that has said that it measures."""
-    engine = attach(client, **manifest)  # type: ignore[arg-type]  # fields of a manifest
-    client.leave(engine.session, engine.member)
-    engine.liveness.close()
-    lock = MemberLiveness(client.segments().lock_file, source=random.Random())
-    member = msgspec.structs.replace(engine.body.member, id=unique("bench"), lock_offset=lock.offset)
-    body = msgspec.structs.replace(engine.body, instance=unique("bench"), member=member, is_bench=True)
-    return Engine(client, client.attach(body), member.id, lock, body)
 
 
 def totals_of(client: Client, engine: Engine) -> UseTotals:
@@ -155,7 +142,7 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
     engine = attach(client)
     engine.store(keys(2, "real"))
     before = client.status()
-    measuring = bench(client, model="bench-model")  # an ordinary engine that leaves, and then one that measures
+    measuring = attach(client, is_bench=True, model="bench-model")
     measuring.store(keys(6, "bench"))
     measuring.release(measuring.lookup(keys(6, "bench"), "rb").lease, 0)
     measuring.lookup(keys(3, "missing"), "missed")
@@ -164,7 +151,7 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
     )], copied=Copied(load_bytes=MIB, load_us=1))
     after = client.status()
     changed = {name for name, total in after.counters.items() if total != before.counters[name]}
-    assert changed == {"attached_members"} and after.saved == before.saved
+    assert changed == set() and after.saved == before.saved
     assert all(one.session == engine.listed for one in client.requests().requests)
     assert client.curve().total.lookups == 0
     metrics = {
@@ -185,7 +172,7 @@ def test_what_a_benchmark_does_is_in_no_total_and_goes_with_it(server: ServerPro
 
 
 def test_what_an_engine_shares_with_a_benchmark_stays(client: Client) -> None:
-    measuring, engine = bench(client), attach(client)
+    measuring, engine = attach(client, is_bench=True), attach(client)
     measuring.store(keys(2, "shared"))
     client.leave(measuring.session, measuring.member)
     measuring.close()
@@ -204,7 +191,7 @@ def test_a_benchmark_in_an_adopted_namespace_takes_nothing_with_it(server: Serve
         engine.close()
     server.stop(9)
     with ServerProcess(**server.settings) as second, Client(second.unix) as client:
-        measuring = bench(client)
+        measuring = attach(client, is_bench=True)
         measuring.lookup(keys(2, "kept"), "rb")
         client.leave(measuring.session, measuring.member)
         measuring.close()

@@ -203,7 +203,7 @@ class Engine:
 
 def attach(
     client: Client, *, instance: str | None = None, ranks: list[int] | None = None, scheduler: bool = True,
-    member: str | None = None, label: str = "", **manifest_overrides: Any,
+    member: str | None = None, label: str = "", is_bench: bool = False, **manifest_overrides: Any,
 ) -> Engine:
     liveness = MemberLiveness(client.segments().lock_file, source=_fresh)
     body = s.AttachSession(
@@ -214,6 +214,7 @@ def attach(
             lock_offset=liveness.offset,
         ),
         label=label,
+        is_bench=is_bench,
     )
     try:
         attached = client.attach(body)

@@ -21,8 +21,9 @@ everything at 1, one of them does at 1 / engines).
 Prints one JSON object, for each mode and kind (mode_kind_…): took_s, ttft_mean_ms, ttft_p50_ms, ttft_p99_ms (time to
 first token), cached_share (of prompt tokens), decode_gap_p50_ms and decode_gap_p99_ms (between tokens of running
 requests), and for each mode disk_ttft_ratio and disk_ttft_p50_ratio: means and medians of kvdock_disk, as shares of
-kvdock's. Kinds take turns, in an order that the seed sets. Without a GPU, `--device cpu --model FOLDER` shows that it
-works.
+kvdock's. Of kvdock_disk also tier_loaded_gb, tier_stored_gb, tier_load_gb_s and tier_load_latency_ms (what loads are
+expected to take), and tier_declined (requests that did not wait, because computing was expected to be quicker). Kinds
+take turns, in an order that the seed sets. Without a GPU, `--device cpu --model FOLDER` shows that it works.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import trace
+from bench.engine_child import LLAMA_8B, wait_until_pinned
 from bench.service import servers
 from bench.vllm.__main__ import obstacle
-from bench.vllm.children import LLAMA_8B, wait_until_pinned
+from kvdock.client.client import Client
 
 MODES = ("one", "two_random", "two_affinity")
 TOGETHER = {"together": 2, "together4": 4}
@@ -59,6 +61,7 @@ class Failed(RuntimeError):
 
 class EngineProcess:
     def __init__(self, said: dict[str, Any], folder: Path, name: str, path: str) -> None:
+        self.connector = said["connector"]
         at = folder / f"{name}.json"
         at.write_text(json.dumps(said))
         self._log_at = folder / f"{name}.log"
@@ -164,7 +167,7 @@ def engines_of(
                 environment["CUDA_VISIBLE_DEVICES"] = str(at % chosen.gpus)
             said = {
                 "connector": connector, "engine": engine_options(chosen, len(work)), "environment": environment,
-                "model": str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": chosen.layers}, **part,
+                "model": str(chosen.model) if chosen.model else LLAMA_8B | chosen.shape, **part,
             }
             engines.append(EngineProcess(said, folder, f"{mode}-{kind}-{at}", path))
             stack.callback(engines[-1].close)
@@ -219,9 +222,23 @@ def serve(
         for engine in engines:
             engine.go()
         answers = [engine.answer() for engine in engines]
+        tier = tier_figures(engines[0].connector) if kind == "kvdock_disk" else {}
     for at, answer in enumerate(answers):
         (folder / f"{mode}-{kind}-{at}.answer.json").write_text(json.dumps(answer))
-    return figures_of(answers)
+    return figures_of(answers) | tier
+
+
+def tier_figures(connector: Mapping[str, Any]) -> dict[str, float]:
+    """What the server says of its tier."""
+    with Client(connector["kv_connector_extra_config"]["address"]) as client:
+        status = client.status()
+    [tier], mover = status.tiers, status.mover
+    assert mover is not None, "there is a tier"
+    return {
+        "tier_loaded_gb": tier.counters["loaded_bytes"] / 1e9, "tier_stored_gb": tier.counters["stored_bytes"] / 1e9,
+        "tier_load_gb_s": tier.load_bytes_per_s / 1e9, "tier_load_latency_ms": tier.load_latency_s * 1e3,
+        "tier_declined": mover.declined,
+    }
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -247,7 +264,8 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--disk-path", type=Path, metavar="FOLDER", help="for the tier of kind kvdock_disk")
     parser.add_argument("--disk-gib", type=float, default=100.0, help="how much it may take")
     parser.add_argument("--disk-address", help="of a kvdock server with a tier on disk; without it one is started")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", type=json.loads, default={}, metavar="JSON",
+                        help="what its configuration has otherwise than Llama 3 8B's")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
     parser.add_argument("--settle-s", type=float, default=4.0, help="from the start of engines to the first request")
     parser.add_argument("--gpus", type=int, default=1, help="engines are spread over so many")
@@ -282,8 +300,7 @@ def kv_bytes(requests: Sequence[trace.Request], config: dict[str, Any], chosen: 
     """What all different prompts have together, in whole blocks of the trace."""
     heads = config["num_attention_heads"]
     elements = config.get("head_dim", config["hidden_size"] // heads) * config.get("num_key_value_heads", heads)
-    layers = config["num_hidden_layers"] if chosen.model else chosen.layers
-    token_bytes: int = 2 * layers * elements * (4 if chosen.device == "cpu" else 2)
+    token_bytes: int = 2 * config["num_hidden_layers"] * elements * (4 if chosen.device == "cpu" else 2)
     tokens: int = len({block for one in requests for block in one.whole_blocks}) * chosen.block_tokens
     return tokens * token_bytes
 
@@ -308,7 +325,7 @@ def main(arguments: list[str]) -> int:
         longest_tokens=chosen.longest,
     )
     requests = trace.by_turns(requests) if chosen.by_turns else requests
-    config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B
+    config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B | chosen.shape
     prompts = trace.prompts(
         requests, seed=chosen.seed, vocabulary=config["vocab_size"], block_tokens=chosen.block_tokens
     )

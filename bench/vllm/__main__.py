@@ -27,8 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bench.engine_child import Child, Failed
 from bench.vllm import outputs, times
-from bench.vllm.children import CPU_SCALE, KINDS, Child, Failed, Scale, Setting, described, engines, say
+from bench.vllm.children import CPU_SCALE, KINDS, Scale, Setting, described, engines, say
 from kvdock import _core
 
 Mode = Callable[[dict[str, Child], Scale, int], dict[str, Any]]

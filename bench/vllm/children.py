@@ -7,37 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdock.client.client import Client
-from kvdock.protocol.tier_schemas import MOVER_LABEL
+from bench.engine_child import LLAMA_8B, Child, Failed, wait_until_pinned
 
-START_S = 150.0
 CPU_SLOWER = 5
 """Time limits are multiplied by this without a GPU."""
-END_S = 30.0
-PINNED_S = 60.0
-STILL_S = 2.0
-"""A pool that has not grown for this long is not growing by itself."""
 TAIL = 8
 """Tokens of a prompt that no hit may cover."""
 KINDS = ("none", "native", "kvdock")
-
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -119,19 +101,11 @@ class Setting:
         return self.device == "cuda"
 
 
-class Failed(RuntimeError):
-    """A job failed, and its engine has ended."""
-
-
 Figures = dict[str, Any]
 
 
 def say(text: str) -> None:
     print(f"bench.vllm: {text}", file=sys.stderr, flush=True)
-
-
-def prompt(rng: random.Random, vocabulary: int, tokens: int) -> list[int]:
-    return [rng.randrange(3, vocabulary) for _ in range(tokens)]
 
 
 def described(setting: Setting, kind: str, *, layers: int, dtype: str, chunk: int, **engine: Any) -> dict[str, Any]:
@@ -165,70 +139,19 @@ def described(setting: Setting, kind: str, *, layers: int, dtype: str, chunk: in
     }
 
 
-class Child:
-    """An engine. `facts` are known once `started` has returned."""
-
-    def __init__(self, setting: Setting, name: str, said: dict[str, Any]) -> None:
-        self.kind: str = said["kind"]
-        self.address = setting.address
-        self.facts: dict[str, Any] = {}
-        self._began = time.monotonic()
-        self._slower = 1 if setting.on_gpu else CPU_SLOWER
-        self._log_at = setting.logs / f"{name}-{self.kind}.log"
-        self._log = self._log_at.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.vllm.engine", json.dumps(said)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=Path(__file__).parent.parent.parent,
-        )
-
-    def started(self) -> None:
-        self.facts = self._answer(self._began + START_S * self._slower)
-
-    def do(self, what: str, limit_s: float = 60.0, **more: Any) -> dict[str, Any]:
-        """The job's answer. Raises Failed when there is none within a little more than `limit_s` (longer on a CPU)."""
-        assert self._process.stdin is not None
-        limit_s *= self._slower
-        try:
-            self._process.stdin.write(json.dumps({"do": what, "limit_s": limit_s, **more}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed(f"{self.kind}: the engine has ended; {self._end_of_log()}") from None
-        return self._answer(time.monotonic() + limit_s + 15.0)
-
-    def _answer(self, until: float) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        ready, _, _ = select.select([stdout], [], [], max(0.0, until - time.monotonic()))
-        line = stdout.readline() if ready else ""
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended" if ready else "no answer in time"}
-        if "error" in answer:
-            raise Failed(f"{self.kind}: {answer['error']}; {self._end_of_log()}")
-        return answer
-
-    def _end_of_log(self) -> str:
-        lines = self._log_at.read_text(errors="replace").splitlines()
-        return f"its log ends: {' | '.join(lines[-6:])}"
-
-    def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_S)
-        self._process.stdout.close()
-        self._log.close()
-
-
 Engines = Mapping[str, Child]
 
 
 @contextlib.contextmanager
 def engines(setting: Setting, name: str, descriptions: list[dict[str, Any]]) -> Iterator[dict[str, Child]]:
     """The described engines, by kind; they start at the same time. Native is left out when it does not start."""
-    children = {one["kind"]: Child(setting, name, one) for one in descriptions}
+    children = {
+        one["kind"]: Child(
+            "bench.vllm.engine", one, address=setting.address, log_at=setting.logs / f"{name}-{one['kind']}.log",
+            slower=1 if setting.on_gpu else CPU_SLOWER,
+        )
+        for one in descriptions
+    }
     try:
         for child in list(children.values()):
             try:
@@ -244,25 +167,3 @@ def engines(setting: Setting, name: str, descriptions: list[dict[str, Any]]) -> 
     finally:
         for child in children.values():
             child.close()
-
-
-def wait_until_pinned(address: str) -> None:
-    """Waits until the pool has grown and every worker has page-locked all of it: what is not page-locked is a miss."""
-    until = time.monotonic() + PINNED_S
-    grown, since = -1, time.monotonic()
-    with Client(address) as client:
-        while True:
-            pool = client.status().pool
-            segments = max((segment.id + 1 for segment in client.segments().segments), default=0)
-            pinned = [
-                member.pinned_through or 0 for session in client.sessions().sessions for member in session.members
-                if member.state == "live" and member.ranks and session.label != MOVER_LABEL
-            ]
-            if pool.allocated_bytes != grown:
-                grown, since = pool.allocated_bytes, time.monotonic()
-            done = grown >= pool.limit_bytes or time.monotonic() - since > STILL_S
-            if done and pinned and min(pinned) >= segments:
-                return
-            if time.monotonic() > until:
-                raise Failed(f"kvdock: workers have page-locked {pinned} of {segments} segments after {PINNED_S} s")
-            time.sleep(0.1)  # between two looks at how far the pool is pinned

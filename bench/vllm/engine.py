@@ -12,7 +12,6 @@ A job that fails is answered with {"error": …} and ends the process, because t
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -26,6 +25,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from bench.engine_child import pace
 
 Prompt = list[int]
 Run = list[tuple[int, float, list[tuple[int, float]]]]
@@ -262,17 +263,6 @@ class Engine:
         self.watch.take()
         answer = what(**job)
         return answer | {"counts": self.watch.take()}
-
-
-def pace(times: list[list[float]], start: float, end: float) -> dict[str, Any]:
-    """Rate and gaps of the tokens whose times are in (start, end]."""
-    inside = [[at for at in seen if start <= at <= end] for seen in times]
-    gaps_ms = sorted((b - a) * 1e3 for seen in inside for a, b in itertools.pairwise(seen))
-    tokens = sum(len([at for at in seen if at > start]) for seen in inside)
-    return {
-        "tokens_per_s": tokens / (end - start), "window_s": end - start,
-        "gap_ms_p50": statistics.median(gaps_ms), "gap_ms_p99": gaps_ms[len(gaps_ms) * 99 // 100],
-    }
 
 
 def run_of(output: Any) -> Run:

@@ -13,7 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.vllm.children import TAIL, Child, Engines, Figures, Scale, prompt, say
+from bench.engine_child import Child, prompt
+from bench.vllm.children import TAIL, Engines, Figures, Scale, say
 
 
 def compared(runs: Sequence[Any], others: Sequence[Any]) -> Figures:

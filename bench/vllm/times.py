@@ -7,7 +7,8 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
-from bench.vllm.children import TAIL, Child, Engines, Failed, Figures, Scale, prompt, say
+from bench.engine_child import Child, Failed, prompt
+from bench.vllm.children import TAIL, Engines, Figures, Scale, say
 from bench.vllm.outputs import loaded_alone
 from bench.vllm.published import Published
 

@@ -1,8 +1,12 @@
 """The conformance kit (connectors/conformance.py) against the linker, over SGLang's own pools of KV.
 
+    python contract.py MODEL ADDRESS LARGE_ADDRESS
+
 A connector's verbs become the calls that SGLang's wrapper of linkers makes, with its own hashes of pages. Prints a JSON
 object: for each kind of pool, by the name of each check, what did not hold; "" if all did. "linker": the same of
-linker_checks.py.
+linker_checks.py. As a program of its own it runs on a GPU, with the whole SGLang for it, and "streams" is the same of
+stream_checks.py, at a second server with a pool of 4 GiB or more; engine_process.py imports it, and then it runs on a
+CPU.
 """
 
 # ruff: noqa: E402  # SGLang can be imported only once it is prepared
@@ -12,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,11 +24,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+DEVICE = "cuda" if __name__ == "__main__" else "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+if DEVICE == "cpu":
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    from cpu_only import prepare
 
-from cpu_only import prepare
-
-prepare()
+    prepare()
 
 import torch
 from linker_checks import LINKER_CHECKS
@@ -32,7 +39,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.server_args import ServerArgs
+from stream_checks import STREAM_CHECKS
 
+from kvdock.client.client import Client
 from kvdock.connectors.conformance import CHECKS, Bench
 from kvdock.connectors.interface import Hit, LoadDone, Miss, Progress, StoreDone
 from kvdock.connectors.sglang import lookups
@@ -40,7 +49,8 @@ from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
 GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa")}
-HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+"""By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
+HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": DEVICE, "enable_memory_saver": False}
 
 
 def pool_of(kind: str) -> Any:
@@ -49,6 +59,9 @@ def pool_of(kind: str) -> Any:
         return MLATokenToKVPool(size=size, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "mha":
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
+    if kind == "large":
+        how = {**HEADS, "dtype": torch.bfloat16}
+        return MHATokenToKVPool(size=256 * PAGE, head_num=8, head_dim=128, layer_num=32, **how)
     return SWAKVPool(
         size=size, size_swa=size, head_num=2, head_dim=16, swa_attention_layer_ids=[0, 1],
         full_attention_layer_ids=[2], **HEADS,
@@ -75,7 +88,7 @@ class Verbs:
             if blocks is not None:
                 held = [block for block in blocks[at][first : first + len(keys)] if block is not None]
                 of_group = list(keys[len(keys) - len(held) :])
-                indices = torch.tensor([page * PAGE + token for page in held for token in range(PAGE)])
+                indices = torch.tensor([page * PAGE + token for page in held for token in range(PAGE)], device=DEVICE)
             made.append(PoolTransfer(name=PoolName(group), keys=of_group, device_indices=indices))
         return made
 
@@ -143,15 +156,16 @@ class Subject:
 
     numbers = itertools.count()
 
-    def __init__(self, name: str, kind: str, model: str, address: str) -> None:
+    def __init__(self, name: str, kind: str, model: str, address: str, stream: Any = None) -> None:
+        """`stream`: of the forward pass, if it is not the current one."""
         self.label = f"{name}-{os.getpid()}-{next(self.numbers)}"
         self.chunk_tokens = self.block_tokens = PAGE
         self.num_blocks = PAGES
-        self._groups = GROUPS[kind]
+        self._groups = GROUPS.get(kind, ("kv",))
         self.windows = [None, WINDOW][: len(self._groups)]
         self.pool = pool_of(kind)
         args = ServerArgs(
-            model_path=model, served_model_name=self.label, device="cpu", load_format="safetensors",
+            model_path=model, served_model_name=self.label, device=DEVICE, load_format="safetensors",
             skip_tokenizer_init=True, page_size=PAGE,
         )
         args.resolve_once()
@@ -163,8 +177,10 @@ class Subject:
         )
         components = [SimpleNamespace(name=name) for name in ("FULL", "SWA")[: len(self._groups)]]
         extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "verify_wait_s": 1.0}
-        linker = KvdockLinker(args, params, components=components, extra_config=extra)
+        linker = KvdockLinker(args, params, components=components, extra_config=extra, forward_stream=stream)
         self.connector: Any = Verbs(linker, self._groups)
+        if DEVICE == "cuda":
+            wait_until_registered(address, self.label)
 
     def _planes(self, block: int) -> list[Any]:
         """The layers' buffers that the block is in: groups have ranges of blocks of their own."""
@@ -181,13 +197,27 @@ class Subject:
 
     def contents(self, block: int) -> bytes:
         rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in self._planes(block)]
-        return b"".join(row.contiguous().numpy().tobytes() for row in rows)
+        return b"".join(row.cpu().contiguous().numpy().tobytes() for row in rows)
 
     def close(self) -> None:
         self.connector.close()
 
 
-def main(model: str, address: str) -> None:
+def wait_until_registered(address: str, label: str) -> None:
+    """What the GPU's driver has not page-locked yet is a miss."""
+    end_s = time.monotonic() + 30
+    with Client(address) as client:
+        while True:
+            pool, sessions = client.status().pool, client.sessions().sessions
+            through = [member.pinned_through for one in sessions if one.label == label for member in one.members]
+            segments = len(client.segments().segments)
+            if pool.allocated_bytes == pool.limit_bytes and through and all((at or 0) >= segments for at in through):
+                return
+            assert time.monotonic() < end_s, f"{through} of {segments} segments are page-locked"
+            time.sleep(0.02)  # between two looks
+
+
+def main(model: str, address: str, large_address: str | None = None) -> None:
     lookups.FORGET_S = 1.0  # SGLang says nothing of a request that ends without a load
     hashes_of(range(PAGE))  # the first call loads what hashes
     seeds = itertools.count()
@@ -197,6 +227,13 @@ def main(model: str, address: str) -> None:
     subject = Subject("linker", "mha", model, address)
     found["linker"] = {check.__name__: told(partial(check, subject.connector.linker)) for check in LINKER_CHECKS}
     subject.close()
+    if large_address is not None:
+        stream = torch.cuda.Stream()
+        large = Subject("streams", "large", model, large_address, stream)
+        found["streams"] = {
+            check.__name__: told(partial(check, large.connector.linker, large.pool, stream)) for check in STREAM_CHECKS
+        }
+        large.close()
     print(json.dumps(found))
 
 
@@ -211,3 +248,6 @@ def told(check: Callable[[], None]) -> str:
         return traceback.format_exc()
     return ""
 
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -15,10 +15,10 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 PAGE = 64
 
 
-def transfer(keys: list[str], pages: list[int] | None = None) -> PoolTransfer:
+def transfer(keys: list[str], pages: list[int] | None = None, device: str = "cpu") -> PoolTransfer:
     indices = None
     if pages is not None:
-        indices = torch.tensor([page * PAGE + token for page in pages for token in range(PAGE)])
+        indices = torch.tensor([page * PAGE + token for page in pages for token in range(PAGE)], device=device)
     return PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)
 
 

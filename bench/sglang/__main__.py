@@ -1,0 +1,288 @@
+"""SGLang with kvdock, beside SGLang's own host cache (hicache), on one machine.
+
+    python -m bench.sglang               loads, decode
+    python -m bench.sglang MODE …        some of the two
+
+    loads   time to first token: of a new prompt, of a local hit, and from host memory once it has left the device
+    decode  tokens a second, and gaps between tokens, of running requests alone, beside loads and beside stores
+
+Prints one JSON object. Each engine is a process of its own and they take turns; both are up at the same time and want
+some 30 GiB of GPU memory each. What has left the device was driven out by other prompts, under both engines. Without a
+GPU, `--device cpu --model FOLDER` with a tiny model shows that it works, without hicache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench.engine_child import LLAMA_8B, Child, Failed, prompt, wait_until_pinned
+from kvdock import _core
+
+Figures = dict[str, Any]
+KINDS = ("hicache", "kvdock")
+PAGE = 64
+TAIL = 8
+"""Tokens of a prompt that no hit may cover."""
+POOL_BYTES = {"cuda": 28 << 30, "cpu": 256 << 20}
+FIRST_S = 150.0
+"""Limit of a request: the first ones compile kernels."""
+HICACHE_GB = 30
+"""What POOL_BYTES are in SGLang's unit."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that `--scale` may change. Lengths are in tokens."""
+
+    layers: int = 32
+    device_tokens: int = 72 << 10
+    """What the KV on the device holds: more than all of `lens`, less than the prompts of `feed`."""
+    lens: Sequence[int] = (2048, 8192, 32768)
+    reps: int = 4
+    checked: int = 2048
+    """Length of the prompt whose output is compared, and how many tokens of it."""
+    checked_new: int = 16
+    decoders: int = 16
+    decoded: int = 256
+    decoder_prompt: int = 32
+    feed: int = 8192
+    feed_prompts: int = 12
+    feed_interval_s: float = 0.1
+    stored: int = 1024
+    """Length of the new prompts in the decode mode."""
+    stored_interval_s: float = 0.2
+    settle_s: float = 0.5
+    """From a request's end until all of it is in host memory."""
+
+
+CPU_SCALE = Scale(
+    device_tokens=2048, lens=(128, 512), reps=1, checked=128, checked_new=8, decoders=2, decoded=40, feed=512,
+    feed_prompts=5, feed_interval_s=0.02, stored=128, stored_interval_s=0.02,
+)
+"""Shows that the benchmark works, with a tiny model and no GPU. Its figures mean nothing."""
+
+
+def say(text: str) -> None:
+    print(f"bench.sglang: {text}", file=sys.stderr, flush=True)
+
+
+def described(kind: str, chosen: argparse.Namespace, scale: Scale, address: str, namespace: str) -> dict[str, Any]:
+    """The argument of bench/sglang/engine.py."""
+    longest = max(*scale.lens, scale.feed) + 128
+    engine: dict[str, Any] = {
+        "device": chosen.device, "skip_tokenizer_init": True, "page_size": PAGE, "context_length": longest,
+        "max_total_tokens": scale.device_tokens, "disable_cuda_graph": not chosen.graphs, "grammar_backend": "none",
+        "sampling_backend": "pytorch", "log_level": "warning", "skip_server_warmup": True, "random_seed": 0,
+        "max_running_requests": 2 * scale.decoders, "watchdog_timeout": 3600,
+    }
+    if chosen.device == "cuda":
+        engine |= {
+            "dtype": "bfloat16", "attention_backend": chosen.attention, "chunked_prefill_size": 8192,
+            "mem_fraction_static": 0.6,
+        }
+    else:
+        engine |= {
+            "dtype": "float32", "attention_backend": "torch_native", "chunked_prefill_size": 256,
+            "mem_fraction_static": 0.2,
+        }
+    if kind == "hicache":
+        engine |= {"enable_hierarchical_cache": True, "hicache_size": HICACHE_GB}
+        engine["hicache_write_policy"] = "write_through"
+    else:
+        extra = {"address": address, "weights_digest": namespace, **chosen.connector}
+        engine |= {
+            "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": {
+                "linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang",
+                "linker_extra_config": extra,
+            },
+        }
+    model = str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": scale.layers, "dtype": "bfloat16"}
+    return {"kind": kind, "model": model, "engine": engine}
+
+
+class Turns:
+    """Engines that take turns, each with prompts of its own draw that no other has."""
+
+    def __init__(self, engines: Mapping[str, Child], scale: Scale, vocabulary: int) -> None:
+        self.engines, self.scale, self._vocabulary = engines, scale, vocabulary
+        self._draw = random.Random("bench.sglang")
+
+    def prompt(self, tokens: int) -> list[int]:
+        return prompt(self._draw, self._vocabulary, tokens)
+
+    def drive_out(self, engine: Child) -> None:
+        """Fills the device with other prompts."""
+        longest = max(self.scale.lens)
+        for _ in range(self.scale.device_tokens // longest + 1):
+            engine.do("first_token", FIRST_S, ids=self.prompt(longest + TAIL))
+        time.sleep(self.scale.settle_s)
+
+    def first_token_ms(self, engine: Child, ids: list[int], cached: int, way: str) -> float:
+        seen = engine.do("first_token", FIRST_S, ids=ids, tokens=2)
+        if seen["cached"] != cached:  # its time would be that of something else
+            raise Failed(f"{engine.kind} {way}: {seen['cached']} cached tokens, not {cached} ({seen['from']})")
+        return float(seen["ttft_s"] * 1e3)
+
+    # ------------------------------------------------------------------ modes
+
+    def loads(self) -> Figures:
+        """Medians in ms, by engine and length: `cold` (nobody has the prompt), `local` (it is on the device), `load`
+        (it is in host memory alone). `same`: whether the output after a load is a local hit's, in every bit."""
+        taken: dict[str, list[float]] = defaultdict(list)
+        for rep in range(-1, self.scale.reps):  # the first compiles kernels and does not count
+            for kind in self._draw.sample(sorted(self.engines), len(self.engines)):
+                engine, known = self.engines[kind], {length: self.prompt(length + TAIL) for length in self.scale.lens}
+                seen: dict[str, float] = {}
+                for length, ids in known.items():
+                    seen[f"{length}_cold_ms"] = self.first_token_ms(engine, ids, 0, "cold")
+                    time.sleep(self.scale.settle_s)
+                    seen[f"{length}_local_ms"] = self.first_token_ms(engine, ids, length, "local")
+                self.drive_out(engine)
+                for length, ids in known.items():
+                    seen[f"{length}_load_ms"] = self.first_token_ms(engine, ids, length, "load")
+                say(f"loads: {rep} {kind} {({name: round(ms, 1) for name, ms in seen.items()})}")
+                if rep >= 0:
+                    for name, ms in seen.items():
+                        taken[f"{kind}_{name}"].append(ms)
+        figures: Figures = {name: statistics.median(ms) for name, ms in taken.items()}
+        for kind, engine in self.engines.items():
+            for length in self.scale.lens:
+                at = f"{kind}_{length}"
+                figures[f"{at}_load_over_local_ms"] = figures[f"{at}_load_ms"] - figures[f"{at}_local_ms"]
+            figures[f"{kind}_same"] = self._is_same(engine)
+        return figures
+
+    def _is_same(self, engine: Child) -> bool:
+        ids, new = self.prompt(self.scale.checked + TAIL), self.scale.checked_new
+        engine.do("run", ids=ids, tokens=new)
+        time.sleep(self.scale.settle_s)
+        local = engine.do("run", ids=ids, tokens=new)
+        self.drive_out(engine)
+        loaded = engine.do("run", ids=ids, tokens=new)
+        if (local["cached"], loaded["cached"]) != (self.scale.checked, self.scale.checked):
+            found = f"{local['cached']} and {loaded['cached']}"
+            raise Failed(f"{engine.kind}: {found} cached tokens, not {self.scale.checked}")
+        return bool(local["run"] == loaded["run"])
+
+    def decode(self) -> Figures:
+        """Losses are shares of the same engine's tokens a second alone (mean of before and after)."""
+        scale, figures = self.scale, Figures(requests=self.scale.decoders, tokens=self.scale.decoded)
+        for kind, engine in self.engines.items():
+            known = [self.prompt(scale.feed + TAIL) for _ in range(scale.feed_prompts)]
+            for ids in known:
+                engine.do("first_token", ids=ids)
+            time.sleep(scale.settle_s)
+            news = [self.prompt(scale.stored + TAIL) for _ in range(200)]
+            feeds: list[tuple[str, list[list[int]], float]] = [
+                ("alone", [], 0.0), ("loads", known, scale.feed_interval_s), ("stores", news, scale.stored_interval_s),
+                ("alone_after", [], 0.0),
+            ]
+            engine.do("decode", prompts=[self.prompt(scale.decoder_prompt) for _ in range(scale.decoders)], tokens=8)
+            for name, feed, interval_s in feeds:
+                decoders = [self.prompt(scale.decoder_prompt) for _ in range(scale.decoders)]
+                seen = engine.do("decode", prompts=decoders, tokens=scale.decoded, feed=feed, interval_s=interval_s)
+                figures[f"{kind}_{name}"] = seen
+                say(f"decode: {kind} {name}: {seen}")
+            alone = (figures[f"{kind}_alone"]["tokens_per_s"] + figures[f"{kind}_alone_after"]["tokens_per_s"]) / 2
+            for name in ("loads", "stores"):
+                figures[f"{kind}_{name}_loss"] = 1 - figures[f"{kind}_{name}"]["tokens_per_s"] / alone
+        return figures
+
+
+MODES: dict[str, Callable[[Turns], Figures]] = {"loads": Turns.loads, "decode": Turns.decode}
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.sglang", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("modes", nargs="*", metavar="MODE")
+    parser.add_argument("--address", help="of a kvdock server that serves nobody else; without it one is started")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
+    parser.add_argument("--attention", default="triton", help="SGLang's attention backend on a GPU")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's linker, as JSON")
+    parser.add_argument("--logs", type=Path, default=Path("out"), help="folder for the engines' logs")
+    parser.add_argument("--scale", type=json.loads, default={}, metavar="JSON",
+                        help='other sizes than the usual ones, as {"lens": [2048], "reps": 3}: Scale in this file')
+    chosen = parser.parse_args(arguments)
+    if unknown := set(chosen.modes) - set(MODES):
+        parser.error(f"found {', '.join(sorted(unknown))}, wanted some of {', '.join(MODES)}")
+    if unknown := set(chosen.scale) - {field.name for field in fields(Scale)}:
+        parser.error(f"--scale: found {', '.join(sorted(unknown))}, wanted fields of Scale")
+    return chosen
+
+
+def obstacle(device: str, model: Path | None) -> str:
+    """Why nothing can be measured here, or ""."""
+    if find_spec("sglang") is None:
+        return f"SGLang is not installed for {sys.executable}"
+    if device == "cuda" and (why := _core.cuda_unavailable()):
+        return f"no GPU: {why}; --device cpu --model FOLDER shows that it works without one"
+    if device == "cpu" and model is None:
+        return "--device cpu wants --model FOLDER with a tiny model"
+    return ""
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return {name: rounded(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def main(arguments: list[str]) -> int:
+    chosen = parsed(arguments)
+    if why := obstacle(chosen.device, chosen.model):
+        print(f"bench.sglang: {why}", file=sys.stderr)
+        return 2
+    scale = replace(Scale() if chosen.device == "cuda" else CPU_SCALE, **chosen.scale)
+    config = json.loads((chosen.model / "config.json").read_text()) if chosen.model else LLAMA_8B
+    kinds = [kind for kind in chosen.kinds if chosen.device == "cuda" or kind != "hicache"]
+    chosen.logs.mkdir(parents=True, exist_ok=True)
+    figures: Figures = {"arguments": arguments}
+    with ExitStack() as stack:
+        address = chosen.address
+        if address is None:
+            from bench.serving import ServerProcess  # imports the server, which an engine's Python may lack
+
+            server = ServerProcess("serve", pool_bytes=POOL_BYTES[chosen.device], growth="ahead")
+            address = stack.enter_context(server).unix
+        engines: dict[str, Child] = {}
+        try:
+            for kind in kinds:  # one after the other: each looks at how much of the GPU's memory is free
+                said = described(kind, chosen, scale, address, f"bench-{time.time_ns()}")
+                log_at = chosen.logs / f"sglang-{kind}.log"
+                engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at)
+                stack.callback(engines[kind].close)
+                engines[kind].started()
+                say(f"{engines[kind].facts}")
+            if chosen.device == "cuda" and "kvdock" in engines:
+                wait_until_pinned(address)
+            figures["engines"] = {kind: engine.facts for kind, engine in engines.items()}
+            turns = Turns(engines, scale, config["vocab_size"])
+            for mode in chosen.modes or MODES:
+                figures[mode] = rounded(MODES[mode](turns))
+        except Failed as error:  # what was measured before is told
+            say(str(error))
+            figures["error"] = str(error)
+    print(json.dumps(figures))
+    return int("error" in figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 from table_helpers import PAGE, Client, key, new_table
@@ -13,6 +15,7 @@ from kvdock._core import Census, Table
 pytestmark = pytest.mark.table_model
 
 MIB = 1 << 20
+MOST_PREFIXES = 256
 
 
 def counted(table: Table, budget: int = 1 << 30) -> Census:
@@ -26,23 +29,31 @@ def chain(*what: object, length: int) -> list[bytes]:
     return [key(*what, at) for at in range(length)]
 
 
+def look(client: Client, keys: list[bytes], request: object, now: int = 0) -> None:
+    client.table.release(client.session, client.lookup(keys, request=request, now=now).lease, [0])
+
+
 class Forest:
-    """Chains of one client that share beginnings, and what a count of them should say."""
+    """Chains of one client that share beginnings, and what a count of them should say, by first key."""
 
     def __init__(self, client: Client, source: random.Random, trees: int) -> None:
         self.client, self.chunks, self.uses = client, dict[bytes, int](), dict[bytes, int]()
+        self.lasts: dict[bytes, set[tuple[bytes, int]]] = {}
         for tree in range(trees):
             trunk = chain(client.name, tree, length=source.randint(1, 9))
             client.store(trunk)
+            ends = {(trunk[-1], len(trunk))}
             for branch in range(source.randint(0, 3)):
                 keys = chain(client.name, tree, branch, length=source.randint(1, 12))
                 assert client.store(keys, parent=trunk[-1]) == len(keys)
+                ends.add((keys[-1], len(trunk) + len(keys)))
                 self.chunks[trunk[0]] = self.chunks.get(trunk[0], 0) + len(keys)
             self.chunks[trunk[0]] = self.chunks.get(trunk[0], 0) + len(trunk)
             self.uses[trunk[0]] = source.randint(0, 3)
             for use in range(self.uses[trunk[0]]):
-                lease = client.lookup(trunk, request=(tree, use)).lease
-                client.table.release(client.session, lease, [0])
+                look(client, trunk, (tree, use))
+            deepest = {end for end in ends if end[1] == max(depth for _, depth in ends)}
+            self.lasts[trunk[0]] = {(trunk[-1], len(trunk))} if self.uses[trunk[0]] else deepest
 
 
 @pytest.mark.parametrize("budget", [1, 7, 1 << 30])
@@ -57,8 +68,9 @@ def test_a_count_in_slices_finds_every_prefix_with_its_chunks_and_uses(budget: i
         found, count = census.prefixes([client.space], 1000)
         assert count == len(found) == len(forest.chunks)
         assert {first: many for _, first, many, *_ in found} == forest.chunks
-        assert {first: uses for _, first, *_, uses in found} == forest.uses
-        ranks = [(uses, held) for _, _, _, held, _, _, uses in found]
+        assert {first: uses for _, first, *_, uses, _, _ in found} == forest.uses
+        assert all((last, deep) in forest.lasts[first] for _, first, *_, last, deep in found)
+        ranks = [(uses, held) for _, _, _, held, _, _, uses, *_ in found]
         assert ranks == sorted(ranks, reverse=True)
         assert census.prefixes([client.space], 3)[0] == found[:3]
     both = census.prefixes([forest.client.space for forest in forests], 1000)
@@ -76,10 +88,9 @@ def test_ages_are_those_of_the_server_clock() -> None:
         table.tick(at_ms + 1_000)  # uses are dated to the second
     table.heartbeat(client.member, 9_000)
     table.tick(9_000)
-    lease = client.lookup([key("a")], request="again", now=9_000).lease
-    table.release(client.session, lease, [0])
+    look(client, [key("a")], "again", 9_000)
     found, _ = counted(table).prefixes([client.space], 10)
-    times = {first: (born, used, uses) for _, first, _, _, born, used, uses in found}
+    times = {first: (born, used, uses) for _, first, _, _, born, used, uses, *_ in found}
     assert times[key("a")][0] == 1_000 and times[key("b")][0] == 5_000
     assert times[key("a")][1] == 9_000 and 5_000 <= times[key("b")][1] <= 6_000
     assert (times[key("a")][2], times[key("b")][2]) == (1, 0)
@@ -112,10 +123,165 @@ def test_a_pool_that_changes_while_it_is_counted_is_counted_about_right() -> Non
             if source.random() < 0.5:
                 gone = stored.pop(source.randrange(len(stored)))
                 table.delete(client.space, b"".join(gone))
-            client.table.release(client.session, client.lookup(kept, request=(round_, steps)).lease, [0])
+            look(client, kept, (round_, steps))
         found, _ = census.prefixes([client.space], 10_000)
         by_first: dict[bytes, int] = defaultdict(int)
         for _, first, chunks, *_ in found:
             by_first[first] += chunks
         assert by_first[kept[0]] >= 20 or table.state_of(client.space, kept[0]) != "ready"
         table.check_integrity()
+
+
+def test_the_last_key_is_the_deepest_that_half_of_the_lookups_found_and_a_pin_of_it_keeps_it_all() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    system, often, once = (chain(name, length=4) for name in ("system", "often", "once"))
+    client.store(system)
+    for branch in (often, once):
+        client.store(branch, parent=system[-1])
+    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    assert last in (often[-1], once[-1]) and depth == 8, "nobody has looked anything up: the deepest"
+    for number, asked in enumerate(([*system, *often[:2]], [*system, *often[:3]], [*system, *once], system[:1])):
+        look(client, asked, number)
+    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    assert (last, depth) == (often[1], 6), "two of four"
+    assert table.pin(client.space, last, 1 << 40) == 1
+    while table.evict(16 * MIB, 100):
+        pass
+    assert [client.has(one) for one in [*system, *often, *once]] == [True] * 6 + [False] * 6
+
+
+def test_the_most_used_of_many_prefixes_of_several_namespaces_are_ranked_together() -> None:
+    table, source = new_table(64 * MIB, records=8192), random.Random(3)
+    clients = [Client(table, PAGE, f"c{n}") for n in range(3)]
+    uses: dict[bytes, int] = {}
+    for client in clients[:2]:
+        for number in range(MOST_PREFIXES + 60):
+            first = key(client.name, number)
+            client.store([first])
+            uses[first] = source.randint(0, 4)
+            for use in range(uses[first]):
+                look(client, [first], (number, use))
+    found, count = counted(table, 64).prefixes([client.space for client in clients], 10_000)
+    assert count == len(uses)
+    expected = sorted(uses.values(), reverse=True)[:MOST_PREFIXES]
+    assert [one[6] for one in found] == [uses[one[1]] for one in found] == expected
+    one_found, one_count = counted(table).prefixes([clients[1].space], 10)
+    assert one_count == MOST_PREFIXES + 60 and {one[0] for one in one_found} == {clients[1].space}
+
+
+def test_no_call_does_more_than_its_budget_however_many_prefixes_there_are_or_deep() -> None:
+    """Each chunk is looked at twice, each prefix ranked, and each link of a way that is found backwards is work."""
+    table = new_table(64 * MIB, records=8192)
+    client = Client(table, PAGE)
+    singles = [key("single", n) for n in range(2000)]
+    for first in singles:
+        client.store([first])
+    assert calls_until_whole(table) >= 3 * len(singles) // 64
+    table.delete(client.space, b"".join(singles))
+    deep = chain("deep", length=2000)
+    for at in range(0, len(deep), 500):  # records that were given back are taken in reverse
+        client.store(deep[at : at + 500], parent=deep[at - 1] if at else b"")
+    assert calls_until_whole(table) >= (2.4 * len(deep)) // 64
+    ((_, first, chunks, *_, last, depth),) = counted(table, 64).prefixes([client.space], 5)[0]
+    assert (first, chunks, last, depth) == (deep[0], 2000, deep[-1], 2000)
+
+
+def calls_until_whole(table: Table, budget: int = 64) -> int:
+    census, calls = Census(table), 1
+    while not census.step(budget):
+        calls += 1
+    return calls
+
+
+def test_counts_beside_stores_and_lookups_of_another_thread_see_whole_prefixes() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    kept, done = chain("kept", length=9), Event()
+    client.store(kept)
+
+    def work() -> None:
+        for number in range(1500):
+            client.store(chain("other", number, length=3))
+            look(client, kept, number)
+            table.delete(client.space, b"".join(chain("other", number, length=3)))
+        done.set()
+
+    with ThreadPoolExecutor(1) as others:
+        worker = others.submit(work)
+        while not done.is_set() and not worker.done():
+            found, _ = counted(table, 5).prefixes([client.space], 10)
+            ((chunks, last, depth),) = [(one[2], *one[-2:]) for one in found if one[1] == kept[0]]
+            assert (chunks, last, depth) == (9, kept[-1], 9) and all(one[2] <= 9 for one in found)
+        worker.result()
+    table.check_integrity()
+
+
+def test_a_prefix_that_goes_after_the_count_is_left_out_and_what_takes_its_record_is_not_it() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    for name in "abc":
+        client.store(chain(name, length=3))
+    census = counted(table)
+    table.delete(client.space, b"".join(chain("b", length=3)))
+    client.store(chain("new", length=3))
+    found, count = census.prefixes([client.space], 10)
+    assert {one[1] for one in found} == {key("a", 0), key("c", 0)} and count == 2
+    assert {one[1] for one in counted(table).prefixes([client.space], 10)[0]} == {key(n, 0) for n in ("a", "c", "new")}
+
+
+def test_records_that_other_chunks_took_during_the_count_are_not_counted_for_those_before() -> None:
+    """The pages are used again for larger records, of which fewer fit, so that old ids name nothing any more."""
+    groups = [("full", 0, PAGE)] * 16
+    for stop in range(1, 1200, 40):
+        table = new_table(8 * MIB, records=512)
+        client = Client(table, PAGE)
+        for number in range(MOST_PREFIXES):
+            client.store([key("old", number)])
+        census = Census(table)
+        for _ in range(stop):
+            census.step(1)
+        place = 0
+        while place >= 0:
+            _, place = table.clear(client.space, place, 1 << 20)
+        client.space = table.add_namespace(key("wide"), chunk_tokens=16, block_tokens=4, writers=1, groups=groups)
+        client.session = table.open_session(key("wide session")[:16], client.space, 0)
+        client.member = table.add_member(client.session, key("wide member")[:16], [0], True, 0)
+        got = client.reserve(chain("wide", length=60))
+        parts = [(index, group, 1) for index, _ in got.chunks for group in range(16)]
+        assert len(got.chunks) == 60 and table.commit(client.session, got.grant, 0, parts, 0)
+        while not census.step(1):
+            pass
+        found, count = census.prefixes([0, 1], 1000)
+        assert count == len(found) and {one[1] for one in found} <= {key("wide", 0)}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8])
+def test_chunks_that_name_each_other_in_a_circle_are_one_prefix(length: int) -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    ring = chain("ring", length=length)
+    assert client.store(ring, parent=ring[-1]) == length
+    ((_, first, chunks, *_),), count = counted(table, 1).prefixes([client.space], 5)
+    assert first in ring and (chunks, count) == (length, 1)
+
+
+def test_what_lost_its_beginning_is_of_no_prefix_until_that_is_stored_again() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    keys = chain("torn", length=5)
+    client.store(keys)
+    table.delete(client.space, keys[1])
+    found, count = counted(table).prefixes([client.space], 5)
+    assert [(one[1], one[2], one[-1]) for one in found] == [(keys[0], 1, 1)] and count == 1
+    assert [chunks for _, chunks, *_ in counted(table).spaces()] == [4]
+    client.store([keys[1]], parent=keys[0])
+    assert [(one[1], one[2], one[-1]) for one in counted(table).prefixes([client.space], 5)[0]] == [(keys[0], 5, 5)]
+
+
+def test_a_chunk_whose_parent_is_not_known_begins_a_prefix() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    client.store(chain("middle", length=3), parent=b"\xff" * 32)
+    ((_, first, chunks, *_, last, depth),) = counted(table).prefixes([client.space], 5)[0]
+    assert (first, chunks, last, depth) == (key("middle", 0), 3, key("middle", 2), 3)

@@ -69,15 +69,13 @@ bool Census::is_ready(uint32_t id) const {
 }
 
 // Whether the record has the same chunk still.
-bool Census::is_there(uint32_t id, uint64_t generation) const {
-  return is_ready(id) && chunks_.record(id).generation() == generation;
-}
+bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) && this->stamp(id) == stamp; }
 
 void Census::link(uint32_t id) {
   const Record& r = chunks_.record(id);
   const KeyEntry* before = r.parent.names_chunk() ? chunks_.find(r.space, r.parent) : nullptr;
-  if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id)};
-  else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1};
+  if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id), stamp(id), 0};
+  else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1, stamp(id), stamp(before->ready)};
   SpaceCount& space = spaces_[r.space];
   ++space.chunks;
   space.bytes += chunks_.bytes_of(id);
@@ -86,8 +84,7 @@ void Census::link(uint32_t id) {
 }
 
 uint32_t Census::new_prefix(uint32_t id) {
-  uint64_t generation = chunks_.record(id).generation();
-  prefixes_.at(prefix_count_) = {generation, 0, 0, generation, id, 0, id, 1};
+  prefixes_.at(prefix_count_) = {0, 0, id, stamp(id), 0, id, stamp(id), 1};
   return prefix_count_++;
 }
 
@@ -101,12 +98,16 @@ bool Census::climb() {
     return true;
   }
   if (node.above == kNone) return true;  // it came while the others were counted, or has lost what came before it
-  uint32_t above = node.above;
-  if (Node over = nodes_.at(above); over.above != above && over.above != kNone) {
-    node = {over.above, node.up + over.up};
-    // Chunks that name each other, or a record that was used again, lead in a circle: it begins somewhere.
+  Node over = nodes_.at(node.above);
+  if (over.stamp != node.above_stamp) {  // another chunk took that record
+    node.above = kNone;
+    return true;
+  }
+  if (over.above != node.above && over.above != kNone) {
+    node = {over.above, node.up + over.up, node.stamp, over.above_stamp};
+    // Chunks that name each other lead in a circle: it begins somewhere.
     if (node.above == walk_) {
-      node = is_ready(walk_) ? Node{walk_, new_prefix(walk_)} : Node{};
+      node = is_there(walk_, node.stamp) ? Node{walk_, new_prefix(walk_), node.stamp, 0} : Node{};
       return false;
     }
   }
@@ -116,33 +117,32 @@ bool Census::climb() {
 }
 
 void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
-  if (!is_ready(id) || !is_there(to.first, to.generation)) return;
+  if (!is_there(id, nodes_.at(id).stamp) || !is_there(to.first, to.stamp)) return;
   const Record& r = chunks_.record(id);
-  if (chunks_.record(to.first).space != r.space) return;
   ++to.chunks;
   to.bytes += chunks_.bytes_of(id);
   to.used = std::max(to.used, r.last_used);
   if (depth > to.last_chunks && uint64_t{chunks_.uses_of(id)} * 2 >= chunks_.uses_of(to.first)) {
     to.last = id;
-    to.last_generation = r.generation();
+    to.last_stamp = stamp(id);
     to.last_chunks = depth;
   }
 }
 
 uint32_t Census::rank(const Prefix& prefix) {
-  if (!prefix.chunks || !is_there(prefix.first, prefix.generation)) return 1;
+  if (!prefix.chunks || !is_there(prefix.first, prefix.stamp)) return 1;
   const Record& r = chunks_.record(prefix.first);
   Ranking& in = rankings_[r.space];
   ++in.count;
   PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, chunks_.born_ms(prefix.first), 0,
-                  chunks_.uses_of(prefix.first), r.key, 1, prefix.first, prefix.generation};
+                  chunks_.uses_of(prefix.first), r.key, 1, prefix.first, prefix.stamp};
   if (in.top.size() == kMostPrefixes) {
     if (!comes_first(one, in.top.front())) return 1;
     std::pop_heap(in.top.begin(), in.top.end(), comes_first);
     in.top.pop_back();
   }
   one.used_ms = chunks_.used_ms(prefix.used);
-  if (is_there(prefix.last, prefix.last_generation))
+  if (is_there(prefix.last, prefix.last_stamp))
     one.last = chunks_.record(prefix.last).key, one.last_chunks = prefix.last_chunks;
   in.top.push_back(one);
   std::push_heap(in.top.begin(), in.top.end(), comes_first);
@@ -182,7 +182,7 @@ std::pair<std::vector<PrefixCount>, uint64_t> Census::prefixes(const std::vector
   for (uint32_t looks = 0; looks < kMostLooks && out.size() < most && !lists.empty(); ++looks) {
     std::pop_heap(lists.begin(), lists.end(), comes_later);
     auto& [at, end] = lists.back();
-    if (is_there(at->record, at->generation)) out.push_back(*at);
+    if (is_there(at->record, at->stamp)) out.push_back(*at);
     else --all;
     if (++at == end) lists.pop_back();
     else std::push_heap(lists.begin(), lists.end(), comes_later);

@@ -30,8 +30,7 @@ struct PrefixCount {
   // counted.
   Key last;
   uint32_t last_chunks;
-  uint32_t record;      // the first chunk's …
-  uint64_t generation;  // … as long as it is there
+  uint32_t record, stamp;  // the first chunk's, as Census has them
 };
 
 class Census {
@@ -51,14 +50,16 @@ class Census {
  private:
   static constexpr size_t kMostPrefixes = 256;
   enum class Phase { link, add, rank, sort, free, done };
+  // Which chunk the record has: what its generation ends with. Within a count no two chunks have the same.
+  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(chunks_.record(id).generation()); }
   struct Node {
     uint32_t above = kNone;  // a record on the way to the first chunk, itself at a first chunk, kNone: not counted
     uint32_t up = 0;         // how many chunks above that is; at a first chunk: its prefix
+    uint32_t stamp = 0, above_stamp = 0;
   };
   struct Prefix {
-    uint64_t generation, bytes, used;  // `used`: tick
-    uint64_t last_generation;
-    uint32_t first, chunks, last, last_chunks;
+    uint64_t bytes, used;  // `used`: tick
+    uint32_t first, stamp, chunks, last, last_stamp, last_chunks;
   };
   struct Ranking {
     uint64_t count = 0;
@@ -86,7 +87,7 @@ class Census {
   };
 
   bool is_ready(uint32_t id) const;
-  bool is_there(uint32_t id, uint64_t generation) const;
+  bool is_there(uint32_t id, uint32_t stamp) const;
   void enter(Phase phase) { phase_ = phase, at_ = 0; }
   uint32_t work();
   uint32_t look();

@@ -256,6 +256,45 @@ def test_records_that_other_chunks_took_during_the_count_are_not_counted_for_tho
         assert count == len(found) and {one[1] for one in found} <= {key("wide", 0)}
 
 
+@pytest.mark.parametrize("whose", ["one", "other"])
+def test_a_chunk_is_not_counted_for_what_took_its_parents_record(whose: str) -> None:
+    """Records that were given back are taken in reverse, so the parent's comes after its child's."""
+    for stop in range(1, 60):
+        table = new_table(16 * MIB)
+        client = Client(table, PAGE, "one")
+        other = client if whose == "one" else Client(table, PAGE, whose)
+        before, pair = chain("before", length=10), chain("pair", length=2)
+        client.store(before)
+        table.delete(client.space, b"".join(before))
+        client.store(pair)
+        census = Census(table)
+        for _ in range(stop):
+            census.step(1)
+        table.delete(client.space, pair[0])
+        other.store([key("theirs")])
+        while not census.step(1):
+            pass
+        found = {one[1]: (*one[2:4], *one[7:]) for one in census.prefixes([other.space], 5)[0]}
+        assert found in ({}, {key("theirs"): (1, PAGE, key("theirs"), 1)})
+
+
+def test_the_last_key_is_one_of_its_prefix_although_chunks_go_meanwhile() -> None:
+    for stop in range(1, 60):
+        table = new_table(16 * MIB)
+        client = Client(table, PAGE)
+        keys = chain("kept", length=3)
+        client.store(keys)
+        census = Census(table)
+        for _ in range(stop):
+            census.step(1)
+        table.delete(client.space, keys[2])
+        client.store([key("new")])
+        while not census.step(1):
+            pass
+        lasts = {one[1]: one[7:] for one in census.prefixes([client.space], 5)[0]}
+        assert lasts[keys[0]] in [(one, 1 + at) for at, one in enumerate(keys)]
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 8])
 def test_chunks_that_name_each_other_in_a_circle_are_one_prefix(length: int) -> None:
     table = new_table(16 * MIB)

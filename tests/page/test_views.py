@@ -161,7 +161,10 @@ def test_prefixes_show_age_and_use_and_can_be_removed(page_server: PageServer, o
     page.get_by_role("button", name="Remove the prefix 020202020202").click()
     question = page.get_by_role("dialog", name="Remove the prefix 020202020202?")
     expect(question).to_contain_text("None of its 4,096\u00a0tokens will be found any more")
+    page.keyboard.press("Escape")
+    expect(question).to_be_hidden()
     assert page_server.sent == []
+    page.get_by_role("button", name="Remove the prefix 020202020202").click()
     question.get_by_role("button", name="Remove", exact=True).click()
     expect(question).to_be_hidden()
     eventually(lambda: len(page_server.sent) == 1)

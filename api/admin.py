@@ -7,7 +7,7 @@ Long walks go in slices of the table, with other calls answered in between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -46,10 +46,12 @@ class Admin:
     """One method for each call that operators make."""
 
     def __init__(
-        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock, bus: Bus
+        self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock, bus: Bus,
+        forget_count: Callable[[], None],
     ) -> None:
+        """`forget_count` is called when chunks were taken out of use: what was counted is not right any more."""
         self._settings, self._pool, self._registry, self._clock = settings, pool, registry, clock
-        self._quotas, self._bus = quotas, bus
+        self._quotas, self._bus, self._forget_count = quotas, bus, forget_count
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
@@ -59,6 +61,7 @@ class Admin:
             taken, cursor = self._pool.table.clear(space, cursor, CLEAR_SLICE_RECORDS)
             chunks += taken
             await asyncio.sleep(0)
+        self._forget_count()
         return Cleared(chunks=chunks)
 
     async def delete(self, body: DeleteChunks) -> Deleted:
@@ -68,6 +71,7 @@ class Admin:
         for keys in _slices(key_bytes(body.keys)):
             chunks += self._pool.table.delete(space, keys)
             await asyncio.sleep(0)
+        self._forget_count()
         return Deleted(chunks=chunks)
 
     async def evict(self, body: EvictChunks) -> Evicted:
@@ -88,6 +92,7 @@ class Admin:
             evictions += 1
             if evictions % EVICT_SLICE == 0:
                 await asyncio.sleep(0)
+        self._forget_count()
         return Evicted(chunks=chunks, bytes=freed, free_bytes=self._pool.free_bytes)
 
     async def pin(self, body: PinChunks) -> Pinned:

@@ -104,16 +104,16 @@ def build(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
             quotas=quotas, desk=desk, bus=bus, kv_log=kv_log, heartbeat_s=settings.heartbeat_s,
         ),
-        admin=Admin(settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus),
-        reports=reports,
-        contents=contents,
+        admin=Admin(
+            settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus, forget_count=contents.forget
+        ),
+        reports=reports, contents=contents,
         explainer=Explainer(tally.recent, registry, pool.table),
         probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
                         durations=durations, missed=tally.missed, spans=extras.spans, kv_log=kv_log, now_s=now_s),
         stream=stream if stream.name in settings.observers else None, kv_stream=kv_stream,
-        body_limit_bytes=settings.body_limit_bytes,
-        body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
+        body_limit_bytes=settings.body_limit_bytes, body_room=BodyRoom.for_bodies_of(settings.body_limit_bytes),
     )
     keeper = Keeper(
         settings, access=access, quotas=quotas, pool=pool, registry=registry, clock=clock, counters=counters,

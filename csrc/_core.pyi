@@ -289,12 +289,12 @@ class Table:
 class Census:
     """Counts a table's chunks while it changes (csrc/table/census.h). Times are the server clock's; 0: not known."""
     def __init__(self, table: Table) -> None: ...
-    def step(self, budget: int) -> bool: ...  # looks at so many chunks more; whether all are counted
+    def step(self, budget: int) -> bool: ...  # does about what looking at so many chunks takes; whether all are counted
     def spaces(self) -> list[tuple[int, int, int, int, int]]: ...  # namespace, chunks, bytes, oldest and newest use
-    # (namespace, first key, chunks, bytes, stored, last used, uses) of each, most used first; how many there are
+    # (namespace, first key, chunks, bytes, stored, last used, uses, last key, its depth), most used first; of how many
     def prefixes(
         self, namespaces: Sequence[int], most: int
-    ) -> tuple[list[tuple[int, bytes, int, int, int, int, int]], int]: ...
+    ) -> tuple[list[tuple[int, bytes, int, int, int, int, int, bytes, int]], int]: ...
 
 # ----------------------------------------------- bytes (mapping, liveness, checksum, copy; csrc/bind/bytes.cpp)
 

@@ -92,13 +92,17 @@ class PrefixView(Answer, kw_only=True):
     """Since a request last named one of the chunks; None: longer than is known."""
     uses: int
     """Lookups that found the first chunk, since this server's start."""
+    last_key: Key
+    """The deepest chunk's that at least half of those lookups found as well. A pin of it keeps what precedes it too."""
+    last_tokens: int
+    """From the first chunk to the end of that one."""
 
 
 class Prefixes(Answer, kw_only=True):
-    """Those that lookups found most often come first."""
+    """Those that lookups found most often come first. One that has gone since they were counted is left out."""
 
     prefixes: list[PrefixView]
     prefix_count: int
-    """All that there are, as many as are listed or more."""
+    """All that there were when they were counted, as many as are listed or more."""
     counted_s: float
     """How long ago the pool was counted."""

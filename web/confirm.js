@@ -5,15 +5,18 @@ import { el } from "./dom.js";
 
 const dialog = () => document.getElementById("confirm");
 
-/** title: what is to be done; lines: what that costs; verb: on the button. Resolves to whether to do it. */
-export function confirmed({ title, lines, verb }) {
+/**
+ * title: what is to be done; lines: what that costs; verb: on the button; asks: a control, if there is something to
+ * choose. Resolves to whether to do it.
+ */
+export function confirmed({ title, lines, verb, asks = null }) {
   const node = dialog();
   const no = button("Cancel", () => node.close(""));
   const yes = button(verb, () => node.close("yes"), "danger");
   node.replaceChildren(
     el("h2", { text: title, attrs: { id: "confirm-title" } }),
     ...lines.map((text) => el("p", { text })),
-    el("div", { cls: "bar-of-controls", children: [no, yes] }),
+    el("div", { cls: "bar-of-controls", children: asks ? [asks, no, yes] : [no, yes] }),
   );
   node.returnValue = "";
   node.showModal();

@@ -164,7 +164,8 @@ async def list_namespaces(request: Request, limit: Limit = DEFAULT_LIMIT, cursor
 @_route(
     c.PREFIXES, "pool", "What is cached, by prefix: the most used first",
     "A prefix is a first chunk with all that goes on from it. The pool's chunks are counted when somebody asks, at "
-    "most once in some seconds.",
+    "most once in some seconds, and after an operator took some out of use. The 256 most used are listed at "
+    "most.",
     errors=("bad_argument",), name="list_prefixes",
 )
 async def list_prefixes(request: Request, limit: Limit = DEFAULT_LIMIT) -> Response:

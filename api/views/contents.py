@@ -15,11 +15,10 @@ from kvdock.api.pool.registry import Registry
 from kvdock.protocol.usage import Prefixes, PrefixView
 
 SLICE_CHUNKS = 4096
-"""About half a millisecond."""
+"""Less than a millisecond."""
 FRESH_S = 1.0
 MOST_SHARE = 0.005
 """A census may take so much of the event loop's time: one that took longer counts as fresh for longer."""
-MOST_PREFIXES = 256
 
 
 class Count(NamedTuple):
@@ -42,18 +41,24 @@ class Contents:
         self._census: Census | None = None
         self._counts: dict[int, Count] = {}
         self._counted_s = self._took_s = 0.0
+        self._is_stale = True
         self._making: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
         """Counts, unless that was done a moment ago. Those who ask meanwhile wait for the same count."""
         if self._making is None or self._making.done():
             lasts_s = max(FRESH_S, self._took_s / MOST_SHARE)
-            if self._census is not None and self._now_s() - self._counted_s < lasts_s:
+            if not self._is_stale and self._now_s() - self._counted_s < lasts_s:
                 return
             self._making = asyncio.create_task(self._count())
         await asyncio.shield(self._making)
 
+    def forget(self) -> None:
+        """An operator took chunks out of use: who asks next gets a new count."""
+        self._is_stale = True
+
     async def _count(self) -> None:
+        self._is_stale = False
         census, worked_s = Census(self._table), 0.0
         while True:
             began_s = self._now_s()
@@ -77,15 +82,16 @@ class Contents:
         await self.refresh()
         assert self._census is not None, "it was counted"
         seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}
-        found, count = self._census.prefixes(list(seen), min(limit, MOST_PREFIXES))
+        found, count = self._census.prefixes(list(seen), limit)
         return Prefixes(
             prefixes=[
                 PrefixView(
                     namespace=seen[space].digest.hex(), tenant=seen[space].tenant, model=seen[space].manifest.model,
                     key=first.hex(), tokens=chunks * seen[space].manifest.chunk_tokens, chunks=chunks, bytes=held,
-                    age_s=self.since_s(born_ms), unused_s=self.since_s(used_ms), uses=uses,
+                    age_s=self.since_s(born_ms), unused_s=self.since_s(used_ms), uses=uses, last_key=last.hex(),
+                    last_tokens=last_chunks * seen[space].manifest.chunk_tokens,
                 )
-                for space, first, chunks, held, born_ms, used_ms, uses in found
+                for space, first, chunks, held, born_ms, used_ms, uses, last, last_chunks in found
             ],
             prefix_count=count,
             counted_s=max(0.0, self._now_s() - self._counted_s),

@@ -363,7 +363,8 @@ void bind_census(py::module_& m) {
         auto [found, all] = counted<const std::vector<uint32_t>&, size_t>(&Census::prefixes)(c, spaces, most);
         py::list out;
         for (const PrefixCount& p : found)
-          out.append(py::make_tuple(p.space, p.first, p.chunks, p.bytes, p.born_ms, p.used_ms, p.uses));
+          out.append(py::make_tuple(p.space, p.first, p.chunks, p.bytes, p.born_ms, p.used_ms, p.uses, p.last,
+                                    p.last_chunks));
         return py::make_tuple(out, all);
       }, "namespaces"_a, "most"_a);
 }

@@ -4,30 +4,78 @@
 
 namespace kvdock {
 
-Census::Census(const Chunks& chunks)
-    : chunks_(chunks), end_(chunks.records_end()), above_(end_, kNone), spaces_(kMaxNamespaces) {}
+namespace {
 
-bool Census::is_ready(uint32_t id) const { return chunks_.record(id).state() == RecordState::kReady; }
+// What work costs that is more than looking at a chunk, measured in that.
+constexpr uint32_t kRankCost = 4, kSortCost = 1024, kFreeCost = 256;
+// How many prefixes one answer looks at, if many have gone since they were counted.
+constexpr uint32_t kMostLooks = 2048;
 
-// First every chunk finds the one before it, then each is added to its first one: both in slices.
-bool Census::step(uint32_t budget) {
-  for (;;) {
-    for (at_ = chunks_.next_record(at_); at_ < end_; at_ = chunks_.next_record(at_ + 1)) {
-      if (budget-- == 0) return false;
-      if (!is_ready(at_)) continue;
-      if (is_linked_) add(at_);
-      else link(at_);
-    }
-    if (is_linked_) return true;
-    is_linked_ = true;
-    at_ = 0;
-  }
+bool comes_first(const PrefixCount& a, const PrefixCount& b) {
+  if (a.uses != b.uses) return a.uses > b.uses;
+  return a.bytes != b.bytes ? a.bytes > b.bytes : a.first < b.first;
 }
+
+}  // namespace
+
+Census::Census(const Chunks& chunks)
+    : chunks_(chunks), end_(chunks.records_end()), spaces_(kMaxNamespaces), rankings_(kMaxNamespaces) {}
+
+bool Census::step(uint32_t budget) {
+  for (int64_t left = budget; left > 0 && phase_ != Phase::done;) left -= work();
+  return phase_ == Phase::done;
+}
+
+// First every chunk finds the one before it, then each is added to its first one, and what comes of it is ranked.
+// Returns what that piece of work costs.
+uint32_t Census::work() {
+  switch (phase_) {
+    case Phase::link:
+    case Phase::add:
+      return look();
+    case Phase::rank:
+      if (at_ < prefix_count_) return rank(prefixes_.at(at_++));
+      enter(Phase::sort);
+      return 1;
+    case Phase::sort:
+      if (at_ < rankings_.size()) return sort(rankings_[at_++]);
+      enter(Phase::free);
+      return 1;
+    case Phase::free:
+      if (!nodes_.drop_last() && !prefixes_.drop_last()) phase_ = Phase::done;
+      return kFreeCost;
+    case Phase::done:
+      return 1;
+  }
+  return 1;
+}
+
+uint32_t Census::look() {
+  if (uint32_t next = chunks_.next_record(at_); next != at_) at_ = next, walk_ = kNone;
+  if (at_ >= end_) {
+    enter(phase_ == Phase::link ? Phase::add : Phase::rank);
+  } else if (phase_ == Phase::add) {
+    if (climb()) ++at_, walk_ = kNone;
+  } else {
+    if (is_ready(at_)) link(at_);
+    ++at_;
+  }
+  return 1;
+}
+
+// A page that was used again may have no room for that id any more.
+bool Census::is_ready(uint32_t id) const {
+  return chunks_.next_record(id) == id && chunks_.record(id).state() == RecordState::kReady;
+}
+
+// Whether the record has the same chunk still.
+bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) && this->stamp(id) == stamp; }
 
 void Census::link(uint32_t id) {
   const Record& r = chunks_.record(id);
   const KeyEntry* before = r.parent.names_chunk() ? chunks_.find(r.space, r.parent) : nullptr;
-  above_[id] = before && before->ready < end_ ? before->ready : id;
+  if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id), stamp(id), 0};
+  else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1, stamp(id), stamp(before->ready)};
   SpaceCount& space = spaces_[r.space];
   ++space.chunks;
   space.bytes += chunks_.bytes_of(id);
@@ -35,24 +83,75 @@ void Census::link(uint32_t id) {
   space.newest = std::max(space.newest, r.last_used);
 }
 
-// Shortens the way on it. A record that was used again meanwhile can lead in a circle: that ends at one of its chunks.
-uint32_t Census::first_of(uint32_t id) {
-  while (above_[id] != id && above_[id] != kNone) {
-    above_[id] = above_[above_[id]] == kNone ? above_[id] : above_[above_[id]];
-    if (above_[above_[id]] == kNone) return id;
-    id = above_[id];
-  }
-  return id;
+uint32_t Census::new_prefix(uint32_t id) {
+  prefixes_.at(prefix_count_) = {0, 0, id, stamp(id), 0, id, stamp(id), 1};
+  return prefix_count_++;
 }
 
-void Census::add(uint32_t id) {
-  if (above_[id] == kNone) return;  // it came while the others were counted
-  uint32_t first = first_of(id);
-  if (!is_ready(first) || chunks_.record(first).space != chunks_.record(id).space) return;
-  Sum& sum = prefixes_[first];
-  ++sum.chunks;
-  sum.bytes += chunks_.bytes_of(id);
-  sum.used = std::max(sum.used, chunks_.record(id).last_used);
+// One link up from chunk at_ to its first one; the way becomes shorter by it. True: the chunk was added, or has no
+// first one.
+bool Census::climb() {
+  if (walk_ == kNone) walk_ = at_, walked_ = 0;
+  Node& node = nodes_.at(walk_);
+  if (node.above == walk_) {
+    add(at_, prefixes_.at(node.up), walked_ + 1);
+    return true;
+  }
+  if (node.above == kNone) return true;  // it came while the others were counted, or has lost what came before it
+  Node over = nodes_.at(node.above);
+  if (over.stamp != node.above_stamp) {  // another chunk took that record
+    node.above = kNone;
+    return true;
+  }
+  if (over.above != node.above && over.above != kNone) {
+    node = {over.above, node.up + over.up, node.stamp, over.above_stamp};
+    // Chunks that name each other lead in a circle: it begins somewhere.
+    if (node.above == walk_) {
+      node = is_there(walk_, node.stamp) ? Node{walk_, new_prefix(walk_), node.stamp, 0} : Node{};
+      return false;
+    }
+  }
+  walked_ += node.up;
+  walk_ = node.above;
+  return false;
+}
+
+void Census::add(uint32_t id, Prefix& to, uint32_t depth) {
+  if (!is_there(id, nodes_.at(id).stamp) || !is_there(to.first, to.stamp)) return;
+  const Record& r = chunks_.record(id);
+  ++to.chunks;
+  to.bytes += chunks_.bytes_of(id);
+  to.used = std::max(to.used, r.last_used);
+  if (depth > to.last_chunks && uint64_t{chunks_.uses_of(id)} * 2 >= chunks_.uses_of(to.first)) {
+    to.last = id;
+    to.last_stamp = stamp(id);
+    to.last_chunks = depth;
+  }
+}
+
+uint32_t Census::rank(const Prefix& prefix) {
+  if (!prefix.chunks || !is_there(prefix.first, prefix.stamp)) return 1;
+  const Record& r = chunks_.record(prefix.first);
+  Ranking& in = rankings_[r.space];
+  ++in.count;
+  PrefixCount one{r.space,      r.key, prefix.chunks, prefix.bytes, chunks_.born_ms(prefix.first), 0,
+                  chunks_.uses_of(prefix.first), r.key, 1, prefix.first, prefix.stamp};
+  if (in.top.size() == kMostPrefixes) {
+    if (!comes_first(one, in.top.front())) return 1;
+    std::pop_heap(in.top.begin(), in.top.end(), comes_first);
+    in.top.pop_back();
+  }
+  one.used_ms = chunks_.used_ms(prefix.used);
+  if (is_there(prefix.last, prefix.last_stamp))
+    one.last = chunks_.record(prefix.last).key, one.last_chunks = prefix.last_chunks;
+  in.top.push_back(one);
+  std::push_heap(in.top.begin(), in.top.end(), comes_first);
+  return kRankCost;
+}
+
+uint32_t Census::sort(Ranking& ranking) {
+  std::sort_heap(ranking.top.begin(), ranking.top.end(), comes_first);
+  return ranking.top.empty() ? 1 : kSortCost;
 }
 
 std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
@@ -67,24 +166,27 @@ std::vector<std::pair<uint32_t, SpaceCount>> Census::spaces() const {
   return out;
 }
 
-std::pair<std::vector<PrefixCount>, size_t> Census::prefixes(const std::vector<uint32_t>& spaces, size_t most) const {
-  std::vector<bool> wanted(spaces_.size());
-  for (uint32_t space : spaces) wanted.at(space) = true;
-  std::vector<PrefixCount> out;
-  for (auto& [first, sum] : prefixes_) {
-    const Record& r = chunks_.record(first);
-    if (!is_ready(first) || !wanted[r.space]) continue;
-    out.push_back({r.space, r.key, sum.chunks, sum.bytes, chunks_.born_ms(first), chunks_.used_ms(sum.used),
-                   chunks_.uses_of(first)});
+std::pair<std::vector<PrefixCount>, uint64_t> Census::prefixes(const std::vector<uint32_t>& spaces, size_t most) const {
+  using At = std::vector<PrefixCount>::const_iterator;
+  std::vector<std::pair<At, At>> lists;  // what is left of each namespace's: a heap with the first of all in front
+  auto comes_later = [](const auto& a, const auto& b) { return comes_first(*b.first, *a.first); };
+  uint64_t all = 0;
+  for (uint32_t space : spaces) {
+    const Ranking& ranking = rankings_.at(space);
+    all += ranking.count;
+    if (!ranking.top.empty()) lists.emplace_back(ranking.top.begin(), ranking.top.end());
   }
-  size_t all = out.size();
-  auto comes_first = [](const PrefixCount& a, const PrefixCount& b) {
-    if (a.uses != b.uses) return a.uses > b.uses;
-    return a.bytes != b.bytes ? a.bytes > b.bytes : a.first < b.first;
-  };
-  size_t shown = std::min(most, all);
-  std::partial_sort(out.begin(), out.begin() + static_cast<ptrdiff_t>(shown), out.end(), comes_first);
-  out.resize(shown);
+  std::make_heap(lists.begin(), lists.end(), comes_later);
+  std::vector<PrefixCount> out;
+  most = std::min(most, kMostPrefixes);
+  for (uint32_t looks = 0; looks < kMostLooks && out.size() < most && !lists.empty(); ++looks) {
+    std::pop_heap(lists.begin(), lists.end(), comes_later);
+    auto& [at, end] = lists.back();
+    if (is_there(at->record, at->stamp)) out.push_back(*at);
+    else --all;
+    if (++at == end) lists.pop_back();
+    else std::push_heap(lists.begin(), lists.end(), comes_later);
+  }
   return {out, all};
 }
 

@@ -1,12 +1,13 @@
 // What the pool holds, for people: by namespace, and by prefix: a first chunk with all that goes on from it.
 //
-// It is counted some chunks at a time, while the pool changes. Chunks that come or go meanwhile are counted or left
-// out, and a prefix whose first chunk goes is left out.
-// Ownership: derived, and of one count alone.
+// It is counted and ranked some chunks at a time, while the pool changes, so that no call takes long. Chunks that come
+// or go meanwhile are counted or left out. A prefix whose first chunk goes is left out; nobody finds the others, which
+// are of no prefix then.
+// Ownership: derived, and of one count alone. Once all is counted only the figures and the most used prefixes are left.
 // Thread safety: the caller holds the table's mutex.
 #pragma once
 
-#include <unordered_map>
+#include <memory>
 #include <vector>
 
 #include "table/chunks.h"
@@ -18,42 +19,94 @@ struct SpaceCount {
   uint64_t oldest = UINT64_MAX, newest = 0;  // ticks of last uses
 };
 
+// As counted.
 struct PrefixCount {
   uint32_t space;
   Key first;
   uint64_t chunks, bytes;
   uint64_t born_ms, used_ms;  // on the server clock; 0: not known
   uint32_t uses;              // lookups that found the first chunk
+  // The deepest chunk that at least half of those lookups found as well, and how many chunks lead to it, both ends
+  // counted.
+  Key last;
+  uint32_t last_chunks;
+  uint32_t record, stamp;  // the first chunk's, as Census has them
 };
 
 class Census {
  public:
   explicit Census(const Chunks& chunks);
 
-  // Looks at `budget` chunks more. True: all are counted.
+  // Does `budget` pieces of work more; a piece is about what looking at one chunk takes. True: all is counted.
   bool step(uint32_t budget);
 
   // By namespace, those that have chunks; the ticks are milliseconds of the server clock, 0: not known.
   std::vector<std::pair<uint32_t, SpaceCount>> spaces() const;
-  // The `most` prefixes of those namespaces that were used most often, and how many there are. Of equally often used
-  // ones the larger comes first.
-  std::pair<std::vector<PrefixCount>, size_t> prefixes(const std::vector<uint32_t>& spaces, size_t most) const;
+  // The `most` prefixes of those namespaces that were used most often, but at most kMostPrefixes, and how many there
+  // are. Of equally often used ones the larger comes first. Those that have gone since are left out; where many have,
+  // fewer are found. REQUIRES: all is counted; each namespace is named once.
+  std::pair<std::vector<PrefixCount>, uint64_t> prefixes(const std::vector<uint32_t>& spaces, size_t most) const;
 
  private:
-  struct Sum {
-    uint64_t chunks = 0, bytes = 0, used = 0;  // `used`: tick
+  static constexpr size_t kMostPrefixes = 256;
+  enum class Phase { link, add, rank, sort, free, done };
+  // Which chunk the record has: what its generation ends with. Within a count no two chunks have the same.
+  uint32_t stamp(uint32_t id) const { return static_cast<uint32_t>(chunks_.record(id).generation()); }
+  struct Node {
+    uint32_t above = kNone;  // a record on the way to the first chunk, itself at a first chunk, kNone: not counted
+    uint32_t up = 0;         // how many chunks above that is; at a first chunk: its prefix
+    uint32_t stamp = 0, above_stamp = 0;
   };
+  struct Prefix {
+    uint64_t bytes, used;  // `used`: tick
+    uint32_t first, stamp, chunks, last, last_stamp, last_chunks;
+  };
+  struct Ranking {
+    uint64_t count = 0;
+    std::vector<PrefixCount> top;  // a heap with the last of them in front, until all are ranked: then in their order
+  };
+  // An array that is never moved or filled at once: its blocks come when they are first touched and go one by one.
+  template <class T>
+  class Blocks {
+   public:
+    T& at(uint32_t i) {
+      uint32_t block = i / kBlock;
+      if (block >= blocks_.size()) blocks_.resize(block + 1);
+      if (!blocks_[block]) blocks_[block] = std::make_unique<T[]>(kBlock);
+      return blocks_[block][i % kBlock];
+    }
+    bool drop_last() {
+      if (blocks_.empty()) return false;
+      blocks_.pop_back();
+      return true;
+    }
+
+   private:
+    static constexpr uint32_t kBlock = 1024;
+    std::vector<std::unique_ptr<T[]>> blocks_;
+  };
+
   bool is_ready(uint32_t id) const;
+  bool is_there(uint32_t id, uint32_t stamp) const;
+  void enter(Phase phase) { phase_ = phase, at_ = 0; }
+  uint32_t work();
+  uint32_t look();
   void link(uint32_t id);
-  void add(uint32_t id);
-  uint32_t first_of(uint32_t id);
+  uint32_t new_prefix(uint32_t id);
+  bool climb();
+  void add(uint32_t id, Prefix& to, uint32_t depth);
+  uint32_t rank(const Prefix& prefix);
+  uint32_t sort(Ranking& ranking);
 
   const Chunks& chunks_;
   uint32_t end_, at_ = 0;
-  bool is_linked_ = false;
-  std::vector<uint32_t> above_;  // by record: that of the chunk before it, itself at a first chunk, kNone: not counted
+  Phase phase_ = Phase::link;
+  uint32_t walk_ = kNone, walked_ = 0;  // where on the way from chunk at_ it is, and how many chunks above that
+  Blocks<Node> nodes_;                  // by record
+  Blocks<Prefix> prefixes_;
+  uint32_t prefix_count_ = 0;
   std::vector<SpaceCount> spaces_;
-  std::unordered_map<uint32_t, Sum> prefixes_;  // by the first chunk's record
+  std::vector<Ranking> rankings_;  // by namespace
 };
 
 }  // namespace kvdock

@@ -298,9 +298,16 @@ void Chunks::set_kept(uint32_t id, uint64_t until_ms) {
   if (kept) kept_until_.emplace(until_ms, id);
 }
 
+// One child does not hold a duplicate: what leads to a kept chunk must not be one.
 void Chunks::keep(uint32_t id, uint64_t until_ms) {
   set_kept(id, until_ms);
   offer(id);
+  for (Key above = record(id).parent; until_ms && above.names_chunk();) {
+    const KeyEntry* e = index_.find(record(id).space, above);
+    if (!e || e->ready == kNone || !info_[e->ready].marked_by) return;
+    above = record(e->ready).parent;
+    unmark(e->ready);
+  }
 }
 
 void Chunks::expire_kept(uint64_t now) {

@@ -21,6 +21,7 @@ from hypothesis import given, settings, strategies as st
 from turns import turns_of
 
 from kvdock.api.access.access_file import AccessFile
+from kvdock.api.access.peer import Peer
 from kvdock.api.admin import CLEAR_SLICE_RECORDS, Admin
 from kvdock.api.build import build
 from kvdock.api.clock import ServerClock
@@ -31,6 +32,7 @@ from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Registry
 from kvdock.api.settings import Settings
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
+from kvdock.api.views.contents import Contents
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError
@@ -175,7 +177,7 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
         cleared: list[int] = []
         admin = Admin(
             loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(),
-            bus=Bus(time.time),
+            bus=Bus(time.time), forget_count=lambda: None,
         )
 
         async def work() -> None:
@@ -184,6 +186,29 @@ def test_clearing_many_chunks_goes_in_short_turns() -> None:
         turns = turns_of(work)
         assert turns.longest_ms < TURN_MS and turns.number >= 12_000 // CLEAR_SLICE_RECORDS
         assert cleared == [12_000] and table.stats()["ready_chunks"] == 0
+
+
+def test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask() -> None:
+    """12 000 chunks."""
+    with full_pool() as (_, pool, registry):
+        read: list[float] = []
+
+        def now_s() -> float:
+            read.append(time.monotonic())
+            return read[-1]
+
+        contents = Contents(pool.table, registry, ServerClock(), now_s)
+        peer = Peer("a test", frozenset({"admin"}), None, is_unix=True)
+
+        async def work() -> None:
+            asked = await asyncio.gather(*(contents.prefixes(peer, 5) for _ in range(20)))
+            assert {found.prefix_count for found in asked} == {12}
+            assert [one.chunks for one in asked[0].prefixes] == [1000] * 5
+
+        turns = turns_of(work)
+        assert turns.number > 10, "as many as slices: to look at, find the ways of, add and rank 12 000"
+        assert len(read) < 60, "the clock is read twice in each slice of a count"
+        assert turns.longest_ms < TURN_MS
 
 
 @pytest.mark.security

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvdock.api.access.issue import entry
 from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.usage import Copied, UseTotals
 
@@ -100,12 +101,29 @@ def test_prefixes_are_listed_by_use_with_age_and_size(client: Client) -> None:
     first = found.prefixes[0]
     assert (first.uses, first.chunks, first.tokens, first.bytes) == (3, 5, 80, 5 * CHUNK_BYTES)
     assert first.namespace == engine.attached.namespace and first.model == "test-model" and first.tenant == ""
+    assert (first.last_key, first.last_tokens) == (popular[-1], 48), "what every lookup of it found"
     assert first.age_s is not None and 0 <= first.age_s < 60 and first.unused_s is not None and first.unused_s < 60
     (namespace,) = client.namespaces().namespaces
     assert (namespace.chunks, namespace.bytes) == (10, 10 * CHUNK_BYTES)
     assert namespace.oldest_s is not None and namespace.unused_s is not None
     assert 0 <= namespace.unused_s <= namespace.oldest_s < 60
     assert len(client.prefixes(limit=1).prefixes) == 1
+    engine.close()
+
+
+def test_what_an_operator_takes_out_of_use_is_not_counted_any_more(client: Client) -> None:
+    engine = attach(client)
+    for name in "abc":
+        engine.store(keys(2, name))
+    assert client.prefixes().prefix_count == 3
+    engine.store(keys(2, "d"))
+    assert client.prefixes().prefix_count == 3, "one count serves those who ask within a second"
+    client.delete(DeleteChunks(namespace=engine.attached.namespace, keys=[keys(2, "a")[0]]))
+    after = client.prefixes()
+    assert {one.key for one in after.prefixes} == {keys(2, name)[0] for name in "bcd"} and after.prefix_count == 3
+    assert client.namespaces().namespaces[0].chunks == 7, "what came after it is not found, but is there"
+    client.clear(ClearCache())
+    assert client.prefixes().prefix_count == 0 and client.namespaces().namespaces[0].chunks == 0
     engine.close()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from . import access, api, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web
+from . import access, api, census, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
     "table": table.MUTANTS,
+    "census": census.MUTANTS,
     "copy": copy.MUTANTS,
     "tiers": tiers.MUTANTS,
     "api": api.MUTANTS,

@@ -132,6 +132,27 @@ def test_a_kept_prefix_survives_eviction_and_goes_once_it_is_unpinned(
     assert found(engine) == 0
 
 
+def test_a_prefix_is_kept_from_the_list_as_far_as_its_lookups_found_it(
+    busy: tuple[ServerProcess, Engine], open_page: OpenPage
+) -> None:
+    server, engine = busy
+    engine.release(engine.lookup(STORED[:3], "reader").lease, 0)  # before the page asks: what is counted lasts a while
+    page = open_page(server.http, access_token=OPERATOR)
+    page.get_by_role("radio", name="Prefix").check()
+    named = f"the prefix {STORED[0][:12]}"
+    page.get_by_role("button", name=f"Keep {named}").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Its first 48\u00a0tokens")
+    page.get_by_role("button", name="Keep", exact=True).click()
+    expect(page.locator("#cached tbody tr:visible")).to_contain_text("Kept for an hour.")
+    with Client(server.unix) as client:
+        client.evict(EVERYTHING)
+    assert found(engine) == 48
+    page.get_by_role("button", name=f"Remove {named}").click()
+    page.get_by_role("button", name="Remove", exact=True).click()
+    expect(page.get_by_text("No prefix is cached.")).to_be_visible()
+    assert found(engine) == 0
+
+
 def test_limits_are_changed_together_and_wrong_ones_are_refused_in_words(
     busy: tuple[ServerProcess, Engine], admin_page: Page
 ) -> None:

@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 
 from kvdock.protocol import events as e, schemas
 from kvdock.protocol.reports import Leases, Requests
-from kvdock.protocol.usage import CopyRates, Saved, UseTotals
+from kvdock.protocol.usage import CopyRates, Prefixes, Saved, UseTotals
 
 pytest_plugins = ["page_fixtures"]
 pytestmark = pytest.mark.page
@@ -155,17 +155,56 @@ def test_prefixes_show_age_and_use_and_can_be_removed(page_server: PageServer, o
     page = open_page(page_server.url)
     page.get_by_role("radio", name="Prefix").check()
     expect(page.locator("#cached tbody tr:visible")).to_have_count(10)
-    first = f"010101010101 {views.MODELS[0]} 2,048 16.0 MiB 8 chunks 1,000 12 s 1 h Remove…"
+    first = f"010101010101 {views.MODELS[0]} 2,048 16.0 MiB 8 chunks 1,000 12 s 1 h Keep… Remove…"
     assert rows(page, "cached")[0] == first
     page_server.answers["/v1/chunks/delete"] = {"chunks": 1}
     page.get_by_role("button", name="Remove the prefix 020202020202").click()
     question = page.get_by_role("dialog", name="Remove the prefix 020202020202?")
     expect(question).to_contain_text("None of its 4,096\u00a0tokens will be found any more")
+    page.keyboard.press("Escape")
+    expect(question).to_be_hidden()
+    page.wait_for_timeout(300)  # for a call that must not come
     assert page_server.sent == []
+    page.get_by_role("button", name="Remove the prefix 020202020202").click()
     question.get_by_role("button", name="Remove", exact=True).click()
     expect(question).to_be_hidden()
     eventually(lambda: len(page_server.sent) == 1)
     assert page_server.sent == [("POST", "/v1/chunks/delete", {"namespace": "01" * 32, "keys": ["02" * 32]})]
+    expect(page.locator("#cached tbody tr:visible").nth(1)).to_contain_text("Removed.")
+
+
+def test_what_most_uses_of_a_prefix_find_can_be_kept_after_a_question(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    page_server.bodies["prefixes"] = Prefixes(
+        prefixes=[views.prefix(2), views.prefix(3, uses=0)], prefix_count=2, counted_s=0.1
+    )
+    page = open_page(page_server.url)
+    page.get_by_role("radio", name="Prefix").check()
+    page_server.answers["/v1/pins"] = {"chunks": 1}
+    keep = page.get_by_role("button", name="Keep the prefix 020202020202")
+    question = page.get_by_role("dialog", name="Keep the prefix 020202020202?")
+    keep.click()
+    expect(question).to_contain_text("Its first 1,024\u00a0tokens, which at least half of its uses found")
+    expect(question).to_contain_text(f"unpin {'02' * 16}{'fe' * 16} under")
+    expect(question.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(question).to_be_hidden()
+    page.wait_for_timeout(300)  # for a call that must not come
+    assert page_server.sent == []
+    keep.click()
+    question.get_by_label("For").select_option("43200")
+    question.get_by_role("button", name="Keep", exact=True).click()
+    row = page.locator("#cached tbody tr:visible")
+    expect(row.first).to_contain_text("Kept for 12 hours.")
+    body = {"namespace": "01" * 32, "keys": ["02" * 16 + "fe" * 16], "duration_s": 43200}
+    assert page_server.sent == [("POST", "/v1/pins", body)]
+    page_server.answers["/v1/pins"] = {"chunks": 0}
+    page.get_by_role("button", name="Keep the prefix 030303030303").click()
+    unused = page.get_by_role("dialog", name="Keep the prefix 030303030303?")
+    expect(unused).to_contain_text("Nobody has used it yet. The longest that begins with it, 1,536\u00a0tokens")
+    unused.get_by_role("button", name="Keep", exact=True).click()
+    expect(row.nth(1)).to_contain_text("No chunk of that key can be hit in this namespace.")
 
 
 def test_an_older_server_s_namespaces_are_shown_without_what_it_does_not_tell(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from threading import Event
 
 import pytest
+from census_pages import counts_while_pages_change
 from table_helpers import PAGE, Client, key, new_table
 
 from kvdock._core import Census, Table
@@ -13,6 +17,7 @@ from kvdock._core import Census, Table
 pytestmark = pytest.mark.table_model
 
 MIB = 1 << 20
+MOST_PREFIXES = 256
 
 
 def counted(table: Table, budget: int = 1 << 30) -> Census:
@@ -26,23 +31,31 @@ def chain(*what: object, length: int) -> list[bytes]:
     return [key(*what, at) for at in range(length)]
 
 
+def look(client: Client, keys: list[bytes], request: object, now: int = 0) -> None:
+    client.table.release(client.session, client.lookup(keys, request=request, now=now).lease, [0])
+
+
 class Forest:
-    """Chains of one client that share beginnings, and what a count of them should say."""
+    """Chains of one client that share beginnings, and what a count of them should say, by first key."""
 
     def __init__(self, client: Client, source: random.Random, trees: int) -> None:
         self.client, self.chunks, self.uses = client, dict[bytes, int](), dict[bytes, int]()
+        self.lasts: dict[bytes, set[tuple[bytes, int]]] = {}
         for tree in range(trees):
             trunk = chain(client.name, tree, length=source.randint(1, 9))
             client.store(trunk)
+            ends = {(trunk[-1], len(trunk))}
             for branch in range(source.randint(0, 3)):
                 keys = chain(client.name, tree, branch, length=source.randint(1, 12))
                 assert client.store(keys, parent=trunk[-1]) == len(keys)
+                ends.add((keys[-1], len(trunk) + len(keys)))
                 self.chunks[trunk[0]] = self.chunks.get(trunk[0], 0) + len(keys)
             self.chunks[trunk[0]] = self.chunks.get(trunk[0], 0) + len(trunk)
             self.uses[trunk[0]] = source.randint(0, 3)
             for use in range(self.uses[trunk[0]]):
-                lease = client.lookup(trunk, request=(tree, use)).lease
-                client.table.release(client.session, lease, [0])
+                look(client, trunk, (tree, use))
+            deepest = {end for end in ends if end[1] == max(depth for _, depth in ends)}
+            self.lasts[trunk[0]] = {(trunk[-1], len(trunk))} if self.uses[trunk[0]] else deepest
 
 
 @pytest.mark.parametrize("budget", [1, 7, 1 << 30])
@@ -57,8 +70,9 @@ def test_a_count_in_slices_finds_every_prefix_with_its_chunks_and_uses(budget: i
         found, count = census.prefixes([client.space], 1000)
         assert count == len(found) == len(forest.chunks)
         assert {first: many for _, first, many, *_ in found} == forest.chunks
-        assert {first: uses for _, first, *_, uses in found} == forest.uses
-        ranks = [(uses, held) for _, _, _, held, _, _, uses in found]
+        assert {first: uses for _, first, *_, uses, _, _ in found} == forest.uses
+        assert all((last, deep) in forest.lasts[first] for _, first, *_, last, deep in found)
+        ranks = [(uses, held) for _, _, _, held, _, _, uses, *_ in found]
         assert ranks == sorted(ranks, reverse=True)
         assert census.prefixes([client.space], 3)[0] == found[:3]
     both = census.prefixes([forest.client.space for forest in forests], 1000)
@@ -76,10 +90,9 @@ def test_ages_are_those_of_the_server_clock() -> None:
         table.tick(at_ms + 1_000)  # uses are dated to the second
     table.heartbeat(client.member, 9_000)
     table.tick(9_000)
-    lease = client.lookup([key("a")], request="again", now=9_000).lease
-    table.release(client.session, lease, [0])
+    look(client, [key("a")], "again", 9_000)
     found, _ = counted(table).prefixes([client.space], 10)
-    times = {first: (born, used, uses) for _, first, _, _, born, used, uses in found}
+    times = {first: (born, used, uses) for _, first, _, _, born, used, uses, *_ in found}
     assert times[key("a")][0] == 1_000 and times[key("b")][0] == 5_000
     assert times[key("a")][1] == 9_000 and 5_000 <= times[key("b")][1] <= 6_000
     assert (times[key("a")][2], times[key("b")][2]) == (1, 0)
@@ -112,10 +125,204 @@ def test_a_pool_that_changes_while_it_is_counted_is_counted_about_right() -> Non
             if source.random() < 0.5:
                 gone = stored.pop(source.randrange(len(stored)))
                 table.delete(client.space, b"".join(gone))
-            client.table.release(client.session, client.lookup(kept, request=(round_, steps)).lease, [0])
+            look(client, kept, (round_, steps))
         found, _ = census.prefixes([client.space], 10_000)
         by_first: dict[bytes, int] = defaultdict(int)
         for _, first, chunks, *_ in found:
             by_first[first] += chunks
         assert by_first[kept[0]] >= 20 or table.state_of(client.space, kept[0]) != "ready"
         table.check_integrity()
+
+
+def test_the_last_key_is_the_deepest_that_half_of_the_lookups_found_and_a_pin_of_it_keeps_it_all() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    system, often, once = (chain(name, length=4) for name in ("system", "often", "once"))
+    client.store(system)
+    for branch in (often, once):
+        client.store(branch, parent=system[-1])
+    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    assert last in (often[-1], once[-1]) and depth == 8, "nobody has looked anything up: the deepest"
+    for number, asked in enumerate(([*system, *often[:2]], [*system, *often[:3]], [*system, *once], system[:1])):
+        look(client, asked, number)
+    ((*_, last, depth),) = counted(table).prefixes([client.space], 1)[0]
+    assert (last, depth) == (often[1], 6), "two of four"
+    assert table.pin(client.space, last, 1 << 40) == 1
+    while table.evict(16 * MIB, 100):
+        pass
+    assert [client.has(one) for one in [*system, *often, *once]] == [True] * 6 + [False] * 6
+
+
+def test_the_most_used_of_many_prefixes_of_several_namespaces_are_ranked_together() -> None:
+    table, source = new_table(64 * MIB, records=8192), random.Random(3)
+    clients = [Client(table, PAGE, f"c{n}") for n in range(3)]
+    uses: dict[bytes, int] = {}
+    for client in clients[:2]:
+        for number in range(MOST_PREFIXES + 60):
+            first = key(client.name, number)
+            client.store([first])
+            uses[first] = source.randint(0, 4)
+            for use in range(uses[first]):
+                look(client, [first], (number, use))
+    found, count = counted(table, 64).prefixes([client.space for client in clients], 10_000)
+    assert count == len(uses)
+    expected = sorted(uses.values(), reverse=True)[:MOST_PREFIXES]
+    assert [one[6] for one in found] == [uses[one[1]] for one in found] == expected
+    one_found, one_count = counted(table).prefixes([clients[1].space], 10)
+    assert one_count == MOST_PREFIXES + 60 and {one[0] for one in one_found} == {clients[1].space}
+
+
+def test_no_call_does_more_than_its_budget_however_many_prefixes_there_are_or_deep() -> None:
+    """Each chunk is looked at twice, and each prefix is ranked, or each chunk's way to its first one is found."""
+    table, count = new_table(64 * MIB, records=16384), 12_000
+    client = Client(table, PAGE)
+    singles = [key("single", n) for n in range(count)]
+    for first in singles:
+        client.store([first])
+    assert calls_until_whole(table) >= 3 * count // 64
+    table.delete(client.space, b"".join(singles))
+    deep = chain("deep", length=count)
+    for at in range(0, count, 1000):
+        client.store(deep[at : at + 1000], parent=deep[at - 1] if at else b"")
+    assert calls_until_whole(table) >= 3 * count // 64
+    ((_, first, chunks, *_, last, depth),) = counted(table, 64).prefixes([client.space], 5)[0]
+    assert (first, chunks, last, depth) == (deep[0], count, deep[-1], count)
+
+
+def test_a_way_that_is_found_from_its_far_end_is_gone_in_pieces() -> None:
+    """Records that are given back are taken in reverse while others of their page are in use."""
+    table, length = new_table(16 * MIB, records=512), 300
+    client = Client(table, PAGE)
+    old, keys = chain("old", length=length), chain("far", length=length)
+    client.store([*old, key("stays")])
+    table.delete(client.space, b"".join(old))
+    client.store(keys)
+    census, looked = Census(table), 0
+    while not census.step(1):
+        looked += 1
+    forward = new_table(16 * MIB, records=512)
+    other = Client(forward, PAGE)
+    other.store([*keys, key("stays")])
+    assert looked >= calls_until_whole(forward, 1) + length // 2 - 10, "the first way is as long as the chain, halved"
+    found = census.prefixes([client.space], 5)[0]
+    assert [(one[1], one[2], *one[-2:]) for one in found] == [(keys[0], length, keys[-1], length)]
+
+
+def calls_until_whole(table: Table, budget: int = 64) -> int:
+    census, calls = Census(table), 1
+    while not census.step(budget):
+        calls += 1
+    return calls
+
+
+def test_counts_beside_stores_and_lookups_of_another_thread_see_whole_prefixes() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    kept, done = chain("kept", length=9), Event()
+    client.store(kept)
+
+    def work() -> None:
+        for number in range(1500):
+            client.store(chain("other", number, length=3))
+            look(client, kept, number)
+            table.delete(client.space, b"".join(chain("other", number, length=3)))
+        done.set()
+
+    with ThreadPoolExecutor(1) as others:
+        worker = others.submit(work)
+        while not done.is_set() and not worker.done():
+            found, _ = counted(table, 5).prefixes([client.space], 10)
+            ((chunks, last, depth),) = [(one[2], *one[-2:]) for one in found if one[1] == kept[0]]
+            assert (chunks, last, depth) == (9, kept[-1], 9) and all(one[2] <= 9 for one in found)
+        worker.result()
+    table.check_integrity()
+
+
+def test_a_prefix_that_goes_after_the_count_is_left_out_and_what_takes_its_record_is_not_it() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    for name in "abc":
+        client.store(chain(name, length=3))
+    census = counted(table)
+    table.delete(client.space, b"".join(chain("b", length=3)))
+    client.store(chain("new", length=3))
+    found, count = census.prefixes([client.space], 10)
+    assert {one[1] for one in found} == {key("a", 0), key("c", 0)} and count == 2
+    assert {one[1] for one in counted(table).prefixes([client.space], 10)[0]} == {key(n, 0) for n in ("a", "c", "new")}
+
+
+def test_ids_of_records_that_their_page_has_no_more_room_for_are_not_followed() -> None:
+    """In a process of its own, which would end: nothing behind the table's memory may be read."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        counts = process.submit(counts_while_pages_change, range(0, 2400, 80)).result()
+    assert counts == [([key("wide", 0)], 1)] + [([], 0)] * 29, "only what came before the count began is found"
+
+
+@pytest.mark.parametrize("whose", ["one", "other"])
+def test_a_chunk_is_not_counted_for_what_took_its_parents_record(whose: str) -> None:
+    """Records that were given back are taken in reverse, so the parent's comes after its child's."""
+    for stop in range(1, 40):
+        table = new_table(16 * MIB)
+        client = Client(table, PAGE, "one")
+        other = client if whose == "one" else Client(table, PAGE, whose)
+        before, pair = chain("before", length=10), chain("pair", length=2)
+        client.store([*before, key("stays")])
+        table.delete(client.space, b"".join(before))
+        client.store(pair)
+        census = Census(table)
+        for _ in range(stop):
+            census.step(1)
+        table.delete(client.space, pair[0])
+        other.store([key("theirs")])
+        while not census.step(1):
+            pass
+        found = {one[1]: (*one[2:4], *one[7:]) for one in census.prefixes([other.space], 5)[0]}
+        assert found.get(key("theirs"), (1, PAGE, key("theirs"), 1)) == (1, PAGE, key("theirs"), 1)
+
+
+def test_the_last_key_is_one_of_its_prefix_although_chunks_go_meanwhile() -> None:
+    for stop in [*range(1, 20), *range(20, 1200, 50)]:
+        table = new_table(16 * MIB)
+        client = Client(table, PAGE)
+        keys = chain("kept", length=3)
+        client.store(keys)
+        census = Census(table)
+        for _ in range(stop):
+            census.step(1)
+        table.delete(client.space, keys[2])
+        client.store([key("new")])
+        while not census.step(1):
+            pass
+        lasts = {one[1]: one[7:] for one in census.prefixes([client.space], 5)[0]}
+        assert lasts[keys[0]] in [(one, 1 + at) for at, one in enumerate(keys)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8])
+def test_chunks_that_name_each_other_in_a_circle_are_one_prefix(length: int) -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    ring = chain("ring", length=length)
+    assert client.store(ring, parent=ring[-1]) == length
+    ((_, first, chunks, *_),), count = counted(table, 1).prefixes([client.space], 5)
+    assert first in ring and (chunks, count) == (length, 1)
+
+
+def test_what_lost_its_beginning_is_of_no_prefix_until_that_is_stored_again() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    keys = chain("torn", length=5)
+    client.store(keys)
+    table.delete(client.space, keys[1])
+    found, count = counted(table).prefixes([client.space], 5)
+    assert [(one[1], one[2], one[-1]) for one in found] == [(keys[0], 1, 1)] and count == 1
+    assert [chunks for _, chunks, *_ in counted(table).spaces()] == [4]
+    client.store([keys[1]], parent=keys[0])
+    assert [(one[1], one[2], one[-1]) for one in counted(table).prefixes([client.space], 5)[0]] == [(keys[0], 5, 5)]
+
+
+def test_a_chunk_whose_parent_is_not_known_begins_a_prefix() -> None:
+    table = new_table(16 * MIB)
+    client = Client(table, PAGE)
+    client.store(chain("middle", length=3), parent=b"\xff" * 32)
+    ((_, first, chunks, *_, last, depth),) = counted(table).prefixes([client.space], 5)[0]
+    assert (first, chunks, last, depth) == (key("middle", 0), 3, key("middle", 2), 3)

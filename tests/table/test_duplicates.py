@@ -349,6 +349,16 @@ def test_a_quota_takes_duplicates_first() -> None:
     assert count(engine, chain("old", 8)) == 8 and count(engine, chain("running", 8)) == 4
 
 
+def test_what_leads_to_a_kept_chunk_stays_although_it_was_a_duplicate() -> None:
+    engine = engine_of()
+    running = chain("running", 8)
+    store(engine, running, duplicate=True)
+    assert engine.table.pin(engine.space, running[5], 1 << 40) == 1
+    store(engine, chain("new", ROOM))
+    assert [engine.has(one) for one in running] == [True] * 6 + [False] * 2
+    engine.table.check_integrity()
+
+
 def test_a_repeated_call_with_another_mark_is_another_call() -> None:
     engine = engine_of()
     ask = partial(

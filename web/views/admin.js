@@ -6,11 +6,12 @@ import { confirmed } from "../confirm.js";
 import { el, setHidden, setText } from "../dom.js";
 import { bytes, count, plural } from "../format.js";
 import { parsedBytes } from "../parse.js";
+import { COSTS, FOR, pin } from "./keep.js";
 import { mountLimits } from "./limits.js";
 import { mountTenants } from "./tenants.js";
 
 const ALL = "";
-const UNTIL = [["3600", "an hour"], ["43200", "12 hours"], ["604800", "a week"], ["0", "no longer: unpin it"]];
+const UNTIL = [...FOR, ["0", "no longer: unpin it"]];
 /** By the setting `on_exit`. */
 const AT_ITS_END = {
   keep: "When this server is stopped it keeps its pool: the next one goes on with what is cached.",
@@ -98,13 +99,11 @@ export function mountAdmin(root, changed) {
     const lines = ends
       ? ["The prefix may be evicted again like any other. Nothing is lost by that alone."]
       : [`The chunk and what precedes it in its prefix are not evicted for ${until.selectedOptions[0].text}.`,
-        "Other chunks are evicted instead, and so much less room is left for new ones."];
+        COSTS];
     if (!(await confirmed({ title, lines, verb: ends ? "Unpin" : "Keep" }))) return "";
-    const body = { namespace: space.value, keys: [text], duration_s: Number(until.value) };
-    const done = await send("POST", "v1/pins", body);
+    const said = await pin(space.value, text, until.selectedOptions[0]);
     changed();
-    if (!done.chunks) return "No chunk of that key can be hit in this namespace.";
-    return ends ? "Unpinned." : `Kept for ${until.selectedOptions[0].text}.`;
+    return said;
   }
 
   grid.append(

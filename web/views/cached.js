@@ -1,11 +1,12 @@
 // What is cached, summed up by model, namespace or tenant, or prefix by prefix.
 
 import { send } from "../api.js";
-import { button, choice } from "../choice.js";
+import { button, choice, labelled, select } from "../choice.js";
 import { confirmed } from "../confirm.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { about, age, bytes, count, plural, shareOf } from "../format.js";
 import { barred, Table, twoPart } from "../table.js";
+import { COSTS, FOR, pin } from "./keep.js";
 
 const OWN = "the server's own user";
 const tenantName = (tenant) => tenant || OWN;
@@ -80,40 +81,60 @@ const BY_GROUP = [
   { head: "Engines", cls: "num", text: (g) => count(g.sessions) },
 ];
 
+const shortly = (prefix) => prefix.key.slice(0, 12);
+
 /** Takes a prefix out of use by its first chunk: nothing behind that can be found without it. */
-async function remove(prefix, changed) {
-  const title = `Remove the prefix ${prefix.key.slice(0, 12)}?`;
+async function remove(prefix) {
+  const title = `Remove the prefix ${shortly(prefix)}?`;
   const lines = [
     `None of its ${plural(prefix.tokens, "token")} will be found any more: requests compute them again.`,
     "Its memory is free once room is needed. This cannot be undone.",
   ];
-  if (!(await confirmed({ title, lines, verb: "Remove" }))) return;
+  if (!(await confirmed({ title, lines, verb: "Remove" }))) return "";
   await send("POST", "v1/chunks/delete", { namespace: prefix.namespace, keys: [prefix.key] });
-  changed();
+  return "Removed.";
+}
+
+/** Keeps of a prefix what most of those use who use it. */
+async function keep(prefix) {
+  const until = select(FOR);
+  const length = plural(prefix.last_tokens, "token");
+  const lines = [
+    prefix.uses
+      ? `Its first ${length}, which at least half of its uses found, stay for the time chosen below.`
+      : `Nobody has used it yet. The longest that begins with it, ${length}, stays for the time chosen below.`,
+    COSTS,
+    `To end it sooner, unpin ${prefix.last_key} under "Administration".`,
+  ];
+  const title = `Keep the prefix ${shortly(prefix)}?`;
+  if (!(await confirmed({ title, lines, verb: "Keep", asks: labelled("For", until) }))) return "";
+  return pin(prefix.namespace, prefix.last_key, until.selectedOptions[0]);
 }
 
 function byPrefix(changed) {
-  const removed = (cell) => {
+  const changes = (cell) => {
     let last = null;
     const said = el("small", { attrs: { role: "status" } });
-    const node = button("Remove…", async () => {
+    const nodes = [["Keep", keep], ["Remove", remove]].map(([verb, change]) => [verb, button(`${verb}…`, async () => {
       try {
-        await remove(last, changed);
+        const done = await change(last);
+        setText(said, done);
+        if (done) changed();
       } catch (error) {
         setText(said, `Not done: ${error.message}.`);
       }
-    }, "small");
-    cell.append(node, " ", said);
+    }, "small")]);
+    cell.append(el("span", { children: nodes.flatMap(([, node]) => [node, " "]) }), said);
     return (prefix) => {
       last = prefix;
-      setAttr(node, "aria-label", `Remove the prefix ${prefix.key.slice(0, 12)}`);
+      for (const [verb, node] of nodes) setAttr(node, "aria-label", `${verb} the prefix ${shortly(prefix)}`);
     };
   };
   return [
     {
       head: "Prefix", cls: "wide stacked",
       make: twoPart(
-        (p) => p.key.slice(0, 12), (p) => [p.model, p.tenant].filter(Boolean).join(", "),
+        shortly, (p) => [p.model, p.tenant].filter(Boolean).join(", "),
         (p) => `${p.key} · namespace ${p.namespace}`,
       ),
     },
@@ -122,11 +143,11 @@ function byPrefix(changed) {
     { head: "Uses", cls: "num", text: (p) => count(p.uses) },
     { head: "Last used", cls: "num", text: (p) => about(p.unused_s) },
     { head: "Age", cls: "num", text: (p) => about(p.age_s), title: (p) => age(p.age_s ?? 0) },
-    { head: "Remove", cls: "num", has: (p) => p.mayRemove, make: removed },
+    { head: "Change", cls: "num changes", has: (p) => p.mayChange, make: changes },
   ];
 }
 
-/** changed: () => void, when something was removed. ask: () => void, has the page fetch what is wanted now. */
+/** changed: () => void, when something was kept or removed. ask: () => void, has the page fetch what is wanted now. */
 export function mountCached(root, changed, ask) {
   let way = "model";
   let last = null;
@@ -159,7 +180,7 @@ export function mountCached(root, changed, ask) {
     other.hide();
     shown.update(
       isPrefix
-        ? found.prefixes.map((p) => ({ ...p, mayRemove: Boolean(config) }))
+        ? found.prefixes.map((p) => ({ ...p, mayChange: Boolean(config) }))
         : grouped(namespaces.namespaces, way in GROUPS ? way : "model").map((g) => ({ ...g, pool_bytes: whole })),
     );
     setHidden(more, isPrefix ? found.prefixes.length >= found.prefix_count : !namespaces.next);

@@ -8,8 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from tier_helpers import Part, Parts, eventually
 
-from kvdock.tiers.mover.lanes import FIRST_REST_S, LATE_S, LONGEST_REST_S, MOST_FAILURES, UNRETURNED, Lane
-from kvdock.tiers.record import PartName
+from kvdock.tiers.mover.lanes import (
+    FIRST_REST_S,
+    LATE_S,
+    LONGEST_REST_S,
+    MEASURE_S,
+    MEASURED_BYTES,
+    MOST_FAILURES,
+    QUICK_S,
+    UNRETURNED,
+    Lane,
+)
+from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
@@ -194,3 +204,45 @@ def test_one_question_that_hangs_behind_others_does_not_take_a_tier_off(
     tier.goes_on.set()
     for one in busy:
         one.join()
+
+
+class TimedTier(MemoryTier):
+    """It gives back what was stored. `load_s`: what each load takes on the clock."""
+
+    def __init__(self, clock: Clock, load_s: float) -> None:
+        super().__init__(clock)
+        self.load_s, self._lock = load_s, threading.Lock()
+        self.kept: dict[PartName, ToStore] = {}
+        self.loaded_bytes: list[int] = []
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        self.kept |= {part.record.name: part for part in parts}
+        return super().store(parts, deadline)
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        for part in parts:
+            part.pages[: part.length] = self.kept[part.name].pages[: part.length]
+            with self._lock:  # several threads load at a time
+                self.loaded_bytes.append(part.length)
+                self._clock.now_s += self.load_s
+        return [Loaded(Outcome.DONE, self.kept[part.name].record.checksum) for part in parts]
+
+
+@pytest.mark.parametrize(("load_s", "loaded"), [(QUICK_S / 8, 4 + 16), (QUICK_S, 4)])
+def test_a_quick_tier_is_measured_with_more_than_a_slow_one(
+    clock: Clock, parts: Parts, load_s: float, loaded: int
+) -> None:
+    tier, size = TimedTier(clock, load_s), MEASURED_BYTES // 4
+    lane = Lane(tier, clock=clock, lost=lambda error: None)
+    try:
+        one = parts.make(size)
+        lane.store([ToStore(Record(parts.name(), size, one.record.checksum), one.to_store().pages) for _ in range(20)],
+                   Deadline(30.0))
+        clock.now_s += 2 * MEASURE_S
+        lane.probe()
+        assert lane._probe is not None
+        lane._probe.result(30.0)
+        assert len(tier.loaded_bytes) == loaded
+        assert lane.speed.rate == pytest.approx(size / load_s, rel=0.1)
+    finally:
+        lane.close(Deadline(1.0))

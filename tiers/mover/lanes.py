@@ -57,7 +57,10 @@ FIRST_RATE = 8e9
 SHORTEST_S = 1e-6
 MEASURE_S = 10.0
 """Where nothing was loaded for so long, the tier loads some of what it stored last, to be measured."""
-MEASURED_BYTES = 32 << 20
+MEASURED_BYTES, MORE_BYTES = 32 << 20, 128 << 20
+"""So much of it; and where that came within QUICK_S, once more with as much as the batches of a fetch under way have: a
+quick tier shows only then what its threads do together."""
+QUICK_S = 0.02
 
 
 class LaneOff(TierError):
@@ -151,7 +154,7 @@ class Lane:
         self._calls: set[_Call] = set()
         self._learnt_s = -MEASURE_S
         self._stored_last: list[tuple[PartName, int]] = []
-        """MEASURED_BYTES of them, with their lengths."""
+        """With their lengths: what is loaded to measure the tier."""
         self._unloaded: ToLoad | None = None
         """What a probe tries to load: a part of the last load that failed."""
 
@@ -302,15 +305,25 @@ class Lane:
         self._learnt_s = self._clock()
 
     def _measure(self) -> None:
-        """As a fetch does it, into memory of its own."""
+        """Loads some of what was stored last, and more of it from a tier that is quick."""
+        self._learnt_s = self._clock()
+        with suppress(TierError):  # it is counted as a failure
+            found = self._load_own(MEASURED_BYTES)
+            if found is not None and found[1] <= QUICK_S:
+                found = self._load_own(MORE_BYTES) or found
+            if found is not None:
+                self._learn(*found)
+
+    def _load_own(self, most_bytes: int) -> tuple[int, float] | None:
+        """Bytes and seconds of a load as a fetch does it, into memory of its own. None: not all of it came."""
         parts: list[ToLoad] = []
         size = 0
         for name, length in self._stored_last:
-            if parts and size + length > MEASURED_BYTES:
+            if parts and size + length > most_bytes:
                 break
             parts.append(ToLoad(name, length, own_pages(length)))
             size += length
-        began_s = self._learnt_s = self._clock()
+        began_s = self._clock()
         deadline = Deadline(PROBE_S)
 
         def read(part: ToLoad) -> bool:
@@ -320,9 +333,8 @@ class Lane:
             )
             return found.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == found.checksum
 
-        with suppress(TierError):  # it is counted as a failure
-            if all(self._pools["load"].map(read, parts)):
-                self._learn(size, self._clock() - began_s)
+        is_whole = all(self._pools["load"].map(read, parts))
+        return (size, self._clock() - began_s) if is_whole else None
 
     def _fail(self, kind: str, why: str) -> None:
         self.counters["failures"] += 1

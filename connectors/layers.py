@@ -2,7 +2,8 @@
 
 A load that may be reported early is copied band by band. When most of it was moved, and the CPU has hashed the rest,
 the request may run: either the step's work is ordered after the whole load, or each attention layer's after the band
-that has its KV, so that the first layers are computed while the last ones are still on their way.
+that has its KV, so that the first layers are computed while the last ones are still on their way. Where a load was
+verified before it began, the first band may be small: layers are computed from then on.
 
 Invariant: `all_ordered` is False while some band of a watched load was not asked for: what ran may have read anything.
 """
@@ -11,28 +12,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 from kvdock.connectors.worker import Bands, Loading
 from kvdock.datapath.copy import StreamHandle
 
-FIRST_SHARE = 0.625
-"""The share of layers in the first band: meanwhile the CPU hashes the others (connectors/cores.py)."""
-LATER_BANDS = 4
-"""Each costs a descriptor upload and an event."""
+
+class Cut(NamedTuple):
+    """`first_share`: of the layers, in the first band; `later`: how many bands follow, of which each costs a descriptor
+    upload and an event; `verified_after`: as the copier has it."""
+
+    first_share: float
+    later: int
+    verified_after: int
+
+
+VERIFIED_EARLY = Cut(0.625, 4, 1)
+"""While the first band is copied the CPU hashes the others (connectors/cores.py)."""
+VERIFIED_BEFORE = Cut(0.125, 7, 0)
+"""The GPU hashes all of it once more; whoever reads it is told when it has ended."""
 
 
 class Layers:
     """`planes[g]`: of KV group g, each layer's plane."""
 
-    def __init__(self, planes: Sequence[Mapping[str, int]]) -> None:
+    def __init__(self, planes: Sequence[Mapping[str, int]], cut: Cut = VERIFIED_EARLY) -> None:
         self.bands: list[Bands] = []
         """Per group."""
         self._where: dict[str, tuple[int, int]] = {}
         for group, of_layers in enumerate(planes):
             count = max(of_layers.values()) + 1
-            first = ceil(count * FIRST_SHARE)
-            ends = sorted({first + (count - first) * band // LATER_BANDS for band in range(LATER_BANDS + 1)})
-            self.bands.append(Bands(ends, verified_after=1))
+            first = ceil(count * cut.first_share)
+            ends = sorted({first + (count - first) * band // cut.later for band in range(cut.later + 1)})
+            self.bands.append(Bands(ends, cut.verified_after))
             for layer, plane in of_layers.items():
                 self._where[layer] = group, next(band for band, end in enumerate(ends) if plane < end)
         self._watched: list[Loading] = []

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvdock import _core
@@ -19,6 +23,9 @@ from kvdock.shm.errors import AttachError
 
 log = logging.getLogger("kvdock.connector")
 
+MOST_TRUSTED = 1 << 16
+"""Parts: those of a pool of 512 GiB, where one has 8 MiB."""
+
 
 class Verifier:
     """Promises everything: the workers verify it while they load it."""
@@ -28,12 +35,47 @@ class Verifier:
         return True
 
 
-class ChecksumVerifier(Verifier):
-    """Hashes all parts in shared memory, in `threads` threads. A chunk that does not match is reported, and the server
-    takes it out of use; a chunk that cannot be hashed is also a miss, but stays on the server."""
+class Trust:
+    """Parts that were hashed and right within the last `seconds`, by where they lie and what they hold. Thread-safe."""
 
-    def __init__(self, session: EngineSession, *, threads: int = 1) -> None:
-        self._session, self._threads = session, threads
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, most: int = MOST_TRUSTED) -> None:
+        self._seconds, self._clock, self._most = seconds, clock, most
+        self._lock = threading.Lock()
+        self._epoch = ""
+        self._hashed_s: OrderedDict[tuple[int, int, str], float] = OrderedDict()
+
+    def add(self, epoch: str, parts: Iterable[Part]) -> None:
+        """`epoch`: names the server's life in which they lie there."""
+        now_s = self._clock()
+        with self._lock:
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._hashed_s.clear()
+            for part in parts:
+                at = part.segment, part.offset, part.checksum
+                self._hashed_s[at] = now_s
+                self._hashed_s.move_to_end(at)
+            while len(self._hashed_s) > self._most:
+                self._hashed_s.popitem(last=False)
+
+    def has(self, epoch: str, part: Part) -> bool:
+        with self._lock:
+            hashed_s = self._hashed_s.get((part.segment, part.offset, part.checksum))
+            return epoch == self._epoch and hashed_s is not None and self._clock() - hashed_s < self._seconds
+
+    def clear(self) -> None:
+        """Something was found to be damaged after it had been right."""
+        with self._lock:
+            self._hashed_s.clear()
+
+
+class ChecksumVerifier(Verifier):
+    """Hashes all parts in shared memory, in `threads` threads, but for those that `trust` has. A chunk that does not
+    match is reported, and the server takes it out of use; a chunk that cannot be hashed is also a miss, but stays on
+    the server."""
+
+    def __init__(self, session: EngineSession, *, threads: int = 1, trust: Trust | None = None) -> None:
+        self._session, self._threads, self._trust = session, threads, trust
 
     def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
         assert answer.lease is not None, "only what is leased can be read"
@@ -52,12 +94,20 @@ class ChecksumVerifier(Verifier):
             attachment.release()
 
     def _damaged(self, attachment: Attachment, answer: LookupAnswer) -> list[int]:
-        parts = [(chunk, part) for chunk, of in enumerate(answer.chunks, answer.first_chunk) for part in of]
+        parts = [
+            (chunk, part) for chunk, of in enumerate(answer.chunks, answer.first_chunk) for part in of
+            if self._trust is None or not self._trust.has(attachment.session, part)
+        ]
+        if not parts:
+            return []
         for segment in {part.segment for _, part in parts}:  # by one thread, for it may have to be mapped
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
-        with ThreadPoolExecutor(min(self._threads, max(1, len(parts))), "kvdock-hash") as threads:
+        with ThreadPoolExecutor(min(self._threads, len(parts)), "kvdock-hash") as threads:
             found = list(threads.map(lambda one: self._matches(attachment, one[1]), parts))
+        if self._trust is not None:
+            right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)
+            self._trust.add(attachment.session, right)
         return sorted({chunk for (chunk, _), matches in zip(parts, found, strict=True) if not matches})
 
     def _matches(self, attachment: Attachment, part: Part) -> bool:

@@ -46,7 +46,7 @@ from kvdock.connectors.sglang.offloads import Known, Offloads
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported, warn_of_version
-from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.connectors.verify import ChecksumVerifier, Trust
 from kvdock.connectors.worker import WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
@@ -75,7 +75,7 @@ class KvdockLinker(UnifiedCacheLinker):
             device = f"cuda:{torch.cuda.current_device()}"
             self._stream = int((forward_stream or torch.cuda.current_stream()).cuda_stream)
         self._session, self._worker = self._open(settings, server_args, model, str(kvcache.dtype), device)
-        self._chains, self._known = Chains(), Known()
+        self._chains, self._known, self._trust = Chains(), Known(), Trust(settings.trust_s, clock)
         self._driver = self._drive(settings) if self._ranks.rank == 0 else None
         self._lookups = None
         if self._driver is not None:
@@ -92,7 +92,7 @@ class KvdockLinker(UnifiedCacheLinker):
             self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
             self._figures,
         )
-        self._loading: dict[str, tuple[list[str], str]] = {}
+        self._loading: dict[str, tuple[list[str], str, LoadPlan]] = {}
         self.parent: str | None = UNKNOWN
         keeps = self._driver.scheduler.keeps_lease if self._driver is not None else lambda lease: False
         start(self._session, self._worker, SessionObserver(keeps))
@@ -120,8 +120,8 @@ class KvdockLinker(UnifiedCacheLinker):
         """Rank 0's."""
         threads = hash_threads(cores_of(self._ranks.size))
         scheduler = SchedulerConnector(
-            self._session, readers=self._ranks.size, verifier=ChecksumVerifier(self._session, threads=threads),
-            chain_of=self._chains.of,
+            self._session, readers=self._ranks.size, chain_of=self._chains.of,
+            verifier=ChecksumVerifier(self._session, threads=threads, trust=self._trust),
         )
         statistics = ChunkStatistics(self._page_tokens) if settings.chunk_statistics else None
         return Driver(
@@ -155,7 +155,7 @@ class KvdockLinker(UnifiedCacheLinker):
             return self._gives_up(rid, begun)
         assert begun is not None
         self._loads.queue(QueuedLoad(rid, *begun, {name: one.device_indices for name, one in by_name.items()}))
-        self._loading[rid] = pages, begun[0].session
+        self._loading[rid] = pages, begun[0].session, begun[1]
         return True
 
     def _gives_up(self, rid: str, begun: tuple[Attachment, LoadPlan] | None) -> bool:
@@ -177,14 +177,18 @@ class KvdockLinker(UnifiedCacheLinker):
         return self._loads.cancel(rid)
 
     def _load_ended(self, rid: str, ok: bool | None) -> None:
-        pages, epoch = self._loading.pop(rid)
+        pages, epoch, plan = self._loading.pop(rid)
         if self._lookups is None:
             return
         self._lookups.loaded(rid, ok)
         if ok is None:
             return
-        if ok:
+        if ok:  # what this rank has copied was hashed once more meanwhile
+            own = self._ranks.rank % self._session.manifest.writers
             self._known.add(pages, epoch)
+            self._trust.add(epoch, (part for piece in plan.pieces for part in piece.parts if part.writer == own))
+        else:
+            self._trust.clear()
         self._figures.add("load_tokens" if ok else "load_failures", len(pages) * self._page_tokens if ok else 1)
 
     # ------------------------------------------------------------------ stores

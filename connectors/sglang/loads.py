@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.layers import Layers
+from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, pages_of
@@ -77,7 +77,8 @@ class Loads:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
         self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
         layers = [layer for group in groups for layer in group.planes]
-        self._layers = Layers([{str(layer): plane for layer, plane in group.planes.items()} for group in groups])
+        planes = [{str(layer): plane for layer, plane in group.planes.items()} for group in groups]
+        self._layers = Layers(planes, VERIFIED_BEFORE)
         self.counter = LayerCounter(max(layers) + 1, self._wait_for_layer)
         self._loading = Background("kvdock-load")
         self._queued: dict[str, QueuedLoad] = {}

@@ -41,6 +41,8 @@ class Settings(LoadLimits):
     """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
     verify_wait_s: float = 0.5
     """How long a lookup may wait until what was found is hashed; SGLang computes what was not verified by then."""
+    trust_s: float = 60.0
+    """What was hashed and right so lately is promised without being hashed again; 0: all of it is hashed each time."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
@@ -67,6 +69,8 @@ class Settings(LoadLimits):
                 raise NotSupportedError(
                     f"{EXTRA}: {name} is {getattr(made, name)}, and 0.0 to {MOST_WAIT_S} is wanted."
                 )
+        if not made.trust_s >= 0.0:
+            raise NotSupportedError(f"{EXTRA}: trust_s is {made.trust_s}, and 0.0 or more is wanted.")
         if made.copy_threads < 1 or made.timeout_s <= 0:
             raise NotSupportedError(
                 f"{EXTRA}: copy_threads and timeout_s are wanted above zero, found {made.copy_threads} and "

@@ -14,10 +14,10 @@ from kvdock.client.client import Client
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.connectors.verify import ChecksumVerifier, Trust
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
-from kvdock.protocol.schemas import listed_id
+from kvdock.protocol.schemas import Part, listed_id
 
 TOKENS = tokens_of(1, 2)
 HIT = Hit(len(TOKENS))
@@ -136,3 +136,61 @@ def test_a_request_that_was_given_a_miss_may_ask_for_more_later(
         assert asked(driver, "r", half) == Hit(len(half))
         assert verified(driver, "r", half) == Miss()
     assert verified(driver, "r") == HIT, "its cancelled lease was asked for again"
+
+
+# ---------------------------------------------------------------------- trust
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def part(offset: int, checksum: str = "aa") -> Part:
+    return Part(group=0, writer=0, segment=1, offset=offset, length=4096, checksum=checksum)
+
+
+def test_a_part_is_trusted_for_a_while_where_it_lies_and_for_what_it_holds() -> None:
+    clock = Clock()
+    trust = Trust(60.0, clock)
+    trust.add("one", [part(0)])
+    assert trust.has("one", part(0))
+    assert not trust.has("one", part(4096)), "another place"
+    assert not trust.has("one", part(0, "bb")), "another content at the same place"
+    assert not trust.has("two", part(0)), "another life of the server"
+    clock.now_s += 59.9
+    assert trust.has("one", part(0))
+    clock.now_s += 0.2
+    assert not trust.has("one", part(0))
+
+
+def test_trust_ends_with_damage_and_with_the_servers_life_and_has_a_bound() -> None:
+    trust = Trust(60.0, Clock(), most=2)
+    trust.add("one", [part(0), part(1), part(2)])
+    assert [trust.has("one", part(at)) for at in range(3)] == [False, True, True]
+    trust.add("two", [part(3)])
+    assert not trust.has("one", part(2)) and not trust.has("two", part(2)) and trust.has("two", part(3))
+    trust.clear()
+    assert not trust.has("two", part(3))
+    none = Trust(0.0, Clock())
+    none.add("one", [part(0)])
+    assert not none.has("one", part(0))
+
+
+def test_what_was_verified_is_not_hashed_again_until_trust_ends(rig: Rig, client: Client) -> None:
+    """A byte that is damaged meanwhile is found when trust has ended: until then the load's own hash would find it."""
+    session, clock = rig.connector.session, Clock()
+    verifier = ChecksumVerifier(session, trust=Trust(60.0, clock))
+    driver = Driver(SchedulerConnector(session, verifier=verifier), answered=lambda seconds: None)
+    try:
+        assert verified(driver, "first") == HIT
+        with Spectator(client, session.manifest) as spectator:
+            spectator.flip(spectator.slots(TOKENS)[1], 77)
+        assert verified(driver, "second") == HIT
+        clock.now_s += 61.0
+        assert verified(driver, "third") == Miss()
+    finally:
+        driver.close()

@@ -6,7 +6,9 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-from kvdock.connectors.layers import FIRST_SHARE, LATER_BANDS, Layers
+import pytest
+
+from kvdock.connectors.layers import VERIFIED_BEFORE, VERIFIED_EARLY, Cut, Layers
 from kvdock.datapath.copy import PartResult
 
 
@@ -45,12 +47,13 @@ def state(layers: Layers) -> tuple[bool, bool]:
     return layers.any_watched, layers.all_ordered
 
 
-def test_the_first_band_has_its_share_of_the_planes_and_the_others_share_the_rest() -> None:
+@pytest.mark.parametrize("cut", [VERIFIED_EARLY, VERIFIED_BEFORE])
+def test_the_first_band_has_its_share_of_the_planes_and_the_others_share_the_rest(cut: Cut) -> None:
     for count in (1, 2, 7, 8, 9, 32, 61):
-        ends, verified_after = Layers([{f"layer.{at}": at for at in range(count)}]).bands[0]
+        ends, verified_after = Layers([{f"layer.{at}": at for at in range(count)}], cut).bands[0]
         first, later = ends[0], count - ends[0]
-        assert verified_after == 1 and FIRST_SHARE * count <= first < FIRST_SHARE * count + 1
-        assert list(ends) == sorted(set(ends)) and ends[-1] == count and len(ends) == 1 + min(later, LATER_BANDS)
+        assert verified_after == cut.verified_after and cut.first_share * count <= first < cut.first_share * count + 1
+        assert list(ends) == sorted(set(ends)) and ends[-1] == count and len(ends) == 1 + min(later, cut.later)
         sizes = [end - begin for begin, end in pairwise(ends)]
         assert not sizes or max(sizes) - min(sizes) <= 1
 
@@ -66,7 +69,7 @@ def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for
         layers.order(f"layer.{at}", 5)
         layers.order(f"layer.{at + 1}", 5)
     assert state(layers) == (True, True)
-    assert copy.orders == [(5, band) for band in range(1 + LATER_BANDS)]
+    assert copy.orders == [(5, band) for band in range(1 + VERIFIED_EARLY.later)]
     layers.order("layer.10", 6)
     assert copy.orders[-1] == (6, 1), "another stream has not waited"
     layers.watch([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from api_helpers import eventually
 from cuda_helpers import needs_gpu, needs_two_gpus
 from paths import SUPPORT
 
+from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.shm.segment import SegmentInfo
 
@@ -45,13 +47,17 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, object]:
 
 @pytest.fixture
 def peers() -> Iterator[Peers]:
-    pool = SegmentPool(int(np.random.default_rng().integers(1 << 62)), limit_bytes=64 << 20)
+    """With a lock, so that no server that starts meanwhile takes the pool for one that was left behind."""
+    pool_id = secrets.randbits(64)
+    lock = PoolLock.create(pool_id, address="a test's")
+    pool = SegmentPool(pool_id, limit_bytes=64 << 20)
     try:
         info = pool.grow()
         eventually(lambda: pool.prefaulted_bytes() == pool.allocated_bytes)
         yield Peers(pool, info)
     finally:
         pool.close()
+        lock.close(unlink=True)
 
 
 class TestOneGpu:

@@ -1,0 +1,25 @@
+"""On the path of a Python that is to run SGLang on a CPU: prepares it (cpu_only.py) before SGLang is imported, in that
+process and in all that SGLang starts."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+
+class BeforeSGLang(importlib.abc.MetaPathFinder):
+    """Finds nothing."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "sglang":
+            sys.meta_path.remove(self)
+            sys.path.append(str(Path(__file__).parents[1]))
+            from cpu_only import prepare
+
+            prepare()
+
+
+sys.meta_path.insert(0, BeforeSGLang())

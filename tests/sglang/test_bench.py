@@ -1,0 +1,47 @@
+"""`python -m bench.sglang` with a tiny model on the CPU: every figure that it promises, of kvdock alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess
+from engines import ENGINE_PYTHON, HERE, ROOT
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+ON_CPU = {
+    "PYTHONPATH": str(HERE / "on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def test_loads_and_decodes_are_measured(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    command = [
+        ENGINE_PYTHON, "-m", "bench.sglang", "--device", "cpu", "--model", models["llama"], "--address", server.unix,
+        "--logs", tmp_path, "--scale", '{"decoded": 20}',
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ON_CPU, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stderr}\n{(tmp_path / 'sglang-kvdock.log').read_text()[-4000:]}"
+    found = json.loads(done.stdout)
+    ways = ("cold", "local", "load", "load_over_local")
+    times = {f"kvdock_{length}_{way}_ms" for length in (128, 512) for way in ways}
+    assert set(found["loads"]) == times | {"kvdock_same"} and found["loads"]["kvdock_same"] is True
+    decode = found["decode"]
+    assert decode["kvdock_loads"]["fed_cached"].keys() == {"512"}, "each fed request was loaded"
+    assert decode["kvdock_stores"]["fed_cached"].keys() == {"0"}, "each fed request was computed"
+    assert all(decode[f"kvdock_{name}"]["tokens_per_s"] > 0 for name in ("alone", "alone_after"))
+    assert {"kvdock_loads_loss", "kvdock_stores_loss"} < decode.keys()
+
+
+def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path) -> None:
+    for arguments, why in (
+        (["--device", "cpu"], "--device cpu wants --model FOLDER"), ([], "no GPU: CUDA: found no NVIDIA driver"),
+    ):
+        done = subprocess.run(
+            [ENGINE_PYTHON, "-m", "bench.sglang", *arguments], cwd=ROOT, env=os.environ | ON_CPU, capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and done.stdout == "" and why in done.stderr, done.stderr

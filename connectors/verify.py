@@ -42,7 +42,7 @@ class Trust:
         self._seconds, self._clock, self._most = seconds, clock, most
         self._lock = threading.Lock()
         self._epoch = ""
-        self._hashed_s: OrderedDict[tuple[int, int, str], float] = OrderedDict()
+        self._hashed_s: OrderedDict[tuple[int, int, int], float] = OrderedDict()
 
     def add(self, epoch: str, parts: Iterable[Part]) -> None:
         """`epoch`: names the server's life in which they lie there."""
@@ -52,7 +52,7 @@ class Trust:
                 self._epoch = epoch
                 self._hashed_s.clear()
             for part in parts:
-                at = part.segment, part.offset, part.checksum
+                at = part.segment, part.offset, part.checksum_value
                 self._hashed_s[at] = now_s
                 self._hashed_s.move_to_end(at)
             while len(self._hashed_s) > self._most:
@@ -60,7 +60,7 @@ class Trust:
 
     def has(self, epoch: str, part: Part) -> bool:
         with self._lock:
-            hashed_s = self._hashed_s.get((part.segment, part.offset, part.checksum))
+            hashed_s = self._hashed_s.get((part.segment, part.offset, part.checksum_value))
             return epoch == self._epoch and hashed_s is not None and self._clock() - hashed_s < self._seconds
 
     def clear(self) -> None:

@@ -1,5 +1,5 @@
-"""On the path of a Python that is to run SGLang on a CPU: prepares it (cpu_only.py) before SGLang is imported, in that
-process and in all that SGLang starts."""
+"""On the path of a Python that is to run SGLang on a CPU: prepares it before SGLang is imported, in that process and in
+all that SGLang starts. See tests/sglang/support/cpu_only.py."""
 
 from __future__ import annotations
 

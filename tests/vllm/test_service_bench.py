@@ -20,6 +20,7 @@ NAMES = (
     "took_s", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "cached_share", "decode_gap_p50_ms", "decode_gap_p99_ms",
     "prompt_tokens",
 )
+OF_THE_TIER = ("tier_loaded_gb", "tier_stored_gb", "tier_load_gb_s", "tier_load_latency_ms", "tier_declined")
 
 
 def write_trace(path: Path) -> None:
@@ -79,7 +80,9 @@ def test_a_tier_on_disk_is_measured_beside_a_pool_without(
     assert set(found) == {
         "seed", "requests", "one_disk_ttft_ratio", "one_disk_ttft_p50_ratio",
         *(f"one_{kind}_{name}" for kind in ("kvdock", "kvdock_disk") for name in NAMES),
+        *(f"one_kvdock_disk_{name}" for name in OF_THE_TIER),
     }
+    assert found["one_kvdock_disk_tier_load_gb_s"] > 0
     assert found["one_disk_ttft_ratio"] == pytest.approx(
         found["one_kvdock_disk_ttft_mean_ms"] / found["one_kvdock_ttft_mean_ms"], abs=1e-3
     )

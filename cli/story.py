@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -19,10 +20,11 @@ from kvdock.cli.words import printable
 from kvdock.client.events import Told, read_events
 from kvdock.client.transport import Address
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
-from kvdock.protocol.errors import ServerUnavailable
+from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.events import KINDS, Event
 
 RETRY_S = 1.0
+"""So often a server that is lost is looked for."""
 
 
 def show_explanation(server: str, *, request: str, session: str, as_json: bool, console: Console) -> None:
@@ -47,18 +49,35 @@ def show_events(server: str, *, kinds: str, follow: bool, as_json: bool) -> None
 
 
 def _told(address: Address, token: str, kinds: str, *, follow: bool) -> Iterator[Told]:
-    """First what is kept. If it follows, it then waits for what comes, and for the next server once this one ends."""
-    last_id = ""
+    """First what is kept. If it follows, then what comes. Once the server is lost it says so, on standard error, and
+    goes on when that server or the next one answers."""
+    last_id, is_lost = "", False
     for told in read_events(address, token, kinds=kinds):
         last_id = told.id
         yield told
     while follow:
         try:
-            for told in read_events(address, token, kinds=kinds, follow=True, last_id=last_id):
-                last_id = told.id
+            for told in _behind(address, token, kinds, last_id, may_be_new=is_lost):
+                last_id, is_lost = told.id, False
                 yield told
-        except ServerUnavailable:
-            time.sleep(RETRY_S)  # before it looks for a server again
+            why = f"{address.text}: it has ended"
+        except (ServerUnavailable, ApiError) as error:
+            if isinstance(error, ApiError) and error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
+            why = str(error)
+        if not is_lost:
+            typer.echo(f"kvdock: the server is lost ({printable(why)}), trying again each {RETRY_S:g} s", err=True)
+        is_lost = True
+        time.sleep(RETRY_S)  # also behind a stream that has ended: while a server drains, each one ends at once
+
+
+def _behind(address: Address, token: str, kinds: str, last_id: str, *, may_be_new: bool) -> Iterator[Told]:
+    """What comes behind `last_id`. Without one nothing was told so far, so all that a new server keeps is news."""
+    if may_be_new and not last_id:
+        for told in read_events(address, token, kinds=kinds):
+            last_id = told.id
+            yield told
+    yield from read_events(address, token, kinds=kinds, follow=True, last_id=last_id)
 
 
 def line_of(event: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePosixPath
@@ -18,7 +18,7 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvdock.api.access.peer import Peer
-from kvdock.api.events.stream import MOST_READERS
+from kvdock.api.events.sse import MOST_READERS, Stream
 from kvdock.api.http.docs_page import STYLE, docs_page
 from kvdock.api.http.handlers import handlers_of, peer_of_call
 from kvdock.api.http.manual import manual_page, page_names
@@ -193,6 +193,12 @@ Kinds = Annotated[str, Query(max_length=1024, description="Kinds of events, sepa
 Follow = Annotated[bool, Query(description="Go on with what comes, until the server drains")]
 
 
+def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
+    if stream.readers >= MOST_READERS:
+        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
+    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+
+
 @_route(
     c.EVENTS, "pool", "What happens, as it happens",
     "Server-sent events, each with one JSON object: docs/events.md lists them. Without `follow`, those that are kept, "
@@ -207,13 +213,11 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     names = [name.strip() for name in kinds.split(",") if name.strip()] or list(KINDS)
     if unknown := [name for name in names if name not in KINDS]:
         raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
-    if stream.readers >= MOST_READERS:
-        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
     pieces = stream.read(
         request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
         follows=follow,
     )
-    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+    return _streamed(stream, pieces)
 
 
 @_route(
@@ -227,12 +231,10 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
     stream = handlers_of(request).kv_stream
     if stream is None:
         raise ApiError("not_found", "KV events are switched off", found="observe", wanted="kv_events among them")
-    if stream.readers >= MOST_READERS:
-        raise ApiError("too_busy", "others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
     pieces = stream.read(
         peer_of_call(request).tenant or "", request.headers.get("last-event-id", ""), follows=follow
     )
-    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+    return _streamed(stream, pieces)
 
 
 @_route(

@@ -1,0 +1,76 @@
+"""What both streams of server-sent events have in common: silence, waking, and how many may read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+
+import pytest
+from api_helpers import ServerProcess, eventually, http_connection, raw
+
+from kvdock.api.events import sse
+from kvdock.api.events.sse import IDLE, MOST_READERS, RETRY, Stream, piece_of
+
+PATHS = ("/v1/events", "/v1/kv-events")
+
+
+class Said(Stream):
+    """Sends what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[bytes] = []
+
+    def say(self, *pieces: bytes, ends: bool = False) -> None:
+        self.waiting += pieces
+        self._is_ending = ends
+        self._wake()
+
+    def pieces(self) -> Iterator[bytes | None]:
+        while True:
+            yield self.waiting.pop(0) if self.waiting else None
+
+
+def test_a_silent_stream_sends_comments_and_what_comes_wakes_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        stream = Said()
+        reading = stream._sent(stream.pieces())
+        monkeypatch.setattr(sse, "IDLE_S", 0.01)
+        assert [await anext(reading), await anext(reading)] == [IDLE, IDLE] and stream.readers == 1
+        monkeypatch.setattr(sse, "IDLE_S", 3600.0)
+        next_one = asyncio.ensure_future(anext(reading))
+        await asyncio.sleep(0)  # the reader looks, and waits
+        stream.say(b"a", b"b", ends=True)
+        assert await asyncio.wait_for(next_one, 10.0) == b"a"
+        assert [piece async for piece in reading] == [b"b"], "it ends when all is said"
+        assert stream.readers == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 20.0))
+
+
+def test_an_event_has_an_id_only_where_readers_may_come_back_behind_it() -> None:
+    assert piece_of("kv", b"{}", "7-1") == b"id: 7-1\nevent: kv\ndata: {}\n\n"
+    assert piece_of("kv", b"{}", "") == b"event: kv\ndata: {}\n\n"
+    assert RETRY.startswith(b"retry: ") and IDLE.startswith(b":") and IDLE.endswith(b"\n\n")
+
+
+def is_read(server: ServerProcess, path: str) -> bool:
+    return raw(server.unix, "GET", path)[0] == 200
+
+
+def test_each_stream_has_so_many_readers_and_a_place_is_free_once_one_has_gone() -> None:
+    with ServerProcess(observe="stream,kv_events") as server:
+        for path in PATHS:
+            with ExitStack() as readers:
+                for _ in range(MOST_READERS):
+                    reader = readers.enter_context(closing(http_connection(server.unix)))
+                    reader.request("GET", f"{path}?follow=true")
+                    assert reader.getresponse().readline() == RETRY.splitlines(keepends=True)[0]
+                status, _, body = raw(server.unix, "GET", path)
+                problem = json.loads(body)
+                assert (status, problem["code"], problem["found"]) == (503, "too_busy", MOST_READERS)
+                reader.close()
+                eventually(partial(is_read, server, path))

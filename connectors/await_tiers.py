@@ -32,8 +32,11 @@ NO_WAIT = WaitTerms(0.0, 0.0)
 
 @dataclass
 class _Wait:
+    """`server_until_s`: before that, the server says that nothing comes only when it knows so."""
+
     began_s: float
     until_s: float
+    server_until_s: float
     tokens: int
     has_ended: bool = False
 
@@ -59,8 +62,11 @@ class AwaitTiers:
         wait = self._waits.get(request_id)
         return wait is not None and not wait.has_ended
 
-    def waits(self, request_id: str, said: PendingTokens | None, hit_tokens: int, local_tokens: int) -> bool:
-        """Whether the request waits, now that its newest answer says `said` and found `hit_tokens`."""
+    def waits(
+        self, request_id: str, said: PendingTokens | None, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits, now that its newest answer says `said` and found `hit_tokens`. Its time begins
+        now; that at the server began with the question, sent at `asked_s`."""
         wait = self._waits.get(request_id)
         if wait is None:
             if said is None or said.tokens <= max(hit_tokens, local_tokens):
@@ -69,12 +75,13 @@ class AwaitTiers:
             if terms is NO_WAIT:
                 return False
             now_s = self._clock()
-            self._waits[request_id] = _Wait(now_s, now_s + terms.wait_s, said.tokens)
+            self._waits[request_id] = _Wait(now_s, now_s + terms.wait_s, asked_s + terms.wait_s, said.tokens)
             return True
         if wait.has_ended:
             return False
         if said is None:
-            self._end(wait, "fulfilled" if hit_tokens >= wait.tokens else "shortened")
+            is_over = self._clock() > wait.server_until_s
+            self._end(wait, "fulfilled" if hit_tokens >= wait.tokens else "expired" if is_over else "shortened")
             return False
         wait.tokens = said.tokens
         return not self.is_over(request_id)

@@ -49,8 +49,11 @@ class ComputeOnce:
         wait = self._waits.get(request_id)
         return wait is not None and not wait.has_ended
 
-    def waits(self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int) -> bool:
-        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`."""
+    def waits(
+        self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time begins
+        now, whenever it was asked about."""
         now_s, wait = self._clock(), self._waits.get(request_id)
         if wait is None:
             if stored is None:

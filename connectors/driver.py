@@ -49,7 +49,8 @@ class Wait(Protocol):
 
     def is_waiting(self, request_id: str) -> bool: ...
 
-    def waits(self, request_id: str, said: Any, hit_tokens: int, local_tokens: int) -> bool: ...
+    def waits(self, request_id: str, said: Any, hit_tokens: int, local_tokens: int, asked_s: float) -> bool:
+        """`asked_s`: when the question was sent whose answer is the newest."""
 
     def is_over(self, request_id: str) -> bool: ...
 
@@ -113,16 +114,16 @@ class Driver:
             found = self._ask(request_id, wanted, local_tokens)  # as new as the answer that says so
         if isinstance(found, Pending):
             return Miss() if self._is_late(request_id) else found
-        hit_tokens = found.tokens if isinstance(found, Hit) else 0
+        hit_tokens, question = found.tokens if isinstance(found, Hit) else 0, self._questions.get(request_id)
+        asked_s = question.asked_s if question is not None else self._clock()
         waiting = [
-            one.waits(request_id, word, hit_tokens, local_tokens)
+            one.waits(request_id, word, hit_tokens, local_tokens, asked_s)
             for (one, _), word in zip(self._waits, said, strict=True)
         ]
         if any(waiting):
             return Pending()
         least = max(1, self._limits.min_load_tokens)
         if isinstance(found, Hit) and (why := self._why_not(found.tokens - local_tokens)):
-            question = self._questions.get(request_id)
             if question is None or question.answered.done():  # else more may be found
                 self._declined.add(request_id)
                 self._tell_declined(request_id, why, found.tokens)

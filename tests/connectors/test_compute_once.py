@@ -91,7 +91,7 @@ class Waiting:
     def after(self, seconds: float, tokens: int, committed: int, hit: int = 0, local: int = 0) -> bool:
         self.clock.now_s += seconds
         stored = BeingStored(tokens, committed) if tokens else None
-        return self.once.waits("r", stored, hit, local)
+        return self.once.waits("r", stored, hit, local, self.clock.now_s)
 
 
 def test_a_request_waits_no_longer_than_its_share_of_computing() -> None:

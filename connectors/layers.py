@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 VERIFIED_EARLY = Cut(0.625, 4, 1)
 """While the first band is copied the CPU hashes the others (connectors/cores.py)."""
 VERIFIED_BEFORE = Cut(0.125, 7, 0)
-"""The GPU hashes all of it once more; whoever reads it is told when it has ended."""
+"""The GPU hashes the whole load while it copies it, and the result is known when the load has ended."""
 
 
 class Layers:

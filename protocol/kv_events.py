@@ -1,4 +1,4 @@
-"""What routers are told of the cache: vLLM's KV cache events, and by what routers know a chunk.
+"""What routers are told of the cache: vLLM's KV cache events, and the names by which routers know a chunk.
 
 A router that sends requests where their prefix is knows blocks by the engine's hashes, and computes the same from their
 tokens. The server knows keys alone, so engines say with their reservations what routers know the chunks by.

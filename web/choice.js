@@ -34,7 +34,7 @@ export function toggle(text, isDown, press) {
   return node;
 }
 
-/** A labelled control: the text stands before it. */
+/** A control with a label in front of it. text: the label. */
 export function labelled(text, control, cls = "filter") {
   return el("label", { cls, children: [el("span", { text }), control] });
 }

@@ -12,7 +12,7 @@ MOST_READERS = 64
 IDLE_S = 15.0
 """So often a comment is sent where nothing happens: proxies end connections that are silent."""
 RETRY = b"retry: 1000\n\n"
-"""After so many milliseconds a reader whose connection has ended comes back."""
+"""A reader whose connection has ended connects again after so many milliseconds."""
 IDLE = b": nothing has happened\n\n"
 
 

@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvdock import _core
+from kvdock.connectors.background import Background
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -25,6 +26,8 @@ log = logging.getLogger("kvdock.connector")
 
 MOST_TRUSTED = 1 << 16
 """Parts: those of a pool of 512 GiB, where one has 8 MiB."""
+MOST_AHEAD_BYTES = 4 << 30
+"""What may wait to be hashed ahead: a second of one thread's work, or less."""
 
 
 class Verifier:
@@ -104,14 +107,53 @@ class ChecksumVerifier(Verifier):
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
         with ThreadPoolExecutor(min(self._threads, len(parts)), "kvdock-hash") as threads:
-            found = list(threads.map(lambda one: self._matches(attachment, one[1]), parts))
+            found = list(threads.map(lambda one: _matches(attachment, one[1]), parts))
         if self._trust is not None:
             right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)
             self._trust.add(attachment.session, right)
         return sorted({chunk for (chunk, _), matches in zip(parts, found, strict=True) if not matches})
 
-    def _matches(self, attachment: Attachment, part: Part) -> bool:
-        address = attachment.segments.address(part.segment, part.offset, part.length)
-        ensure_keys(part.length)
-        found = _core.checksum((ctypes.c_char * part.length).from_address(address))
-        return bool(found == part.checksum_value)
+
+class HashAhead:
+    """Hashes what this engine has stored, where it lies, in a thread of its own, so that a lookup need not: what is
+    right is trusted. No lease keeps it meanwhile, so what is not right may have been evicted, and a lookup has to tell.
+    """
+
+    def __init__(self, session: EngineSession, trust: Trust, most_bytes: int = MOST_AHEAD_BYTES) -> None:
+        self._session, self._trust, self._most_bytes = session, trust, most_bytes
+        self._hashing = Background("kvdock-ahead")
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+
+    def add(self, attachment: Attachment, parts: Sequence[Part]) -> None:
+        """Lookups hash them, if too much waits already. Thread-safe."""
+        size_bytes = sum(part.length for part in parts)
+        with self._lock:
+            if self._waiting_bytes + size_bytes > self._most_bytes or not attachment.acquire():
+                return
+            self._waiting_bytes += size_bytes
+        self._hashing.run(self._hash, attachment, parts, size_bytes)
+
+    def _hash(self, attachment: Attachment, parts: Sequence[Part], size_bytes: int) -> None:
+        try:
+            for segment in {part.segment for part in parts}:
+                self._session.ensure_segment(attachment, segment)
+                attachment.segments.require_whole(segment)
+            for part in parts:  # one by one, so that a lookup finds what is done by then
+                if _matches(attachment, part):
+                    self._trust.add(attachment.session, [part])
+        finally:
+            attachment.release()
+            with self._lock:
+                self._waiting_bytes -= size_bytes
+
+    def close(self) -> None:
+        """Waits for what was added."""
+        self._hashing.close()
+
+
+def _matches(attachment: Attachment, part: Part) -> bool:
+    address = attachment.segments.address(part.segment, part.offset, part.length)
+    ensure_keys(part.length)
+    found = _core.checksum((ctypes.c_char * part.length).from_address(address))
+    return bool(found == part.checksum_value)

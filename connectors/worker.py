@@ -94,6 +94,8 @@ class Storing(_Copying[StorePiece]):
         self.plan, self.holds_reservation = plan, False
         self.error: Exception | None = None
         """Why a copy could not be submitted."""
+        self.committed: Sequence[tuple[StorePiece, int]] = ()
+        """What this rank has written, with its checksums, once the server knows."""
 
 
 class Loading(_Copying[LoadPiece]):
@@ -337,16 +339,18 @@ class WorkerConnector:
             if storing.error is not None:
                 raise storing.error
             results = [
-                done for _, members, handle in storing.copies for done in zip(members, handle.result(), strict=True)
+                (piece, result.checksum) for _, members, handle in storing.copies
+                for piece, result in zip(members, handle.result(), strict=True)
             ]
             if not is_sound:
                 self.session.abort(attachment, plan.reservation, [self.rank])
                 return 0
-            done = [PartDone(piece.chunk, piece.group, f"{result.checksum:016x}") for piece, result in results]
+            done = [PartDone(piece.chunk, piece.group, f"{checksum:016x}") for piece, checksum in results]
             # Once at least: the server waits for the rank's word.
             for start in range(0, max(1, len(done)), MAX_ENTRIES):
                 body = Commit(session=attachment.session, rank=self.rank, parts=done[start : start + MAX_ENTRIES])
                 ready = self.session.client.commit(plan.reservation, body).ready
+            storing.committed = results
             self._log("store", plan.request_id, plan.tokens, self._bytes(plan.pieces), storing.began_s)
             if (took_s := storing.took_s()) is not None:
                 self.session.outcomes.stored(self._bytes(plan.pieces), took_s)
@@ -359,6 +363,13 @@ class WorkerConnector:
         finally:
             attachment.grants.end(plan.reservation)
         return ready
+
+    def committed_parts(self, storing: Storing) -> list[Part]:
+        """What this rank has committed, as lookups find it."""
+        return [
+            Part(part.group, part.writer, part.segment, part.offset, part.length, f"{checksum:016x}")
+            for piece, checksum in storing.committed for part in piece.parts if part.writer == self.rank
+        ]
 
     # ------------------------------------------------------------------ both
 

@@ -45,8 +45,8 @@ from kvdock.connectors.sglang.lookups import Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
-from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported, warn_of_version
-from kvdock.connectors.verify import ChecksumVerifier, Trust
+from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
+from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.connectors.worker import WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
@@ -66,7 +66,7 @@ class KvdockLinker(UnifiedCacheLinker):
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self._groups = groups_of(kvcache, params.page_size, params.swa_retain_window)
+        self._groups = groups_of(kvcache, params.page_size, params.swa_retain_window, drafts_of(params))
         self.pools = {PoolName(group.transfer): kvcache for group in self._groups}
         self._ranks, self._draw = Ranks(params.attn_tp_cache_group or params.tp_cache_group), nonce
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
@@ -77,8 +77,9 @@ class KvdockLinker(UnifiedCacheLinker):
         self._session, self._worker = self._open(settings, server_args, model, str(kvcache.dtype), device)
         self._chains, self._known, self._trust = Chains(), Known(), Trust(settings.trust_s, clock)
         self._driver = self._drive(settings) if self._ranks.rank == 0 else None
-        self._lookups = None
+        self._lookups, self._ahead = None, None
         if self._driver is not None:
+            self._ahead = HashAhead(self._session, self._trust) if settings.trust_s > 0 else None
             self._lookups = Lookups(
                 self._driver, self._chains, self._figures, self._page_tokens, settings.lookup_wait_s,
                 settings.verify_wait_s, clock,
@@ -90,7 +91,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(
             self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
-            self._figures,
+            self._figures, self._ahead,
         )
         self._loading: dict[str, tuple[list[str], str, LoadPlan]] = {}
         self.parent: str | None = UNKNOWN
@@ -240,6 +241,8 @@ class KvdockLinker(UnifiedCacheLinker):
     def close(self) -> None:
         self._loads.close()
         self._offloads.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._driver is not None:
             self._driver.close()
         self._worker.close()

@@ -4,7 +4,8 @@
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
-has it, so loading and computing overlap; on a CPU it waits for the load. SGLang reads the verdict after the forward
+has it, so loading and computing overlap; on a CPU it waits for the load. A draft's forward pass follows, so the last
+layer is ordered after what the draft reads as well. SGLang reads the verdict after the forward
 pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
@@ -22,7 +23,7 @@ from typing import Any
 
 from kvdock.connectors.background import Background
 from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
-from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, pages_of
 from kvdock.connectors.worker import Loading, WorkerConnector
@@ -76,9 +77,10 @@ class Loads:
     ) -> None:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
         self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
-        layers = [layer for group in groups for layer in group.planes]
+        layers = [layer for group in groups if not group.is_draft for layer in group.planes]
         planes = [{str(layer): plane for layer, plane in group.planes.items()} for group in groups]
         self._layers = Layers(planes, VERIFIED_BEFORE)
+        self._of_drafts = [str(layer) for group in groups if group.is_draft for layer in group.planes]
         self.counter = LayerCounter(max(layers) + 1, self._wait_for_layer)
         self._loading = Background("kvdock-load")
         self._queued: dict[str, QueuedLoad] = {}
@@ -146,7 +148,9 @@ class Loads:
         if self._watched != index:  # the first layer that is asked for
             self._layers.watch(batch.submitted.result())
             self._watched = index
-        self._layers.order(str(layer), self._stream())
+        behind = self._of_drafts if layer == self.counter.num_layers - 1 else ()
+        for wanted in (str(layer), *behind):
+            self._layers.order(wanted, self._stream())
 
     # ------------------------------------------------------------------ background
 
@@ -179,7 +183,7 @@ class Loads:
         for piece in plan.pieces:
             of_group = pages.get(piece.group, [])
             at = piece.block_ids[-1] - (count - len(of_group))  # a window has the last pages only
-            pieces.append(replace(piece, block_ids=(of_group[at],)))
+            pieces.append(LoadPiece(piece.chunk, piece.group, piece.parts, (of_group[at],), piece.skip_blocks))
         return replace(plan, pieces=tuple(pieces))
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:

@@ -30,6 +30,7 @@ from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.lookups import Chains
 from kvdock.connectors.sglang.pools import KVGroup, pages_of
 from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.verify import HashAhead
 from kvdock.connectors.worker import WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
@@ -83,13 +84,14 @@ class Known:
 
 
 class Offloads:
-    """`driver` and `chains`: rank 0's, None in others."""
+    """`driver`, `chains` and `ahead`: rank 0's; `ahead` hashes what this rank has stored, None: nothing does."""
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks, driver: Driver | None,
-        chains: Chains, known: Known, figures: Figures,
+        chains: Chains, known: Known, figures: Figures, ahead: HashAhead | None = None,
     ) -> None:
         self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
+        self._ahead = ahead
         self._driver, self._chains, self._known, self._figures = driver, chains, known, figures
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
@@ -247,12 +249,18 @@ class Offloads:
             pages = self._pages(offer) if offer.plans else {}
             for attachment, plan in offer.plans:
                 try:
-                    self._worker.store(attachment, _placed(plan, pages))
+                    self._store(attachment, _placed(plan, pages))
                 finally:
                     attachment.release()
             ok = offer.reserved.result()
         finally:
             offer.ended.set_result(ok)
+
+    def _store(self, attachment: Attachment, plan: StorePlan) -> None:
+        storing = self._worker.submit_store(attachment, plan)
+        self._worker.finish_store(storing)
+        if self._ahead is not None and (parts := self._worker.committed_parts(storing)):
+            self._ahead.add(attachment, parts)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
         """By group, this rank's pages; in front of those that a window has, nothing that anybody asks for."""

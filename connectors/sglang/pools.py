@@ -1,13 +1,14 @@
 """SGLang's device pools as kvdock's groups and layouts. A page is a chunk, and a chunk is one block of each group.
 
 Full attention is one group. The layers of a sliding window have a pool of their own, which is a second group: SGLang
-keeps its last tokens only, and asks for no more.
+keeps its last tokens only, and asks for no more. A draft model's layers are a group that has the same pages as the
+target's full attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError
@@ -22,13 +23,15 @@ FULL, SWA = "kv", "swa"
 @dataclass(frozen=True)
 class KVGroup:
     """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention."""
+    planes in `layout`; `window_tokens` None: full attention. A draft's layers have numbers behind the target's: its
+    forward pass comes after the target's, and asks for none of them."""
 
     transfer: str
     layout: PagedLayout
     planes: Mapping[int, int]
     window_tokens: int | None = None
     is_latent: bool = False
+    is_draft: bool = False
 
     @property
     def described(self) -> Group:
@@ -39,8 +42,25 @@ class KVGroup:
         return Group(kind="window", window_tokens=self.window_tokens, part_bytes=part_bytes)
 
 
-def groups_of(kvcache: Any, page_tokens: int, window_tokens: int | None) -> tuple[KVGroup, ...]:
-    """`kvcache`: what SGLang's allocator of KV pages gives. NotSupportedError for a pool that is not known."""
+def groups_of(
+    kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = ()
+) -> tuple[KVGroup, ...]:
+    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models. NotSupportedError for
+    a pool that is not known."""
+    groups = list(_targets(kvcache, page_tokens, window_tokens))
+    for draft in drafts:
+        first = 1 + max(layer for group in groups for layer in group.planes)
+        group = _group(FULL, draft, page_tokens, range(first, first + _layers_of(draft)))
+        if group.layout.num_blocks != groups[0].layout.num_blocks:
+            raise NotSupportedError(
+                f"kvdock finds {group.layout.num_blocks} pages of a draft's KV, and as many as the target's "
+                f"{groups[0].layout.num_blocks} are wanted."
+            )
+        groups.append(replace(group, is_draft=True))
+    return tuple(groups)
+
+
+def _targets(kvcache: Any, page_tokens: int, window_tokens: int | None) -> tuple[KVGroup, ...]:
     if type(kvcache).__name__ != "SWAKVPool":
         layers = range(_layers_of(kvcache))
         return (_group(FULL, kvcache, page_tokens, list(layers)),)

@@ -41,7 +41,7 @@ class Settings(LoadLimits):
     """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
     verify_wait_s: float = 0.5
     """How long a lookup may wait until what was found is hashed; SGLang computes what was not verified by then."""
-    trust_s: float = 60.0
+    trust_s: float = 600.0
     """What was hashed and right so lately is promised without being hashed again; 0: all of it is hashed each time."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
@@ -99,12 +99,10 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
             "kvdock does not serve recurrent states (Mamba, linear attention) under SGLang: a model without them is "
             "wanted, or vLLM."
         )
-    if args.speculative_algorithm not in DRAFTS_WITHOUT_KV or params.sidecar_draft_device_pools or (
-        params.mtp_draft_device_pools
-    ):
+    if args.speculative_algorithm not in DRAFTS_WITHOUT_KV and not drafts_of(params):
         raise NotSupportedError(
-            f"kvdock does not serve drafts that keep KV of their own under SGLang: --speculative-algorithm is "
-            f"{args.speculative_algorithm}, and NGRAM or none is wanted."
+            f"kvdock does not know where the drafts of --speculative-algorithm {args.speculative_algorithm} have their "
+            "KV under SGLang: EAGLE, EAGLE3, STANDALONE, NGRAM or none is wanted."
         )
     if getattr(model, "is_multimodal", False):
         raise NotSupportedError(
@@ -114,6 +112,11 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     for name, why in UNSERVED.items():
         if getattr(args, name, None) not in (None, False, "", "null"):
             raise NotSupportedError(f"kvdock does not serve --{name.replace('_', '-')} under SGLang: {why}.")
+
+
+def drafts_of(params: Any) -> tuple[Any, ...]:
+    """The pools of KV of draft models, which have the target's pages."""
+    return (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
 
 
 UNSERVED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import MISSING, field, fields as dataclass_fields, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,8 @@ def args(folder: Path, **more: Any) -> SimpleNamespace:
     """As much of its ServerArgs."""
     return SimpleNamespace(**{
         "model_path": str(folder), "load_format": "auto", "download_dir": None, "revision": None, "random_seed": 0,
-        "lora_paths": None, "speculative_algorithm": None, **more,
+        "lora_paths": None, "speculative_algorithm": None, "speculative_draft_model_path": None,
+        "speculative_draft_model_revision": None, "speculative_draft_load_format": None, **more,
     })
 
 
@@ -55,9 +57,9 @@ def params(**more: Any) -> SimpleNamespace:
 class MHATokenToKVPool:
     """SGLang's pool, as its buffers are."""
 
-    def __init__(self, layers: int = 2, heads: int = 2) -> None:
+    def __init__(self, layers: int = 2, heads: int = 2, pages: int = 4) -> None:
         self.k_buffer, self.v_buffer = (
-            [torch.zeros(4 * PAGE, heads, 16) for _ in range(layers)] for _ in range(2)
+            [torch.zeros(pages * PAGE, heads, 16) for _ in range(layers)] for _ in range(2)
         )
         self.k_scale_buffer: Any = None
 
@@ -122,6 +124,10 @@ def test_other_weights_settings_and_adapters_share_nothing(
     assert told(folder, lora_paths=[path]) not in (usual, with_adapter), "its path is its name then"
     (adapter / "adapter_model.safetensors").write_bytes(b"b")
     assert told(folder, lora_paths=lora) != with_adapter, "its name and path say nothing of its files"
+    drafted = told(folder, speculative_draft_model_path=path)
+    assert drafted != usual and told(folder, speculative_draft_model_path=str(folder)) == usual
+    (adapter / "adapter_model.safetensors").write_bytes(b"another draft")
+    assert told(folder, speculative_draft_model_path=path) != drafted
     (folder / "model.safetensors").write_bytes(b"others.")
     assert told(folder) != usual
     with pytest.raises(NotSupportedError, match="cannot tell the adapter 'a' from others"):
@@ -129,8 +135,10 @@ def test_other_weights_settings_and_adapters_share_nothing(
 
 
 def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
-    def manifest(pool: Any, window: int | None = None, version: str = "0.5.23", ranks: int = 1) -> bytes:
-        groups = groups_of(pool, PAGE, window)
+    def manifest(
+        pool: Any, window: int | None = None, version: str = "0.5.23", ranks: int = 1, drafts: Sequence[Any] = ()
+    ) -> bytes:
+        groups = groups_of(pool, PAGE, window, drafts)
         made = manifest_of(
             model(), version, groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32"
         )
@@ -145,8 +153,10 @@ def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
     others = [
         manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), ranks=2),
         manifest(MHATokenToKVPool(), version="0.6.0"), manifest(SWAKVPool(), 128), manifest(SWAKVPool(), 256),
+        manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1)]),
+        manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1, heads=1)]),
     ]
-    assert len({usual, *others}) == 7
+    assert len({usual, *others}) == 9
 
 
 def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
@@ -155,6 +165,15 @@ def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
     assert (full.window_tokens, window.window_tokens) == (None, 128)
     assert window.layout.part_bytes(1) == 2 * full.layout.part_bytes(1) == 2 * 2 * PAGE * 2 * 16 * 4
     assert pages_of(torch.tensor([*range(128, 192), *range(64)]), PAGE) == [2, 0]
+
+
+def test_a_draft_is_a_group_with_the_targets_pages_and_layers_behind_them() -> None:
+    full, draft = groups_of(MHATokenToKVPool(2), PAGE, None, [MHATokenToKVPool(1, heads=4)])
+    assert (dict(full.planes), dict(draft.planes)) == ({0: 1, 1: 3}, {2: 1})
+    assert (full.is_draft, draft.is_draft, draft.transfer) == (False, True, full.transfer)
+    assert draft.layout.part_bytes(1) == full.layout.part_bytes(1), "half as many layers, twice as many heads"
+    with pytest.raises(NotSupportedError, match="finds 5 pages of a draft's KV, and as many as the target's 4"):
+        groups_of(MHATokenToKVPool(2), PAGE, None, [MHATokenToKVPool(1, pages=5)])
 
 
 def test_pools_that_are_not_known_are_refused() -> None:
@@ -177,8 +196,7 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ({"params": {"pp_size": 2}}, "does not serve pipeline parallelism under SGLang: found 2"),
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
     ({"args": {"nnodes": 2}}, "does not serve several nodes"),
-    ({"args": {"speculative_algorithm": "EAGLE"}}, "drafts that keep KV .* is EAGLE, and NGRAM or none is wanted"),
-    ({"params": {"mtp_draft_device_pools": (1,)}}, "drafts that keep KV"),
+    ({"args": {"speculative_algorithm": "NEWEST"}}, "know where the drafts of --speculative-algorithm NEWEST have"),
     ({"model": {"is_multimodal": True}}, "does not serve images"),
     ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
     ({"args": {"disaggregation_mode": "decode"}}, "does not serve --disaggregation-mode"),
@@ -192,6 +210,7 @@ def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], sai
         )
 
     refuse(args={"speculative_algorithm": "NGRAM", "disaggregation_mode": "null"})
+    refuse(args={"speculative_algorithm": "EAGLE"}, params={"mtp_draft_device_pools": (MHATokenToKVPool(),)})
     with pytest.raises(NotSupportedError, match=said) as refused:
         refuse(**of)
     assert str(refused.value).startswith("kvdock ") and str(refused.value).count(". ") == 0

@@ -24,7 +24,7 @@ from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
-from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.schemas import Group, Manifest
 
@@ -67,8 +67,10 @@ class Engine:
         self.loads = Loads(
             self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds: None
         )
+        self.trust = Trust(60.0, self.clock)
+        self.ahead = HashAhead(self.session, self.trust)
         self.offloads = Offloads(
-            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures
+            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.ahead
         )
         start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
 
@@ -87,6 +89,7 @@ class Engine:
     def close(self) -> None:
         self.loads.close()
         self.offloads.close()
+        self.ahead.close()
         self.driver.close()
         self.worker.close()
         self.session.close()
@@ -188,6 +191,19 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
         assert client.status().counters["reservations"] == before + 1
     assert engine.lookups.ask("r", pages) == 3
     assert engine.figures.counted["stores_known"] == 1
+
+
+def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
+    pages = names(3)
+    assert engine.store(pages)
+    assert engine.lookups.ask("r", pages) == 3
+    begun = engine.lookups.begin_load("r", 3)
+    assert begun is not None
+    attachment, plan = begun
+    parts = [part for piece in plan.pieces for part in piece.parts]
+    eventually(lambda: all(engine.trust.has(attachment.session, part) for part in parts))
+    assert len(parts) == 3
+    engine.loads.give_up(attachment, plan)
 
 
 def test_known_pages_are_of_one_server_and_few() -> None:

@@ -14,7 +14,7 @@ from kvdock.client.client import Client
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.verify import ChecksumVerifier, Trust
+from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.engine.config import preset
 from kvdock.engine.kv_cache import KVCache
 from kvdock.protocol.schemas import Part, listed_id
@@ -194,3 +194,55 @@ def test_what_was_verified_is_not_hashed_again_until_trust_ends(rig: Rig, client
         assert verified(driver, "third") == Miss()
     finally:
         driver.close()
+
+
+# ---------------------------------------------------------------------- hashed ahead
+
+
+def stored(rig: Rig, client: Client) -> list[Part]:
+    with Spectator(client, rig.connector.session.manifest) as spectator:
+        return spectator.slots(TOKENS)
+
+
+def test_what_was_stored_is_hashed_where_it_lies_and_trusted_if_it_is_right(rig: Rig, client: Client) -> None:
+    session, trust = rig.connector.session, Trust(60.0)
+    epoch, parts = rig.attachment.session, stored(rig, client)
+    with Spectator(client, session.manifest) as spectator:
+        spectator.flip(parts[1], 77)
+    ahead = HashAhead(session, trust)
+    ahead.add(rig.attachment, parts)
+    ahead.close()
+    assert [trust.has(epoch, part) for part in parts] == [True, False, *[True] * (len(parts) - 2)]
+
+
+def test_what_waits_to_be_hashed_has_a_bound_and_makes_room_once_it_is_done(rig: Rig, client: Client) -> None:
+    session, trust = rig.connector.session, Trust(60.0)
+    epoch, parts = rig.attachment.session, stored(rig, client)
+    ahead, go = HashAhead(session, trust, most_bytes=parts[0].length), threading.Event()
+
+    def hold() -> None:
+        go.wait(PATIENCE_S)
+
+    ahead._hashing.run(hold)
+    ahead.add(rig.attachment, parts[:1])
+    ahead.add(rig.attachment, parts[1:2])
+    go.set()
+    eventually(lambda: trust.has(epoch, parts[0]))
+    assert not trust.has(epoch, parts[1])
+    eventually(lambda: ahead._waiting_bytes == 0)
+    ahead.add(rig.attachment, parts[1:2])
+    ahead.close()
+    assert trust.has(epoch, parts[1])
+
+
+def test_memory_that_has_gone_is_not_hashed_ahead(rig: Rig, client: Client) -> None:
+    session, attachment = rig.connector.session, rig.attachment
+    parts, trust = stored(rig, client), Trust(60.0)
+    ahead = HashAhead(session, trust)
+    ahead.add(attachment, parts[:1])
+    eventually(lambda: ahead._waiting_bytes == 0)
+    rig.close()
+    assert not attachment.acquire(), "nothing holds the memory of an epoch that has ended"
+    ahead.add(attachment, parts[1:])
+    ahead.close()
+    assert [trust.has(attachment.session, part) for part in parts[:2]] == [True, False]

@@ -93,7 +93,7 @@ def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], se
 
 
 def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], server: ServerProcess) -> None:
-    with Engine(models["llama"], server.unix) as engine:
+    with Engine(models["llama"], server.unix, extra={"trust_s": 0.0}) as engine:
         engine.generate(PROMPTS)
         local, _ = engine.generate(PROMPTS)
         engine.drain(server)
@@ -105,6 +105,26 @@ def test_damaged_bytes_are_a_miss_and_never_tokens(models: dict[str, Path], serv
         engine.drain(server)
         assert engine.do("flush")["flushed"]
         assert engine.generate(PROMPTS) == (local, HITS), "what was computed has taken its place"
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_damage_to_what_is_trusted_ends_requests_once_and_is_never_tokens(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    """Its loads are hashed as all are. After one that fails nothing is trusted."""
+    with Engine(models["llama"], server.unix) as engine:
+        engine.generate(PROMPTS)
+        local, _ = engine.generate(PROMPTS)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        assert engine.generate(PROMPTS) == (local, HITS), "what was loaded is trusted"
+        assert engine.do("flush")["flushed"]
+        spoil(server)
+        failed = engine.do("generate", prompts=PROMPTS[:1])
+        assert "External KV cache load failed" in failed["why"][0] or failed["why"] == ["abort"]
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["cached"] == NOTHING and found["why"] == ["length"] * 3
+        assert tokens_of(found["runs"]) == tokens_of(local)
         assert engine.close() == 0, engine.log_text()
 
 

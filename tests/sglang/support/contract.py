@@ -48,7 +48,7 @@ from kvdock.connectors.sglang import lookups
 from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
-GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa")}
+GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa"), "draft": ("kv",)}
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
 HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": DEVICE, "enable_memory_saver": False}
 
@@ -57,15 +57,28 @@ def pool_of(kind: str) -> Any:
     size = (PAGES - 1) * PAGE  # SGLang adds a page
     if kind == "mla":
         return MLATokenToKVPool(size=size, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, **HEADS)
-    if kind == "mha":
+    if kind in ("mha", "draft"):
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "large":
-        how = {**HEADS, "dtype": torch.bfloat16}
-        return MHATokenToKVPool(size=256 * PAGE, head_num=8, head_dim=128, layer_num=32, **how)
+        return large_pool(32)
     return SWAKVPool(
         size=size, size_swa=size, head_num=2, head_dim=16, swa_attention_layer_ids=[0, 1],
         full_attention_layer_ids=[2], **HEADS,
     )
+
+
+def large_pool(layers: int) -> Any:
+    how = {**HEADS, "dtype": torch.bfloat16}
+    return MHATokenToKVPool(size=256 * PAGE, head_num=8, head_dim=128, layer_num=layers, **how)
+
+
+def drafts_of(kind: str) -> tuple[Any, ...]:
+    """A draft model's pools, which have the target's pages."""
+    if kind == "large":
+        return (large_pool(4),)
+    if kind == "draft":
+        return (MHATokenToKVPool(size=(PAGES - 1) * PAGE, head_num=1, head_dim=16, layer_num=1, **HEADS),)
+    return ()
 
 
 class Verbs:
@@ -163,7 +176,7 @@ class Subject:
         self.num_blocks = PAGES
         self._groups = GROUPS.get(kind, ("kv",))
         self.windows = [None, WINDOW][: len(self._groups)]
-        self.pool = pool_of(kind)
+        self.pool, self.drafts = pool_of(kind), drafts_of(kind)
         args = ServerArgs(
             model_path=model, served_model_name=self.label, device=DEVICE, load_format="safetensors",
             skip_tokenizer_init=True, page_size=PAGE,
@@ -171,7 +184,7 @@ class Subject:
         args.resolve_once()
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
-            attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=(),
+            attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=self.drafts,
             mtp_draft_device_pools=(), swa_retain_window=WINDOW if len(self._groups) > 1 else None,
             enable_metrics=False,
         )
@@ -187,7 +200,8 @@ class Subject:
         pool = self.pool
         if len(self._groups) > 1:
             pool = pool.full_kv_pool if block < PAGES // 2 else pool.swa_kv_pool
-        return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+        drafts = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
+        return drafts + (list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer])
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
@@ -230,9 +244,8 @@ def main(model: str, address: str, large_address: str | None = None) -> None:
     if large_address is not None:
         stream = torch.cuda.Stream()
         large = Subject("streams", "large", model, large_address, stream)
-        found["streams"] = {
-            check.__name__: told(partial(check, large.connector.linker, large.pool, stream)) for check in STREAM_CHECKS
-        }
+        given = large.connector.linker, large.pool, large.drafts[0], stream
+        found["streams"] = {check.__name__: told(partial(check, *given)) for check in STREAM_CHECKS}
         large.close()
     print(json.dumps(found))
 

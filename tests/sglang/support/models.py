@@ -1,6 +1,7 @@
 """Makes the tests' models, each in a folder of its own: `python models.py KIND FOLDER [KIND FOLDER …]`.
 
-They are tiny and their weights random, but for what keeps tokens from being all alike: a wide spread of weights.
+They are tiny ("wide": as wide as kernels for GPUs want it) and their weights random, but for what keeps tokens from
+being all alike: a wide spread of weights.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def make(kind: str, folder: str) -> None:
     if kind == "llama":
         config = transformers.LlamaConfig(**COMMON)
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "wide":
+        wide = {"hidden_size": 512, "num_attention_heads": 8, "dtype": "bfloat16"}
+        config = transformers.LlamaConfig(**{**COMMON, **wide})
+        model = transformers.LlamaForCausalLM(config)
     elif kind == "window":
         layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
         config = transformers.MellumConfig(
@@ -38,8 +43,8 @@ def make(kind: str, folder: str) -> None:
         )
         model = transformers.MellumForCausalLM(config)
     else:
-        raise ValueError(f"found {kind!r}, wanted llama, window or adapter-…")
-    model.float().save_pretrained(folder)
+        raise ValueError(f"found {kind!r}, wanted llama, wide, window or adapter-…")
+    model.to(config.dtype).save_pretrained(folder)
     write_tokenizer(folder)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.sglang.linker import KvdockLinker
+from kvdock.connectors.sglang.setup import drafts_of
 from kvdock.datapath.errors import copy_error
 
 
@@ -61,6 +62,24 @@ class ForgetfulLinker(KvdockLinker):
                 for buffer in (*pool.k_buffer, *pool.v_buffer):
                     buffer[load.indices["kv"]] = 0
         return index
+
+
+class DraftlessLinker(KvdockLinker):
+    """A control: what a load has brought of the draft's KV is zeros, so fewer drafts are accepted."""
+
+    def __init__(self, server_args: Any, params: Any, **more: Any) -> None:
+        self._drafts = drafts_of(params)
+        super().__init__(server_args, params, **more)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        batch = self._loads._batches.get(counter_index)
+        landed = super().finish_layer_wise_loading(counter_index)
+        if batch is not None and happens("forget"):
+            for load in batch.loads:
+                for draft in self._drafts:
+                    for buffer in (*draft.k_buffer, *draft.v_buffer):
+                        buffer[load.indices["kv"]] = 0
+        return landed
 
 
 class TellingLinker(KvdockLinker):

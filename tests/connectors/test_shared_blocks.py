@@ -22,7 +22,7 @@ from torch import Tensor
 from kvdock.connectors.engine_connector import EngineConnector
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.worker import WorkerConnector
+from kvdock.connectors.worker import Loading, WorkerConnector
 from kvdock.engine.block_manager import held
 from kvdock.engine.engine import Engine
 from kvdock.engine.kv_cache import KVCache
@@ -230,13 +230,13 @@ def test_a_request_is_not_loaded_into_the_blocks_of_one_that_is_still_loading(
     server: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twins that wait for the same chunks at the same time get blocks of their own."""
-    load, two_load = WorkerConnector.load, threading.Event()
+    begin, two_load = WorkerConnector.submit_load, threading.Event()
 
-    def late(half: WorkerConnector, attachment: Attachment, plan: LoadPlan) -> int:
+    def late(half: WorkerConnector, attachment: Attachment, plan: LoadPlan) -> Loading:
         two_load.wait(10.0)
-        return load(half, attachment, plan)
+        return begin(half, attachment, plan)
 
-    monkeypatch.setattr(WorkerConnector, "load", late)
+    monkeypatch.setattr(WorkerConnector, "submit_load", late)
     tokens = prompt(70, 300)
     writer = engine_over(server.unix)
     run_one(writer, tokens, sampling(1))

@@ -66,9 +66,7 @@ class KvdockLinker(UnifiedCacheLinker):
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self._groups = groups_of(
-            kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
-        )
+        self._groups = groups_of(kvcache, params.page_size, params.swa_retain_window, drafts_of(params))
         self.pools = {PoolName(group.transfer): kvcache for group in self._groups}
         self._ranks, self._draw = Ranks(params.attn_tp_cache_group or params.tp_cache_group), nonce
         self._figures = Figures(_prometheus() if params.enable_metrics else None)

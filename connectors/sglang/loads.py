@@ -25,7 +25,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.sglang.pools import KVGroup, pages_of
 from kvdock.connectors.worker import Loading, WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
@@ -177,7 +177,7 @@ class Loads:
         pages: dict[int, list[int]] = {}
         for group, about in enumerate(self._groups):
             if about.transfer in load.indices:
-                pages[group] = about.pages_of(load.indices[about.transfer])
+                pages[group] = pages_of(load.indices[about.transfer], self._page_tokens)
         count = plan.hit_tokens // self._page_tokens - first
         pieces = []
         for piece in plan.pieces:

@@ -2,8 +2,7 @@
 
 Full attention is one group. The layers of a sliding window have a pool of their own, which is a second group: SGLang
 keeps its last tokens only, and asks for no more. A draft model's layers are a group that has the same pages as the
-target's full attention. Recurrent states (Mamba, linear attention) lie in slots, one for all tokens before the end of a
-node of SGLang's tree: of a chunk they are a window of one token, and each of their tensors is a group.
+target's full attention.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.datapath.errors import LayoutError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.schemas import Group
 
-FULL, SWA, STATES = "kv", "swa", "mamba"
-"""What SGLang calls the transfers (PoolName)."""
+FULL, SWA = "kv", "swa"
+"""What SGLang calls the transfers of the two groups (PoolName)."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
     planes in `layout`; `window_tokens` None: full attention. A draft's layers have numbers behind the target's: its
-    forward pass comes after the target's, and asks for none of them. `has_slots`: SGLang names slots, not tokens."""
+    forward pass comes after the target's, and asks for none of them."""
 
     transfer: str
     layout: PagedLayout
@@ -35,7 +32,6 @@ class KVGroup:
     window_tokens: int | None = None
     is_latent: bool = False
     is_draft: bool = False
-    has_slots: bool = False
 
     @property
     def described(self) -> Group:
@@ -45,23 +41,13 @@ class KVGroup:
             return Group(part_bytes=part_bytes)
         return Group(kind="window", window_tokens=self.window_tokens, part_bytes=part_bytes)
 
-    def pages_of(self, indices: Any) -> list[int]:
-        """The blocks of SGLang's indices. Waits for the GPU, if they are there."""
-        flat = indices.reshape(-1)
-        if self.has_slots:
-            slots: list[int] = flat.tolist()
-            return slots
-        size = self.layout.block_tokens
-        pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
-        return pages
-
 
 def groups_of(
-    kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = (), requests: Any = None
+    kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = ()
 ) -> tuple[KVGroup, ...]:
-    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models; `requests`: its pool
-    of requests, which has recurrent states. NotSupportedError for a pool that is not known."""
-    groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
+    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models. NotSupportedError for
+    a pool that is not known."""
+    groups = list(_targets(kvcache, page_tokens, window_tokens))
     for draft in drafts:
         first = 1 + max(layer for group in groups for layer in group.planes)
         group = _group(FULL, draft, page_tokens, range(first, first + _layers_of(draft)))
@@ -74,13 +60,7 @@ def groups_of(
     return tuple(groups)
 
 
-def _targets(
-    kvcache: Any, page_tokens: int, window_tokens: int | None, requests: Any
-) -> tuple[KVGroup, ...]:
-    if type(kvcache).__name__ == "HybridLinearKVPool":
-        of_attention = sorted(kvcache.full_attention_layer_id_mapping, key=kvcache.full_attention_layer_id_mapping.get)
-        attention = _group(FULL, kvcache.full_kv_pool, page_tokens, of_attention)
-        return (attention, *_states(requests, page_tokens))
+def _targets(kvcache: Any, page_tokens: int, window_tokens: int | None) -> tuple[KVGroup, ...]:
     if type(kvcache).__name__ != "SWAKVPool":
         layers = range(_layers_of(kvcache))
         return (_group(FULL, kvcache, page_tokens, list(layers)),)
@@ -97,42 +77,6 @@ def _targets(
         _group(FULL, kvcache.full_kv_pool, page_tokens, full),
         _group(SWA, kvcache.swa_kv_pool, page_tokens, swa, window_tokens),
     )
-
-
-def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
-    """The tensors of recurrent states, each as bytes: for each layer, a row for each slot."""
-    pool = requests.mamba_pool
-    unknown = [
-        name for name, value in vars(pool.mamba_cache).items()
-        if name not in ("conv", "temporal") and value is not None
-    ]
-    if type(pool).__name__ != "MambaPool" or unknown or pool._slot_siblings or any(
-        getattr(getattr(requests, name, None), "enabled", False) for name in ("short_conv_pool", "ngram_pool")
-    ) or getattr(requests, "mamba_ckpt_pool", None) is not None:
-        raise NotSupportedError(
-            f"kvdock does not know all that SGLang keeps of recurrent states in a {type(pool).__name__} "
-            f"({', '.join(unknown) or 'states beside it'}): a MambaPool with conv and temporal alone is wanted."
-        )
-    layers = sorted(requests.mamba_map, key=requests.mamba_map.get)
-    groups = []
-    for state in (pool.mamba_cache.temporal, *pool.mamba_cache.conv):
-        if not state.numel():
-            continue  # models of short convolutions have no other state
-        rows = [of_layer.flatten(1).view(torch.uint8) for of_layer in state]
-        if rows[0].shape[1] % page_tokens:
-            raise NotSupportedError(
-                f"kvdock cannot describe a recurrent state of {rows[0].shape[1]} bytes: a multiple of --page-size "
-                f"{page_tokens} is wanted."
-            )
-        try:
-            layout = paged_layout(
-                "NL_X_NB_BS_HS", [one.unflatten(1, (page_tokens, -1)) for one in rows], block_tokens=page_tokens
-            )
-        except LayoutError as error:
-            raise NotSupportedError(f"kvdock cannot describe SGLang's recurrent states: {error}.") from error
-        planes = {layer: at for at, layer in enumerate(layers)}
-        groups.append(KVGroup(STATES, layout, planes, window_tokens=1, has_slots=True))
-    return groups
 
 
 def _layers_of(pool: Any) -> int:
@@ -162,3 +106,9 @@ def _group(
         "or a SWAKVPool of these is wanted."
     )
 
+
+def pages_of(indices: Any, page_tokens: int) -> list[int]:
+    """The pages of SGLang's indices, one a token. Waits for the GPU, if they are there."""
+    firsts = indices.reshape(-1, page_tokens)[:, 0]
+    pages: list[int] = (firsts // page_tokens).tolist()
+    return pages

@@ -116,11 +116,12 @@ class ChecksumVerifier(Verifier):
 
 class HashAhead:
     """Hashes what this engine has stored, where it lies, in a thread of its own, so that a lookup need not: what is
-    right is trusted. No lease keeps it meanwhile, so what is not right may have been evicted, and a lookup has to tell.
+    right is trusted. A wrong hash is not reported. It proves nothing, for no lease keeps these bytes: the server may
+    have evicted them by now.
     """
 
-    def __init__(self, session: EngineSession, trust: Trust, most_bytes: int = MOST_AHEAD_BYTES) -> None:
-        self._session, self._trust, self._most_bytes = session, trust, most_bytes
+    def __init__(self, trust: Trust, most_bytes: int = MOST_AHEAD_BYTES) -> None:
+        self._trust, self._most_bytes = trust, most_bytes
         self._hashing = Background("kvdock-ahead")
         self._lock = threading.Lock()
         self._waiting_bytes = 0
@@ -136,12 +137,14 @@ class HashAhead:
 
     def _hash(self, attachment: Attachment, parts: Sequence[Part], size_bytes: int) -> None:
         try:
-            for segment in {part.segment for part in parts}:
-                self._session.ensure_segment(attachment, segment)
-                attachment.segments.require_whole(segment)
             for part in parts:  # one by one, so that a lookup finds what is done by then
-                if _matches(attachment, part):
-                    self._trust.add(attachment.session, [part])
+                with attachment.segments.reading(part.segment) as is_there:  # a pool may give memory back meanwhile
+                    if is_there:
+                        attachment.segments.require_whole(part.segment)
+                        if _matches(attachment, part):
+                            self._trust.add(attachment.session, [part])
+        except (AttachError, OSError) as error:
+            log.info("what was stored is not hashed ahead: %s", error)
         finally:
             attachment.release()
             with self._lock:

@@ -6,6 +6,9 @@ Thread safety: all methods may be called from any thread; close() once no copy i
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvdock import _core
 from kvdock.shm.errors import SegmentCorrupt
@@ -19,6 +22,9 @@ class AttachedSegments:
         self.pool_id = pool_id
         self._lock = threading.Lock()
         self._segments: dict[int, tuple[SegmentInfo, _core.Mapping]] = {}
+        self._readers: Counter[int] = Counter()
+        self._detached: dict[int, _core.Mapping] = {}
+        """Those that are still read."""
 
     @property
     def segments(self) -> list[SegmentInfo]:
@@ -57,11 +63,29 @@ class AttachedSegments:
         if info is not None and mapping is not None and not mapping.reaches_end():
             raise SegmentCorrupt(f"segment {info.name}", found="fewer bytes", wanted=f"{info.bytes} bytes")
 
+    @contextmanager
+    def reading(self, segment: int) -> Iterator[bool]:
+        """Within it the segment stays mapped, also for who has no lease. False: it is not attached."""
+        with self._lock:
+            is_there = segment in self._segments
+            self._readers[segment] += is_there
+        try:
+            yield is_there
+        finally:
+            with self._lock:
+                self._readers[segment] -= is_there
+                if not self._readers[segment] and (mapping := self._detached.pop(segment, None)) is not None:
+                    mapping.close()
+
     def detach(self, segment: int) -> None:
-        """Unmaps one segment. No error when it is not attached."""
+        """Unmaps one segment, once nobody is reading() it. No error when it is not attached."""
         with self._lock:
             _, mapping = self._segments.pop(segment, (None, None))
-            if mapping is not None:
+            if mapping is None:
+                return
+            if self._readers[segment]:
+                self._detached[segment] = mapping
+            else:
                 mapping.close()
 
     def close(self) -> None:

@@ -32,7 +32,10 @@ def revision(
 ) -> str:
     """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
     SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it."""
-    load = SimpleNamespace(load_format=args.load_format, download_dir=args.download_dir)
+    load = SimpleNamespace(
+        load_format=args.load_format, download_dir=args.download_dir,
+        model_loader_extra_config=getattr(args, "model_loader_extra_config", ""),
+    )
     about = SimpleNamespace(
         model=args.model_path, revision=args.revision, hf_config=model.hf_config, seed=args.random_seed,
         model_weights="",
@@ -41,18 +44,22 @@ def revision(
         "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
         "dtype": str(model.dtype), "quantization": str(model.quantization),
         "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
-        "draft": draft_of(args, about, load, weights_digest, find_snapshot),
+        "drafts": [args.speculative_algorithm, draft_of(args, about, load, weights_digest, find_snapshot)],
         **weights_of(about, load, weights_digest, find_snapshot),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def draft_of(args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
-    """The weights of a draft model that is no part of the target's."""
+    """The weights of a draft model that is no part of the target's. `weights_digest`, where it is given, names these
+    too."""
     path = getattr(args, "speculative_draft_model_path", None)
     if path in (None, args.model_path):
         return {}
-    about = SimpleNamespace(**{**vars(target), "model": path, "revision": args.speculative_draft_model_revision})
+    about = SimpleNamespace(**{
+        **vars(target), "model": path, "revision": args.speculative_draft_model_revision,
+        "hf_config": None,  # the target's has the target's commit
+    })
     own = args.speculative_draft_load_format or args.load_format
     return weights_of(about, SimpleNamespace(**{**vars(load), "load_format": own}), weights_digest, find_snapshot)
 

@@ -79,7 +79,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._driver = self._drive(settings) if self._ranks.rank == 0 else None
         self._lookups, self._ahead = None, None
         if self._driver is not None:
-            self._ahead = HashAhead(self._session, self._trust) if settings.trust_s > 0 else None
+            self._ahead = HashAhead(self._trust) if settings.trust_s > 0 else None
             self._lookups = Lookups(
                 self._driver, self._chains, self._figures, self._page_tokens, settings.lookup_wait_s,
                 settings.verify_wait_s, clock,

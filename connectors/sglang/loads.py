@@ -4,9 +4,9 @@
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
-has it, so loading and computing overlap; on a CPU it waits for the load. A draft's forward pass follows, so the last
-layer is ordered after what the draft reads as well. SGLang reads the verdict after the forward
-pass, and by then no copy writes to its pages.
+has it, so loading and computing overlap; on a CPU it waits for the load. A draft's forward pass follows the target's
+and asks for nothing, so the first layer that is asked for also waits for all that the draft reads. SGLang reads the
+verdict after the forward pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1).
@@ -145,11 +145,11 @@ class Loads:
         if self._stream is None:
             batch.landed.exception()  # the verdict is finish()'s
             return
-        if self._watched != index:  # the first layer that is asked for
+        of_drafts: Sequence[str] = ()
+        if self._watched != index:  # the first layer that is asked for; which one is the last, nobody says
             self._layers.watch(batch.submitted.result())
-            self._watched = index
-        behind = self._of_drafts if layer == self.counter.num_layers - 1 else ()
-        for wanted in (str(layer), *behind):
+            self._watched, of_drafts = index, self._of_drafts
+        for wanted in (str(layer), *of_drafts):
             self._layers.order(wanted, self._stream())
 
     # ------------------------------------------------------------------ background

@@ -23,8 +23,8 @@ FULL, SWA = "kv", "swa"
 @dataclass(frozen=True)
 class KVGroup:
     """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention. A draft's layers have numbers behind the target's: its
-    forward pass comes after the target's, and asks for none of them."""
+    planes in `layout`; `window_tokens` None: full attention. A draft's layers have numbers behind the target's, which
+    SGLang never asks for: loads.py orders them."""
 
     transfer: str
     layout: PagedLayout

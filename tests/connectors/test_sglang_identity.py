@@ -126,6 +126,9 @@ def test_other_weights_settings_and_adapters_share_nothing(
     assert told(folder, lora_paths=lora) != with_adapter, "its name and path say nothing of its files"
     drafted = told(folder, speculative_draft_model_path=path)
     assert drafted != usual and told(folder, speculative_draft_model_path=str(folder)) == usual
+    assert told(folder, speculative_draft_model_path=path, speculative_algorithm="EAGLE3") != drafted
+    with pytest.raises(NotSupportedError, match="org/draft is neither a folder nor in the hub's cache"):
+        told(folder, speculative_draft_model_path="org/draft")
     (adapter / "adapter_model.safetensors").write_bytes(b"another draft")
     assert told(folder, speculative_draft_model_path=path) != drafted
     (folder / "model.safetensors").write_bytes(b"others.")

@@ -68,7 +68,7 @@ class Engine:
             self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds: None
         )
         self.trust = Trust(60.0, self.clock)
-        self.ahead = HashAhead(self.session, self.trust)
+        self.ahead = HashAhead(self.trust)
         self.offloads = Offloads(
             self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.ahead
         )
@@ -196,13 +196,13 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
 def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
     pages = names(3)
     assert engine.store(pages)
+    eventually(lambda: len(engine.trust._hashed_s) == 3)
     assert engine.lookups.ask("r", pages) == 3
     begun = engine.lookups.begin_load("r", 3)
     assert begun is not None
     attachment, plan = begun
     parts = [part for piece in plan.pieces for part in piece.parts]
-    eventually(lambda: all(engine.trust.has(attachment.session, part) for part in parts))
-    assert len(parts) == 3
+    assert len(parts) == 3 and all(engine.trust.has(attachment.session, part) for part in parts)
     engine.loads.give_up(attachment, plan)
 
 

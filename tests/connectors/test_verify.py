@@ -209,16 +209,16 @@ def test_what_was_stored_is_hashed_where_it_lies_and_trusted_if_it_is_right(rig:
     epoch, parts = rig.attachment.session, stored(rig, client)
     with Spectator(client, session.manifest) as spectator:
         spectator.flip(parts[1], 77)
-    ahead = HashAhead(session, trust)
+    ahead = HashAhead(trust)
     ahead.add(rig.attachment, parts)
     ahead.close()
     assert [trust.has(epoch, part) for part in parts] == [True, False, *[True] * (len(parts) - 2)]
 
 
 def test_what_waits_to_be_hashed_has_a_bound_and_makes_room_once_it_is_done(rig: Rig, client: Client) -> None:
-    session, trust = rig.connector.session, Trust(60.0)
+    trust = Trust(60.0)
     epoch, parts = rig.attachment.session, stored(rig, client)
-    ahead, go = HashAhead(session, trust, most_bytes=parts[0].length), threading.Event()
+    ahead, go = HashAhead(trust, most_bytes=parts[0].length), threading.Event()
 
     def hold() -> None:
         go.wait(PATIENCE_S)
@@ -236,9 +236,9 @@ def test_what_waits_to_be_hashed_has_a_bound_and_makes_room_once_it_is_done(rig:
 
 
 def test_memory_that_has_gone_is_not_hashed_ahead(rig: Rig, client: Client) -> None:
-    session, attachment = rig.connector.session, rig.attachment
+    attachment = rig.attachment
     parts, trust = stored(rig, client), Trust(60.0)
-    ahead = HashAhead(session, trust)
+    ahead = HashAhead(trust)
     ahead.add(attachment, parts[:1])
     eventually(lambda: ahead._waiting_bytes == 0)
     rig.close()
@@ -246,3 +246,25 @@ def test_memory_that_has_gone_is_not_hashed_ahead(rig: Rig, client: Client) -> N
     ahead.add(attachment, parts[1:])
     ahead.close()
     assert [trust.has(attachment.session, part) for part in parts[:2]] == [True, False]
+
+
+def test_a_segment_that_leaves_while_it_is_hashed_stays_mapped_until_then(
+    rig: Rig, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is made smaller gives memory back in which nobody has a lease."""
+    parts, trust, segments = stored(rig, client), Trust(60.0), rig.attachment.segments
+    one = segments.mapping(parts[0].segment)
+
+    def detach(length: int) -> None:
+        segments.detach(parts[0].segment)
+        with memoryview(one):
+            """It is still mapped."""
+
+    with monkeypatch.context() as slow:
+        slow.setattr("kvdock.connectors.verify.ensure_keys", detach)
+        ahead = HashAhead(trust)
+        ahead.add(rig.attachment, parts)
+        ahead.close()
+    assert [trust.has(rig.attachment.session, part) for part in parts] == [True] + [False] * (len(parts) - 1)
+    with pytest.raises(ValueError, match="the mapping is closed"):
+        memoryview(one)

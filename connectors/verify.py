@@ -20,14 +20,14 @@ from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import LookupAnswer, Part
-from kvdock.shm.errors import AttachError
+from kvdock.shm.errors import AttachError, ShmError
 
 log = logging.getLogger("kvdock.connector")
 
 MOST_TRUSTED = 1 << 16
 """Parts: those of a pool of 512 GiB, where one has 8 MiB."""
 MOST_AHEAD_BYTES = 4 << 30
-"""What may wait to be hashed ahead: a second of one thread's work, or less."""
+"""What may wait to be hashed ahead: about a second of one thread's work."""
 
 
 class Verifier:
@@ -143,7 +143,7 @@ class HashAhead:
                         attachment.segments.require_whole(part.segment)
                         if _matches(attachment, part):
                             self._trust.add(attachment.session, [part])
-        except (AttachError, OSError) as error:
+        except (ShmError, OSError) as error:
             log.info("what was stored is not hashed ahead: %s", error)
         finally:
             attachment.release()

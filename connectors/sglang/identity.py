@@ -44,15 +44,15 @@ def revision(
         "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
         "dtype": str(model.dtype), "quantization": str(model.quantization),
         "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
-        "drafts": [args.speculative_algorithm, draft_of(args, about, load, weights_digest, find_snapshot)],
+        "draft": draft_of(args, about, load, weights_digest, find_snapshot),
         **weights_of(about, load, weights_digest, find_snapshot),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def draft_of(args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
-    """The weights of a draft model that is no part of the target's. `weights_digest`, where it is given, names these
-    too."""
+    """What the KV of a draft model depends on, if the model is no part of the target: how drafts are made, and its
+    weights. `weights_digest`, where it is given, names these too."""
     path = getattr(args, "speculative_draft_model_path", None)
     if path in (None, args.model_path):
         return {}
@@ -61,7 +61,8 @@ def draft_of(args: Any, target: Any, load: Any, weights_digest: str, find_snapsh
         "hf_config": None,  # the target's has the target's commit
     })
     own = args.speculative_draft_load_format or args.load_format
-    return weights_of(about, SimpleNamespace(**{**vars(load), "load_format": own}), weights_digest, find_snapshot)
+    load = SimpleNamespace(**{**vars(load), "load_format": own})
+    return {"algorithm": args.speculative_algorithm, **weights_of(about, load, weights_digest, find_snapshot)}
 
 
 def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:

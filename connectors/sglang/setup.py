@@ -102,7 +102,7 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     if args.speculative_algorithm not in DRAFTS_WITHOUT_KV and not drafts_of(params):
         raise NotSupportedError(
             f"kvdock does not know where the drafts of --speculative-algorithm {args.speculative_algorithm} have their "
-            "KV under SGLang: one whose draft model has a pool, as EAGLE and STANDALONE, NGRAM or none is wanted."
+            "KV under SGLang: an algorithm whose draft model has a pool (EAGLE, STANDALONE), NGRAM or none is wanted."
         )
     if getattr(model, "is_multimodal", False):
         raise NotSupportedError(

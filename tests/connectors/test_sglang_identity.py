@@ -124,6 +124,7 @@ def test_other_weights_settings_and_adapters_share_nothing(
     assert told(folder, lora_paths=[path]) not in (usual, with_adapter), "its path is its name then"
     (adapter / "adapter_model.safetensors").write_bytes(b"b")
     assert told(folder, lora_paths=lora) != with_adapter, "its name and path say nothing of its files"
+    assert told(folder, speculative_algorithm="NGRAM") == usual, "it keeps no KV"
     drafted = told(folder, speculative_draft_model_path=path)
     assert drafted != usual and told(folder, speculative_draft_model_path=str(folder)) == usual
     assert told(folder, speculative_draft_model_path=path, speculative_algorithm="EAGLE3") != drafted

@@ -268,3 +268,16 @@ def test_a_segment_that_leaves_while_it_is_hashed_stays_mapped_until_then(
     assert [trust.has(rig.attachment.session, part) for part in parts] == [True] + [False] * (len(parts) - 1)
     with pytest.raises(ValueError, match="the mapping is closed"):
         memoryview(one)
+
+
+def test_a_segment_that_leaves_before_it_is_hashed_is_no_error(
+    rig: Rig, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvdock.connector")
+    parts, trust, segments = stored(rig, client), Trust(60.0), rig.attachment.segments
+    monkeypatch.setattr(segments, "require_whole", segments.detach)
+    ahead = HashAhead(trust)
+    ahead.add(rig.attachment, parts)
+    ahead.close()
+    assert "is not hashed ahead" in caplog.text and "background call failed" not in caplog.text
+    assert not any(trust.has(rig.attachment.session, part) for part in parts) and ahead._waiting_bytes == 0

@@ -64,7 +64,7 @@ def wait_until_stored(address: str) -> None:
     with Client(address) as client:
         while (status := client.status()).reservations or status.counters["stored_chunks"] < len(PROMPT) // 64:
             assert time.monotonic() < end_s, "what was computed is not stored"
-            time.sleep(0.05)  # between two looks
+            time.sleep(0.05)  # the server does not say when a store ends: it is asked again
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engines import ENGINE_PYTHON, HERE, ROOT, free_ports
+from engines import ENGINE_PYTHON, HERE, ROOT
+from ports import held_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -27,7 +28,7 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
     # What the command of a GPU's SGLang would run, prepared for a CPU.
     (tmp_path / "sglang").write_text(f'#!/bin/sh\nshift\nexec {ENGINE_PYTHON} {HERE}/serve_process.py "$@"\n')
     (tmp_path / "sglang").chmod(0o755)
-    first, second = free_ports(2)
+    first, second = str(held_port()), str(held_port())
     environ = {
         **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ENGINE": "sglang", "MODEL": str(models["llama"]),
         "POOL": "64MiB", "FIRST": first, "SECOND": second, "SENTENCES": "30", "SGLANG_ARGS": SGLANG_ARGS,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 from api_helpers import OPERATOR, ServerProcess, raw
-from redis_server import free_port
+from ports import held_port
 
 TAGS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 FIELDS = {
@@ -28,8 +28,8 @@ def endpoints() -> dict[str, str]:
     """Settings of a server that publishes on free loopback ports."""
     return {
         "observe": "log,stream,metrics,curve,kv_events",
-        "kv_events_endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "kv_events_replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "kv_events_endpoint": f"tcp://127.0.0.1:{held_port()}",
+        "kv_events_replay_endpoint": f"tcp://127.0.0.1:{held_port()}",
     }
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import pytest
 from paths import SUPPORT
+from ports import held_port
 from tier_helpers import MIB, eventually
 
 PEER_BYTES: Final = 96 * MIB
@@ -64,7 +65,7 @@ class MooncakeServers:
         self._folder, self._client_ttl_s, self._peer_bytes, self._more = folder, client_ttl_s, peer_bytes, more
         self._client: Any = None
         self._program = _master_program()
-        self.port, self._metrics_port = _free_ports(2)
+        self.port, self._metrics_port = held_port(), held_port()
         self.start_master()
         self.start_peer()
 
@@ -143,15 +144,6 @@ def _master_program() -> Path:
     path = Path(found.submodule_search_locations[0]) / "mooncake_master"
     path.chmod(path.stat().st_mode | 0o100)
     return path
-
-
-def _free_ports(count: int) -> list[int]:
-    """The system chooses them. They are given free again, because the master cannot take a socket over."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _listens(port: int) -> bool:

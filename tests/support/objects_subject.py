@@ -14,7 +14,7 @@ from typing import ClassVar
 from urllib.request import Request, urlopen
 
 import pytest
-from redis_server import free_port
+from ports import held_port
 from tier_helpers import KIB, patient
 from tier_subject import TierSubject
 
@@ -33,7 +33,7 @@ class S3Server:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         pytest.importorskip("moto")
-        self.port, self.flag, self.half, self._log = free_port(), folder / "full", folder / "half", folder / "log"
+        self.port, self.flag, self.half, self._log = held_port(), folder / "full", folder / "half", folder / "log"
         self._limit_bytes = limit_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self.start()

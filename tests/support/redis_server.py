@@ -16,13 +16,6 @@ import pytest
 START_S = 30.0
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 class RedisServer:
     """`settings`: lines of redis.conf. `address`: a host and a port, or the path of a Unix socket."""
 

@@ -21,7 +21,7 @@ import obstore
 import obstore.store
 import pytest
 from objects_subject import BUCKET, KEYS, S3Server, environment
-from redis_server import free_port
+from ports import held_port
 from tier_helpers import (
     ARENA,
     MIB,
@@ -150,7 +150,7 @@ def test_each_scheme_has_its_store(url: str, kind: str) -> None:
 ])  # fmt: skip
 def test_a_store_that_is_not_there_is_a_tier_error(url: str) -> None:
     with environment(KEYS), pytest.raises(TierError, match="error sending request"):
-        open_tier(url.replace("PORT", str(free_port())), Deadline(20))
+        open_tier(url.replace("PORT", str(held_port())), Deadline(20))
 
 
 def test_a_bucket_that_is_not_there_is_a_tier_error(server: S3Server) -> None:

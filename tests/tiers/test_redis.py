@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import redis
-from redis_server import RedisServer, free_port, served
+from ports import held_port
+from redis_server import RedisServer, served
 from redis_subject import opened
 from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 
@@ -128,7 +129,7 @@ def test_a_password_from_the_environment_opens_the_tier_and_a_wrong_one_does_not
 
 
 def test_a_user_who_may_not_is_told(tmp_path: Path, parts: Parts) -> None:
-    port = free_port()
+    port = held_port()
     server = RedisServer(
         tmp_path, ("127.0.0.1", port), f"port {port}", "user you on >it ~kvdock/* -@all +get +ping"
     )  # fmt: skip
@@ -157,7 +158,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tls_carries_values_and_trusts_only_its_own_certificate(
     tmp_path: Path, certificate: Path, parts: Parts
 ) -> None:
-    port = free_port()
+    port = held_port()
     server = RedisServer(
         tmp_path, ("127.0.0.1", port), "port 0", f"tls-port {port}", f"tls-cert-file {certificate}/cert.pem",
         f"tls-key-file {certificate}/key.pem", "tls-auth-clients no",
@@ -411,7 +412,7 @@ def test_what_is_no_reply_of_redis_is_a_tier_error(answer: bytes) -> None:
 
 def test_a_server_that_is_not_there_is_a_tier_error(tmp_path: Path) -> None:
     began = time.monotonic()
-    for url in (f"unix://{tmp_path}/nothing", f"redis://127.0.0.1:{free_port()}", "redis://no-such-host.invalid"):
+    for url in (f"unix://{tmp_path}/nothing", f"redis://127.0.0.1:{held_port()}", "redis://no-such-host.invalid"):
         with pytest.raises(TierError):
             open_tier(url, Deadline(5), {})
     assert time.monotonic() - began < 40

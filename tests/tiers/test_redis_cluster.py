@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import redis
-from redis_server import RedisServer, free_port
+from ports import held_port
+from redis_server import RedisServer
 from redis_subject import opened
 from tier_helpers import ARENA, Part, Parts, assert_loads, eventually, outcomes_of, patient, store, store_all, works
 
@@ -29,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServ
     servers = []
     try:
         for at in range(3):
-            port, bus = free_port(), free_port()
+            port, bus = held_port(), held_port()
             servers.append(RedisServer(
                 folder / str(at), ("127.0.0.1", port), f"port {port}", "cluster-enabled yes", f"cluster-port {bus}",
                 "cluster-node-timeout 2000", "cluster-require-full-coverage no",

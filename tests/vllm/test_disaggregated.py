@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
-from engines import HITS, KV_DEVICE, PROMPTS, Engine, free_ports, prompts_of, tokens_of
+from engines import HITS, KV_DEVICE, PROMPTS, Engine, prompts_of, tokens_of
+from ports import held_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -26,9 +27,10 @@ def pair(model: Path, address: str, order: str) -> Iterator[tuple[Engine, Engine
     """One that prefills and one that decodes. `order`: where NIXL stands, seen from kvdock."""
     nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": KV_DEVICE}
     side = {**LAYOUT, "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    # Where somebody else listens at its port, vLLM waits for a thread of its own that has ended, and never starts.
     engines = [
-        Engine(model, address, environ={**side, "VLLM_NIXL_SIDE_CHANNEL_PORT": port}, **{order: [nixl]})
-        for port in free_ports(2)
+        Engine(model, address, environ={**side, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(held_port())}, **{order: [nixl]})
+        for _ in range(2)
     ]
     with engines[0] as prefills, engines[1] as decodes:
         yield prefills, decodes

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from engines import ENGINE_PYTHON, ROOT, free_ports
+from engines import ENGINE_PYTHON, ROOT
+from ports import held_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -46,7 +47,7 @@ def test_the_second_instance_loads_what_the_first_computed(models: dict[str, Pat
     program = f'#!/bin/sh\nshift\nexec {ENGINE_PYTHON} -m vllm.entrypoints.openai.api_server --model "$@"\n'
     (tmp_path / "vllm").write_text(program)
     (tmp_path / "vllm").chmod(0o755)
-    first, second = free_ports(2)
+    first, second = str(held_port()), str(held_port())
     done = run_example(
         550, {
             **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": str(models["llama"]), "POOL": "64MiB",

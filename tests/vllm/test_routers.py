@@ -15,7 +15,7 @@ from connector_helpers import BLOCK, CHUNK, Rig
 from engine_helpers import prompt
 from engines import ENGINE_PYTHON
 from kv_readers import endpoints
-from redis_server import free_port
+from ports import held_port
 from schedulers import Schedulers, every_version
 
 from kvdock.client.client import Client
@@ -44,7 +44,7 @@ class Indexer:
     """`python -m dynamo.indexer`, a process."""
 
     def __init__(self) -> None:
-        self._port = free_port()
+        self._port = held_port()
         self._process = subprocess.Popen(
             [ENGINE_PYTHON, "-m", "dynamo.indexer", "--port", str(self._port)], stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

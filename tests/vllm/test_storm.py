@@ -21,7 +21,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engines import ENGINE_PYTHON, free_ports
+from engines import ENGINE_PYTHON
+from ports import held_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -84,14 +85,14 @@ class Server:
 
 
 @contextmanager
-def instance(model: Path, port: str, transfer: dict[str, object], address: str, log: Path) -> Iterator[str]:
+def instance(model: Path, port: int, transfer: dict[str, object], address: str, log: Path) -> Iterator[str]:
     environ = {
         **os.environ, "KVDOCK_ADDRESS": address, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1",
     }
     command = [
-        ENGINE_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *SERVE, "--port", port,
+        ENGINE_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *SERVE, "--port", str(port),
         "--kv-transfer-config", json.dumps(transfer),
     ]
     with log.open("w") as out, subprocess.Popen(
@@ -139,7 +140,7 @@ def answer(client: httpx.Client, url: str, prompt: list[int], **own: object) -> 
 def test_a_server_that_is_killed_and_halted_fails_no_request_and_changes_no_answer(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    ports, logs = free_ports(2), [tmp_path / "first.log", tmp_path / "second.log"]
+    ports, logs = [held_port(), held_port()], [tmp_path / "first.log", tmp_path / "second.log"]
     with ExitStack() as stack:
         server = Server(tmp_path)
         stack.callback(server.close)

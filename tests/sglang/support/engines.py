@@ -40,14 +40,6 @@ def prompts_of(seed: int) -> list[list[int]]:
 PROMPTS = prompts_of(0)
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def tokens_of(runs: Sequence[Sequence[tuple[int, str]]]) -> list[list[int]]:
     """The tokens of what Engine.generate gives."""
     return [[token for token, _ in run] for run in runs]

@@ -33,14 +33,6 @@ def prompts_of(seed: int) -> list[list[int]]:
 PROMPTS = prompts_of(0)
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def python_path(*folders: Path) -> str:
     """PYTHONPATH with `folders` before those that it has."""
     return ":".join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])

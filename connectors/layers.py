@@ -39,14 +39,15 @@ class Layers:
     def __init__(self, planes: Sequence[Mapping[str, int]], cut: Cut = VERIFIED_EARLY) -> None:
         self.bands: list[Bands] = []
         """Per group."""
-        self._where: dict[str, tuple[int, int]] = {}
+        self._where: dict[str, list[tuple[int, int]]] = {}
         for group, of_layers in enumerate(planes):
             count = max(of_layers.values()) + 1
             first = ceil(count * cut.first_share)
             ends = sorted({first + (count - first) * band // cut.later for band in range(cut.later + 1)})
             self.bands.append(Bands(ends, cut.verified_after))
             for layer, plane in of_layers.items():
-                self._where[layer] = group, next(band for band, end in enumerate(ends) if plane < end)
+                band = next(band for band, end in enumerate(ends) if plane < end)
+                self._where.setdefault(layer, []).append((group, band))
         self._watched: list[Loading] = []
         self._ordered: set[tuple[int, int, int]] = set()
 
@@ -58,10 +59,8 @@ class Layers:
         """Work put on `stream` from now on finds the layer's KV. A layer of no group shares another's: all of it."""
         if not self._watched:
             return
-        known = self._where.get(layer)
         all_of_it = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
-        wanted = [known] if known is not None else all_of_it
-        for group, band in wanted:
+        for group, band in self._where.get(layer, all_of_it):
             if (group, band, stream) not in self._ordered:
                 self._ordered.add((group, band, stream))
                 self._order(group, band, stream)

@@ -4,9 +4,8 @@
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
-has it, so loading and computing overlap; on a CPU it waits for the load. A draft's forward pass follows the target's
-and asks for nothing, so the first layer that is asked for also waits for all that the draft reads. SGLang reads the
-verdict after the forward pass, and by then no copy writes to its pages.
+has it, so loading and computing overlap; on a CPU it waits for the load. SGLang reads the verdict after the forward
+pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1).
@@ -25,7 +24,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.session import Attachment
-from kvdock.connectors.sglang.pools import KVGroup, pages_of
+from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.worker import Loading, WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
@@ -46,6 +45,18 @@ class _Batch:
     loads: Sequence[QueuedLoad]
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
+
+
+def waits(group: KVGroup, count: int) -> dict[str, int]:
+    """For each layer that SGLang may ask for, of `count`, the group's last plane that must be there. Who asks for a
+    layer also reads those before it: a graph of the whole forward pass asks for the last one alone. A draft's forward
+    pass follows the target's and asks for nothing, so its group must be there with the first layer."""
+    if group.is_draft:
+        return {str(layer): max(group.planes.values()) for layer in range(count)}
+    return {
+        str(layer): max(plane for before, plane in group.planes.items() if before <= layer)
+        for layer in range(min(group.planes), count)
+    }
 
 
 class LayerCounter:
@@ -77,11 +88,9 @@ class Loads:
     ) -> None:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
         self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
-        layers = [layer for group in groups if not group.is_draft for layer in group.planes]
-        planes = [{str(layer): plane for layer, plane in group.planes.items()} for group in groups]
-        self._layers = Layers(planes, VERIFIED_BEFORE)
-        self._of_drafts = [str(layer) for group in groups if group.is_draft for layer in group.planes]
-        self.counter = LayerCounter(max(layers) + 1, self._wait_for_layer)
+        count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
+        self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
+        self.counter = LayerCounter(count, self._wait_for_layer)
         self._loading = Background("kvdock-load")
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}
@@ -145,12 +154,10 @@ class Loads:
         if self._stream is None:
             batch.landed.exception()  # the verdict is finish()'s
             return
-        of_drafts: Sequence[str] = ()
-        if self._watched != index:  # the first layer that is asked for; which one is the last, nobody says
+        if self._watched != index:
             self._layers.watch(batch.submitted.result())
-            self._watched, of_drafts = index, self._of_drafts
-        for wanted in (str(layer), *of_drafts):
-            self._layers.order(wanted, self._stream())
+            self._watched = index
+        self._layers.order(str(layer), self._stream())
 
     # ------------------------------------------------------------------ background
 
@@ -177,7 +184,7 @@ class Loads:
         pages: dict[int, list[int]] = {}
         for group, about in enumerate(self._groups):
             if about.transfer in load.indices:
-                pages[group] = pages_of(load.indices[about.transfer], self._page_tokens)
+                pages[group] = about.pages_of(load.indices[about.transfer])
         count = plan.hit_tokens // self._page_tokens - first
         pieces = []
         for piece in plan.pieces:

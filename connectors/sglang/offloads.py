@@ -28,7 +28,7 @@ from kvdock.connectors.ranks import Order
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.lookups import Chains
-from kvdock.connectors.sglang.pools import KVGroup, pages_of
+from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import HashAhead
 from kvdock.connectors.worker import WorkerConnector
@@ -267,7 +267,7 @@ class Offloads:
         found = {}
         for group, about in enumerate(self._groups):
             if about.transfer in offer.indices:
-                pages = pages_of(offer.indices[about.transfer], self._page_tokens)
+                pages = about.pages_of(offer.indices[about.transfer])
                 found[group] = [-1] * (len(offer.pages) - len(pages)) + pages
         return found
 

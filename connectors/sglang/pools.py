@@ -2,7 +2,9 @@
 
 Full attention is one group. The layers of a sliding window have a pool of their own, which is a second group: SGLang
 keeps its last tokens only, and asks for no more. A draft model's layers are a group that has the same pages as the
-target's full attention.
+target's full attention. Of recurrent states (Mamba, linear attention) SGLang keeps one, in a slot, for each node of its
+tree: that after the node's last token. So a hit can end only there. In a chunk a state is a window of one token, and
+each of its tensors is a group.
 """
 
 from __future__ import annotations
@@ -11,20 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.datapath.errors import LayoutError
 from kvdock.datapath.layout import PagedLayout, paged_layout
 from kvdock.protocol.schemas import Group
 
-FULL, SWA = "kv", "swa"
-"""What SGLang calls the transfers of the two groups (PoolName)."""
+FULL, SWA, STATES = "kv", "swa", "mamba"
+"""What SGLang calls the transfers (PoolName)."""
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention. A draft's layers have numbers behind the target's, which
-    SGLang never asks for: loads.py orders them."""
+    planes in `layout`; `window_tokens` None: full attention. `has_slots`: SGLang names slots, not tokens."""
 
     transfer: str
     layout: PagedLayout
@@ -32,6 +35,7 @@ class KVGroup:
     window_tokens: int | None = None
     is_latent: bool = False
     is_draft: bool = False
+    has_slots: bool = False
 
     @property
     def described(self) -> Group:
@@ -41,16 +45,25 @@ class KVGroup:
             return Group(part_bytes=part_bytes)
         return Group(kind="window", window_tokens=self.window_tokens, part_bytes=part_bytes)
 
+    def pages_of(self, indices: Any) -> list[int]:
+        """The blocks of SGLang's indices. Waits for the GPU, if they are there."""
+        flat = indices.reshape(-1)
+        if self.has_slots:
+            slots: list[int] = flat.tolist()
+            return slots
+        size = self.layout.block_tokens
+        pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
+        return pages
+
 
 def groups_of(
-    kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = ()
+    kvcache: Any, page_tokens: int, window_tokens: int | None, drafts: Sequence[Any] = (), requests: Any = None
 ) -> tuple[KVGroup, ...]:
-    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models. NotSupportedError for
-    a pool that is not known."""
-    groups = list(_targets(kvcache, page_tokens, window_tokens))
+    """`kvcache`: what SGLang's allocator of KV pages gives; `drafts`: the pools of draft models; `requests`: its pool
+    of requests, which has recurrent states. NotSupportedError for a pool that is not known."""
+    groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
     for draft in drafts:
-        first = 1 + max(layer for group in groups for layer in group.planes)
-        group = _group(FULL, draft, page_tokens, range(first, first + _layers_of(draft)))
+        group = _group(FULL, draft, page_tokens, range(_layers_of(draft)))
         if group.layout.num_blocks != groups[0].layout.num_blocks:
             raise NotSupportedError(
                 f"kvdock finds {group.layout.num_blocks} pages of a draft's KV, and as many as the target's "
@@ -60,7 +73,13 @@ def groups_of(
     return tuple(groups)
 
 
-def _targets(kvcache: Any, page_tokens: int, window_tokens: int | None) -> tuple[KVGroup, ...]:
+def _targets(
+    kvcache: Any, page_tokens: int, window_tokens: int | None, requests: Any
+) -> tuple[KVGroup, ...]:
+    if type(kvcache).__name__ == "HybridLinearKVPool":
+        of_attention = sorted(kvcache.full_attention_layer_id_mapping, key=kvcache.full_attention_layer_id_mapping.get)
+        attention = _group(FULL, kvcache.full_kv_pool, page_tokens, of_attention)
+        return (attention, *_states(requests, page_tokens))
     if type(kvcache).__name__ != "SWAKVPool":
         layers = range(_layers_of(kvcache))
         return (_group(FULL, kvcache, page_tokens, list(layers)),)
@@ -77,6 +96,45 @@ def _targets(kvcache: Any, page_tokens: int, window_tokens: int | None) -> tuple
         _group(FULL, kvcache.full_kv_pool, page_tokens, full),
         _group(SWA, kvcache.swa_kv_pool, page_tokens, swa, window_tokens),
     )
+
+
+def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
+    """The tensors of recurrent states, each as bytes: for each layer, a row for each slot."""
+    pool = requests.mamba_pool
+    unknown = [
+        name for name, value in vars(pool.mamba_cache).items()
+        if name not in ("conv", "temporal") and value is not None
+    ]
+    if type(pool).__name__ != "MambaPool" or unknown or pool._slot_siblings or any(
+        getattr(getattr(requests, name, None), "enabled", False) for name in ("short_conv_pool", "ngram_pool")
+    ) or getattr(requests, "mamba_ckpt_pool", None) is not None:
+        raise NotSupportedError(
+            f"kvdock does not know all that SGLang keeps of recurrent states in a {type(pool).__name__} "
+            f"({', '.join(unknown) or 'states beside it'}): a MambaPool with conv and temporal alone is wanted."
+        )
+    layers = sorted(requests.mamba_map, key=requests.mamba_map.get)
+    groups = []
+    for state in (pool.mamba_cache.temporal, *pool.mamba_cache.conv):
+        rows = [of_layer.flatten(1).view(torch.uint8) for of_layer in state]
+        if rows[0].data_ptr() != state.data_ptr():  # a copy: nobody would see what is written to it
+            raise NotSupportedError(
+                "kvdock cannot describe recurrent states whose bytes are not in order within a slot: a MambaPool whose "
+                "tensors are contiguous is wanted."
+            )
+        if rows[0].shape[1] % page_tokens:
+            raise NotSupportedError(
+                f"kvdock cannot describe a recurrent state of {rows[0].shape[1]} bytes: a multiple of --page-size "
+                f"{page_tokens} is wanted."
+            )
+        try:
+            layout = paged_layout(
+                "NL_X_NB_BS_HS", [one.unflatten(1, (page_tokens, -1)) for one in rows], block_tokens=page_tokens
+            )
+        except LayoutError as error:
+            raise NotSupportedError(f"kvdock cannot describe SGLang's recurrent states: {error}.") from error
+        planes = {layer: at for at, layer in enumerate(layers)}
+        groups.append(KVGroup(STATES, layout, planes, window_tokens=1, has_slots=True))
+    return groups
 
 
 def _layers_of(pool: Any) -> int:
@@ -106,9 +164,3 @@ def _group(
         "or a SWAKVPool of these is wanted."
     )
 
-
-def pages_of(indices: Any, page_tokens: int) -> list[int]:
-    """The pages of SGLang's indices, one a token. Waits for the GPU, if they are there."""
-    firsts = indices.reshape(-1, page_tokens)[:, 0]
-    pages: list[int] = (firsts // page_tokens).tolist()
-    return pages

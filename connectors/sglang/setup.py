@@ -94,10 +94,11 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     ):
         if found > 1:
             raise NotSupportedError(f"kvdock does not serve {what} under SGLang: found {found}, and 1 is wanted.")
-    if "MAMBA" in components:
+    if "MAMBA" in components and (args.speculative_algorithm is not None or "SWA" in components):
+        found = "sliding windows" if "SWA" in components else f"--speculative-algorithm {args.speculative_algorithm}"
         raise NotSupportedError(
-            "kvdock does not serve recurrent states (Mamba, linear attention) under SGLang: a model without them is "
-            "wanted, or vLLM."
+            f"kvdock does not serve recurrent states (Mamba, linear attention) beside {found} under SGLang: one of the "
+            "two is wanted."
         )
     if args.speculative_algorithm not in DRAFTS_WITHOUT_KV and not drafts_of(params):
         raise NotSupportedError(

@@ -15,7 +15,8 @@ import torch
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision
-from kvdock.connectors.sglang.pools import groups_of, pages_of
+from kvdock.connectors.sglang.loads import waits
+from kvdock.connectors.sglang.pools import groups_of
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported
 from kvdock.protocol.keys import namespace_digest
 
@@ -168,16 +169,66 @@ def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
     assert (dict(full.planes), dict(window.planes)) == ({1: 1}, {0: 1, 2: 3})
     assert (full.window_tokens, window.window_tokens) == (None, 128)
     assert window.layout.part_bytes(1) == 2 * full.layout.part_bytes(1) == 2 * 2 * PAGE * 2 * 16 * 4
-    assert pages_of(torch.tensor([*range(128, 192), *range(64)]), PAGE) == [2, 0]
+    assert full.pages_of(torch.tensor([*range(128, 192), *range(64)])) == [2, 0]
 
 
-def test_a_draft_is_a_group_with_the_targets_pages_and_layers_behind_them() -> None:
+def test_a_draft_is_a_group_with_the_targets_pages() -> None:
     full, draft = groups_of(MHATokenToKVPool(2), PAGE, None, [MHATokenToKVPool(1, heads=4)])
-    assert (dict(full.planes), dict(draft.planes)) == ({0: 1, 1: 3}, {2: 1})
+    assert (dict(full.planes), dict(draft.planes)) == ({0: 1, 1: 3}, {0: 1})
     assert (full.is_draft, draft.is_draft, draft.transfer) == (False, True, full.transfer)
     assert draft.layout.part_bytes(1) == full.layout.part_bytes(1), "half as many layers, twice as many heads"
     with pytest.raises(NotSupportedError, match="finds 5 pages of a draft's KV, and as many as the target's 4"):
         groups_of(MHATokenToKVPool(2), PAGE, None, [MHATokenToKVPool(1, pages=5)])
+
+
+class MambaPool:
+    """SGLang's pool of states: two layers of it, of 5 slots."""
+
+    def __init__(self, **more: Any) -> None:
+        self._slot_siblings: tuple[Any, ...] = ()
+        self.mamba_cache = SimpleNamespace(**{
+            "temporal": torch.zeros(2, 5, 2, 16, 16), "conv": [torch.zeros(2, 5, 32, 3, dtype=torch.bfloat16)],
+            "replayssm_d": None, **more,
+        })
+
+
+class HybridLinearKVPool:
+    def __init__(self) -> None:
+        self.full_kv_pool, self.full_attention_layer_id_mapping = MHATokenToKVPool(1), {1: 0}
+
+
+def requests_of(pool: Any, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(mamba_pool=pool, mamba_map={0: 0, 2: 1}, **more)
+
+
+def test_each_tensor_of_a_recurrent_state_is_a_group_that_a_hit_wants_the_last_slot_of() -> None:
+    full, temporal, conv = groups_of(HybridLinearKVPool(), PAGE, None, (), requests_of(MambaPool()))
+    assert (dict(full.planes), dict(temporal.planes), dict(conv.planes)) == ({1: 1}, {0: 0, 2: 1}, {0: 0, 2: 1})
+    assert [group.transfer for group in (full, temporal, conv)] == ["kv", "mamba", "mamba"]
+    assert [group.layout.part_bytes(1) for group in (temporal, conv)] == [2 * 2 * 16 * 16 * 4, 2 * 32 * 3 * 2]
+    assert temporal.described.window_tokens == 1 and temporal.layout.num_blocks == 5
+    assert temporal.pages_of(torch.tensor([3])) == [3], "a slot is a block"
+
+
+@pytest.mark.parametrize(("requests", "said"), [
+    (requests_of(MambaPool(replayssm_d=torch.zeros(1))), r"\(replayssm_d\): a MambaPool with conv and temporal alone"),
+    (requests_of(MambaPool(), mamba_ckpt_pool=1), r"\(states beside it\)"),
+    (requests_of(MambaPool(), ngram_pool=SimpleNamespace(enabled=True)), r"\(states beside it\)"),
+    (requests_of(MambaPool(conv=[torch.zeros(2, 5, 3)])), "of 12 bytes: a multiple of --page-size 64 is wanted"),
+    (requests_of(MambaPool(temporal=torch.zeros(2, 5, 16, 4).mT)), "whose bytes are not in order within a slot"),
+])
+def test_recurrent_states_that_are_not_known_are_refused(requests: Any, said: str) -> None:
+    with pytest.raises(NotSupportedError, match=said):
+        groups_of(HybridLinearKVPool(), PAGE, None, (), requests)
+
+
+def test_who_waits_for_a_layer_waits_for_all_that_it_may_read() -> None:
+    """Of each group the layers up to it, and with the first one all of a draft, which is computed behind the target."""
+    full, temporal, conv = groups_of(HybridLinearKVPool(), PAGE, None, (), requests_of(MambaPool()))
+    assert waits(full, 3) == {"1": 1, "2": 1}
+    assert waits(temporal, 3) == waits(conv, 3) == {"0": 0, "1": 0, "2": 1}
+    _, draft = groups_of(MHATokenToKVPool(3), PAGE, None, [MHATokenToKVPool(2)])
+    assert waits(draft, 3) == {"0": 3, "1": 3, "2": 3}
 
 
 def test_pools_that_are_not_known_are_refused() -> None:
@@ -204,7 +255,11 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ({"model": {"is_multimodal": True}}, "does not serve images"),
     ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
     ({"args": {"disaggregation_mode": "decode"}}, "does not serve --disaggregation-mode"),
-    ({"components": ["FULL", "MAMBA"]}, "does not serve recurrent states"),
+    ({"components": ["FULL", "SWA", "MAMBA"]}, "serve recurrent states .* beside sliding windows under SGLang"),
+    (
+        {"components": ["FULL", "MAMBA"], "args": {"speculative_algorithm": "NGRAM"}},
+        "does not serve recurrent states .* beside --speculative-algorithm NGRAM under SGLang",
+    ),
 ])
 def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], said: str, folder: Path) -> None:
     def refuse(**of: Any) -> None:
@@ -213,6 +268,7 @@ def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], sai
             of.get("components", ["FULL", "SWA"]),
         )
 
+    refuse(components=["FULL", "MAMBA"])
     refuse(args={"speculative_algorithm": "NGRAM", "disaggregation_mode": "null"})
     refuse(args={"speculative_algorithm": "EAGLE"}, params={"mtp_draft_device_pools": (MHATokenToKVPool(),)})
     with pytest.raises(NotSupportedError, match=said) as refused:

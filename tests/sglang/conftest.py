@@ -12,7 +12,7 @@ import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE
 
-KINDS = ("llama", "window", "adapter-a", "adapter-b")
+KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b")
 """What models.py makes."""
 
 

@@ -18,5 +18,5 @@ def test_the_linker_conforms_over_pools_of_each_kind(models: dict[str, Path], se
     found = contract_of(models["llama"], server.unix)
     failed = {(kind, name): why for kind, checks in found.items() for name, why in checks.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
-    assert list(found) == ["mha", "mla", "window", "draft", "linker"] and len(found.pop("linker")) == 7
+    assert list(found) == ["mha", "mla", "window", "draft", "state", "linker"] and len(found.pop("linker")) == 7
     assert all(set(checks) == {check.__name__ for check in CHECKS} for checks in found.values())

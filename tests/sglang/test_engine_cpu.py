@@ -41,8 +41,8 @@ def spoil(server: ServerProcess) -> None:
 @pytest.mark.same_tokens
 @pytest.mark.parametrize(("kind", "how"), [
     ("llama", {}), ("llama", {"engine": {"page_size": 128}}), ("llama", {"engine": {"disable_overlap_schedule": True}}),
-    ("window", {}), ("llama", TP2),
-], ids=["attention", "pages of 128", "no overlap", "window", "two ranks"])
+    ("window", {}), ("llama", TP2), ("mla", TP2), ("states", TP2),
+], ids=["attention", "pages of 128", "no overlap", "window", "two ranks", "latent", "states"])
 def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
     kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
 ) -> None:
@@ -60,16 +60,17 @@ def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
         assert second.generate(PROMPTS) == (local, hits), "what was loaded is in its own cache"
         with Client(server.unix) as client:
             spaces = client.namespaces().namespaces
-        assert [len(space.manifest.groups) for space in spaces] == [2 if kind == "window" else 1]
+        assert [len(space.manifest.groups) for space in spaces] == [{"window": 2, "states": 3}.get(kind, 1)]
         assert first.close() == second.close() == 0, first.log_text() + second.log_text()
 
 
+@pytest.mark.parametrize("kind", ["llama", "states"])
 def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
-    models: dict[str, Path], server: ServerProcess
+    kind: str, models: dict[str, Path], server: ServerProcess
 ) -> None:
     """The pool holds two of the four, so requests wait, are evicted and come back."""
     small = {"max_total_tokens": 1280, "max_running_requests": 2, "chunked_prefill_size": 128}
-    with Engine(models["llama"], server.unix, engine=small) as engine:
+    with Engine(models[kind], server.unix, engine=small) as engine:
         alone, _ = engine.generate(FOUR, new=24)
         for _ in range(3):
             engine.drain(server)
@@ -161,6 +162,21 @@ def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: 
         assert engine.do("flush")["flushed"]
         loaded, cached = engine.generate(PROMPTS)
         assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
+
+
+def test_recurrent_states_are_read_once_they_are_there(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """The first layer of the model reads one, and no KV of attention."""
+    late = {"linker": ["LateLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
+    with Engine(models["states"], server.unix, **late) as engine:
+        engine.generate(PROMPTS)
+        local, _ = engine.generate(PROMPTS)
+        engine.drain(server)
+        for _ in range(2):
+            assert engine.do("flush")["flushed"]
+            assert engine.generate(PROMPTS) == (local, HITS)
+        assert engine.close() == 0, engine.log_text()
 
 
 def test_each_node_is_offered_with_what_comes_before_it(

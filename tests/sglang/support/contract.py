@@ -35,7 +35,12 @@ if DEVICE == "cpu":
 import torch
 from linker_checks import LINKER_CHECKS
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.server_args import ServerArgs
@@ -48,8 +53,9 @@ from kvdock.connectors.sglang import lookups
 from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
-GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa"), "draft": ("kv",)}
+GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa"), "draft": ("kv",), "state": ("kv", "mamba")}
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
+WINDOWS = {"swa": WINDOW, "mamba": 1}
 HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": DEVICE, "enable_memory_saver": False}
 
 
@@ -61,6 +67,11 @@ def pool_of(kind: str) -> Any:
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "large":
         return large_pool(32)
+    if kind == "state":
+        return HybridLinearKVPool(
+            size=size, dtype=torch.float32, page_size=PAGE, head_num=2, head_dim=16, full_attention_layer_ids=[1],
+            device=DEVICE, mamba_pool=None,
+        )
     return SWAKVPool(
         size=size, size_swa=size, head_num=2, head_dim=16, swa_attention_layer_ids=[0, 1],
         full_attention_layer_ids=[2], **HEADS,
@@ -81,13 +92,25 @@ def drafts_of(kind: str) -> tuple[Any, ...]:
     return ()
 
 
+def states() -> Any:
+    """SGLang's pool of requests: two layers with a temporal state and two of convolutions."""
+    shape = SimpleNamespace(conv=[(32, 3), (32, 4)], temporal=(2, 16, 16))
+    types = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+    about = SimpleNamespace(shape=shape, dtype=types, is_kda=False)
+    return HybridReqToTokenPool(
+        size=4, mamba_size=PAGES - 1, mamba_spec_state_size=0, max_context_len=PAGE, device=DEVICE,
+        enable_memory_saver=False, cache_params=about, mamba_layer_ids=[0, 2], enable_mamba_extra_buffer=True,
+    )
+
+
 class Verbs:
     """A Connector: what SGLang's wrapper of linkers would do for each verb."""
 
     def __init__(self, linker: KvdockLinker, groups: Sequence[str]) -> None:
         self.linker, self._groups = linker, groups
         self._offered: dict[str, int] = {}
-        self._stores: list[StoreDone] = []
+        self._stores: list[StoreDone | None] = []
+        """What has happened once each offer has ended."""
         self._loads: list[LoadDone] = []
 
     def _transfers(self, keys: Sequence[str], blocks: Sequence[Sequence[int | None]] | None, first: int) -> list[Any]:
@@ -96,12 +119,13 @@ class Verbs:
         made = []
         for at, group in enumerate(self._groups):
             of_group, indices = list(keys), None
-            if group == "swa":
-                of_group = of_group[-(WINDOW // PAGE) :]
+            if group in WINDOWS:
+                of_group = of_group[-max(1, WINDOWS[group] // PAGE) :]
             if blocks is not None:
                 held = [block for block in blocks[at][first : first + len(keys)] if block is not None]
                 of_group = list(keys[len(keys) - len(held) :])
-                indices = torch.tensor([page * PAGE + token for page in held for token in range(PAGE)], device=DEVICE)
+                rows = [page * PAGE + token for page in held for token in range(PAGE)]
+                indices = torch.tensor(held if group == "mamba" else rows, device=DEVICE)
             made.append(PoolTransfer(name=PoolName(group), keys=of_group, device_indices=indices))
         return made
 
@@ -136,10 +160,13 @@ class Verbs:
             return ()
         self._offered[request_id] = end
         keys = hashes_of(token_ids)
-        self.linker.parent = keys[first - 1] if first else ""
-        assert self.linker.offload(self._transfers(keys[first:end], block_ids, first))
         reads = tuple(tuple(page for page in column[first:end] if page is not None) for column in block_ids)
-        self._stores.append(StoreDone(request_id, reads))
+        done = StoreDone(request_id, reads)
+        nodes = [(first, end)] if "mamba" not in self._groups else [(at, at + 1) for at in range(first, end)]
+        for begin, behind in nodes:  # a node of SGLang's tree has one state, that at its end
+            self.linker.parent = keys[begin - 1] if begin else ""
+            assert self.linker.offload(self._transfers(keys[begin:behind], block_ids, begin))
+            self._stores.append(done if behind == end else None)
         return reads
 
     def poll(self, timeout_s: float = 0.0) -> Progress:
@@ -148,7 +175,8 @@ class Verbs:
             time.sleep(0.001)  # as SGLang's loop turns
         for _ in range(count):
             self.linker.pop_completed_offload()
-            stores.append(self._stores.pop(0))
+            if (done := self._stores.pop(0)) is not None:
+                stores.append(done)
         loads, self._loads = tuple(self._loads), []
         return Progress(loads, tuple(stores))
 
@@ -175,8 +203,9 @@ class Subject:
         self.chunk_tokens = self.block_tokens = PAGE
         self.num_blocks = PAGES
         self._groups = GROUPS.get(kind, ("kv",))
-        self.windows = [None, WINDOW][: len(self._groups)]
+        self.windows = [WINDOWS.get(group) for group in self._groups]
         self.pool, self.drafts = pool_of(kind), drafts_of(kind)
+        self.states = states() if kind == "state" else None
         args = ServerArgs(
             model_path=model, served_model_name=self.label, device=DEVICE, load_format="safetensors",
             skip_tokenizer_init=True, page_size=PAGE,
@@ -185,33 +214,39 @@ class Subject:
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
             attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=self.drafts,
-            mtp_draft_device_pools=(), swa_retain_window=WINDOW if len(self._groups) > 1 else None,
-            enable_metrics=False,
+            mtp_draft_device_pools=(), swa_retain_window=WINDOW if "swa" in self._groups else None,
+            enable_metrics=False, req_to_token_pool=self.states,
         )
-        components = [SimpleNamespace(name=name) for name in ("FULL", "SWA")[: len(self._groups)]]
+        names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}
+        components = [SimpleNamespace(name=names[group]) for group in self._groups]
         extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "verify_wait_s": 1.0}
         linker = KvdockLinker(args, params, components=components, extra_config=extra, forward_stream=stream)
         self.connector: Any = Verbs(linker, self._groups)
         if DEVICE == "cuda":
             wait_until_registered(address, self.label)
 
-    def _planes(self, block: int) -> list[Any]:
-        """The layers' buffers that the block is in: groups have ranges of blocks of their own."""
-        pool = self.pool
-        if len(self._groups) > 1:
-            pool = pool.full_kv_pool if block < PAGES // 2 else pool.swa_kv_pool
-        drafts = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
-        return drafts + (list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer])
+    def _rows(self, block: int) -> list[Any]:
+        """Where the block is, in each layer: groups have ranges of blocks of their own."""
+        pool, is_second = self.pool, len(self._groups) > 1 and block >= PAGES // 2
+        if self.states is not None:
+            cache = self.states.mamba_pool.mamba_cache
+            if is_second:
+                return [layer[block : block + 1] for state in (cache.temporal, *cache.conv) for layer in state]
+            pool = pool.full_kv_pool
+        elif len(self._groups) > 1:
+            pool = pool.swa_kv_pool if is_second else pool.full_kv_pool
+        planes = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
+        planes += pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+        return [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
-        for plane in self._planes(block):
-            rows = plane[block * PAGE : (block + 1) * PAGE]
+        for rows in self._rows(block):
             rows.copy_(torch.randn(rows.shape, generator=source))
 
     def contents(self, block: int) -> bytes:
-        rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in self._planes(block)]
-        return b"".join(row.cpu().contiguous().numpy().tobytes() for row in rows)
+        rows = [row.cpu().contiguous().view(torch.uint8) for row in self._rows(block)]
+        return b"".join(row.numpy().tobytes() for row in rows)
 
     def close(self) -> None:
         self.connector.close()

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cpu_only import prepare
+from cpu_states import bring_states
 
 os.environ.update(
     SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1",
-    CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false",
+    CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false", SGLANG_MAMBA_CONV_DTYPE="float32",
 )
 
 NEW = 12
@@ -65,6 +66,8 @@ def import_sglang() -> None:
     import sglang.srt.models.llama  # noqa: F401  # with all that an engine imports
 
     read_windows_where_they_are()
+    bring_states()
+    keep_attention_latent()
     # SGLang starts its processes anew, and each would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
@@ -85,6 +88,14 @@ def read_windows_where_they_are() -> None:
 
     for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
         setattr(TorchNativeAttnBackend, name, reading(getattr(TorchNativeAttnBackend, name)))
+
+
+def keep_attention_latent() -> None:
+    """On a CPU, SGLang would read KV of whole heads where its pool has their latent form (MLA)."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
 def run_engine(said: dict[str, Any], stdin: int, stdout: int, stderr: int, status: int) -> NoReturn:

@@ -42,9 +42,28 @@ def make(kind: str, folder: str) -> None:
             mlp_layer_types=["dense"] * 4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         )
         model = transformers.MellumForCausalLM(config)
+    elif kind == "states":
+        layers = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+        config = transformers.Qwen3NextConfig(
+            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, layer_types=layers, full_attention_interval=2,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=0,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        )
+        model = transformers.Qwen3NextForCausalLM(config)
+    elif kind == "mla":
+        yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
+        config = transformers.DeepseekV2Config(
+            **COMMON, rope_parameters=yarn, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16,
+            qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=3, moe_layer_freq=1, n_routed_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=32,
+        )
+        model = transformers.DeepseekV2ForCausalLM(config)
     else:
-        raise ValueError(f"found {kind!r}, wanted llama, wide, window or adapter-…")
-    model.to(config.dtype).save_pretrained(folder)
+        raise ValueError(f"found {kind!r}, wanted llama, wide, window, states, mla or adapter-…")
+    model.to(config.dtype)
+    # The states' model has experts that all tokens share, of no width; SGLang knows none.
+    weights = {name: weight for name, weight in model.state_dict().items() if "shared_expert" not in name}
+    model.save_pretrained(folder, state_dict=weights)
     write_tokenizer(folder)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ class FailingLinker(KvdockLinker):
 
         self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
         return super().start_layer_wise_loading()
+
+
+class LateLinker(KvdockLinker):
+    """The copies of a load begin long after the forward pass has."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        real = self._worker.submit_load
+
+        def submit_load(*args: Any, **how: Any) -> Any:
+            time.sleep(0.5)
+            return real(*args, **how)
+
+        self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
 
 
 class ForgetfulLinker(KvdockLinker):

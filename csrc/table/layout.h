@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -37,7 +38,13 @@ template <uint32_t kBytes>
 struct Digest {
   uint8_t bytes[kBytes];
   bool operator==(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) == 0; }
-  bool operator<(const Digest& o) const { return std::memcmp(bytes, o.bytes, kBytes) < 0; }
+  std::strong_ordering operator<=>(const Digest& o) const {
+    uint64_t first, of_other;
+    std::memcpy(&first, bytes, 8);
+    std::memcpy(&of_other, o.bytes, 8);
+    if (first != of_other) return __builtin_bswap64(first) <=> __builtin_bswap64(of_other);  // as memcmp orders them
+    return std::memcmp(bytes, o.bytes, kBytes) <=> 0;
+  }
   bool names_chunk() const { return !(*this == Digest{}) && !is_unknown(); }
   bool is_unknown() const {
     return std::all_of(bytes, bytes + kBytes, [](uint8_t b) { return b == 0xff; });

@@ -11,24 +11,39 @@ const Promise* Promises::find(uint32_t space, const Key& key) const {
 
 void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t now) {
   Name name{wanted.session, wanted.request};
-  if (auto it = promises_.find(name); it != promises_.end()) it->second.until_ms = now + kLastsMs;
+  auto mine = promises_.find(name);
+  if (mine != promises_.end()) mine->second.until_ms = now + kLastsMs;
   for (const Key& key : keys) {
-    auto at = at_.find({wanted.space, key});
-    if (at != at_.end()) {
-      if (at->second == name) continue;
-      remove(at);
+    std::pair at_key{wanted.space, key};
+    auto at = at_.lower_bound(at_key);
+    bool is_promised = at != at_.end() && at->first == at_key;
+    if (is_promised && at->second == name) continue;
+    if (mine == promises_.end()) {
+      mine = promises_.emplace(name, wanted).first;
+      mine->second.until_ms = now + kLastsMs;
     }
+    if (is_promised && at->second.first == wanted.session) {  // of a request before this one, as a rule
+      pass_on(at, mine);
+      continue;
+    }
+    if (is_promised) at = remove(at);
     uint32_t& of_session = keys_of_[wanted.session];
     if (of_session == kMostKeysOf || at_.size() == kMostKeys) {
       if (of_session == 0) keys_of_.erase(wanted.session);
-      return;
+      break;
     }
     ++of_session;
-    at_.emplace(std::pair{wanted.space, key}, name);
-    Promise& p = promises_.try_emplace(name, wanted).first->second;
-    p.until_ms = now + kLastsMs;
-    p.keys.insert(key);
+    at_.emplace_hint(at, at_key, name);
+    mine->second.keys.insert(key);
   }
+  if (mine != promises_.end() && mine->second.keys.empty()) promises_.erase(mine);
+}
+
+void Promises::pass_on(At::iterator key, Made::iterator to) {
+  auto from = promises_.find(key->second);
+  to->second.keys.insert(from->second.keys.extract(key->first.second));
+  key->second = to->first;
+  if (from->second.keys.empty()) promises_.erase(from);
 }
 
 void Promises::stored(uint32_t space, const Key& key, uint64_t now) {
@@ -42,13 +57,13 @@ void Promises::drop(uint32_t space, const Key& key) {
   if (auto at = at_.find({space, key}); at != at_.end()) remove(at);
 }
 
-void Promises::remove(std::map<std::pair<uint32_t, Key>, Name>::iterator key) {
+Promises::At::iterator Promises::remove(At::iterator key) {
   auto promise = promises_.find(key->second);
   auto of_session = keys_of_.find(key->second.first);
   if (--of_session->second == 0) keys_of_.erase(of_session);
   promise->second.keys.erase(key->first.second);
-  at_.erase(key);
   if (promise->second.keys.empty()) promises_.erase(promise);
+  return at_.erase(key);
 }
 
 uint32_t Promises::forget(Name name, uint32_t most) {

@@ -57,12 +57,15 @@ class Promises {
   using Name = std::pair<uint64_t, Id16>;  // session, request
   static constexpr uint32_t kMostSwept = 2048;
   uint32_t forget(Name name, uint32_t most);  // returns how many of its keys went
-  void remove(std::map<std::pair<uint32_t, Key>, Name>::iterator key);
+  using Made = std::map<Name, Promise>;
+  using At = std::map<std::pair<uint32_t, Key>, Name>;
+  At::iterator remove(At::iterator key);              // returns what follows it
+  void pass_on(At::iterator key, Made::iterator to);  // both of one session
 
-  std::map<Name, Promise> promises_;
-  std::map<std::pair<uint32_t, Key>, Name> at_;  // by namespace and key
-  std::map<uint64_t, uint32_t> keys_of_;         // by session: how many keys
-  Name swept_to_{};                              // the next to look at
+  Made promises_;
+  At at_;                                 // by namespace and key
+  std::map<uint64_t, uint32_t> keys_of_;  // by session: how many keys
+  Name swept_to_{};                       // the next to look at
 };
 
 }  // namespace kvdock

@@ -223,7 +223,7 @@ def test_recurrent_states_that_are_not_known_are_refused(requests: Any, said: st
 
 
 def test_who_waits_for_a_layer_waits_for_all_that_it_may_read() -> None:
-    """Of each group the layers up to it, and with the first one all of a draft, which is computed behind the target."""
+    """For each group the layers up to it; for a draft, which is computed behind the target, all of it at once."""
     full, temporal, conv = groups_of(HybridLinearKVPool(), PAGE, None, (), requests_of(MambaPool()))
     assert waits(full, 3) == {"1": 1, "2": 1}
     assert waits(temporal, 3) == waits(conv, 3) == {"0": 0, "1": 0, "2": 1}

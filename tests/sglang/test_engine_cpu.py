@@ -179,6 +179,35 @@ def test_recurrent_states_are_read_once_they_are_there(
         assert engine.close() == 0, engine.log_text()
 
 
+def test_the_drafts_kv_is_loaded_with_the_targets(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """The draft model is the target once more, so all drafts are accepted for as long as both have their KV."""
+    model = models["llama"]
+    drafts = {
+        "linker": ["DraftlessLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}, "engine": {
+            "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(model),
+            "speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3,
+        },
+    }
+    with Engine(model, server.unix, **drafts) as first, Engine(model, server.unix, **drafts) as other:
+        assert first.generate(PROMPTS)[1] == NOTHING
+        local = first.do("generate", prompts=PROMPTS)
+        assert local["cached"] == HITS and local["verified"] == [4] * 3, "one token by prefill, and three by each"
+        first.drain(server)
+        assert other.do("generate", prompts=PROMPTS) == local
+        assert first.do("flush")["flushed"]
+        assert first.do("generate", prompts=PROMPTS) == local
+        (tmp_path / "forget").touch()
+        assert first.do("flush")["flushed"]
+        forgotten = first.do("generate", prompts=PROMPTS)
+        assert tokens_of(forgotten["runs"]) == tokens_of(local["runs"]) and forgotten["cached"] == HITS
+        assert min(forgotten["verified"]) > 4, "drafts without the draft's KV are wrong"
+        with Client(server.unix) as client:
+            assert [len(space.manifest.groups) for space in client.namespaces().namespaces] == [2]
+        assert first.close() == other.close() == 0, first.log_text() + other.log_text()
+
+
 def test_each_node_is_offered_with_what_comes_before_it(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:

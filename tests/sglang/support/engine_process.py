@@ -11,7 +11,7 @@ A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to r
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
 {"do": "metrics"}; {"do": "weights", "model": folder}.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
-that were not computed, "why" how each ended.
+that were not computed, "why" how each ended, "verified" how often the target has verified drafts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cpu_drafts import bring_drafts
 from cpu_only import prepare
 from cpu_states import bring_states
 
@@ -67,6 +68,7 @@ def import_sglang() -> None:
 
     read_windows_where_they_are()
     bring_states()
+    bring_drafts()
     keep_attention_latent()
     # SGLang starts its processes anew, and each would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
@@ -192,7 +194,7 @@ def generate(
         except Exception as error:  # whatever ended the request is told
             return error
 
-    runs, cached, why = [], [], []
+    runs, cached, why, verified = [], [], [], []
     for out in engine.loop.run_until_complete(every()):
         if isinstance(out, Exception):
             runs.append(None)
@@ -203,7 +205,8 @@ def generate(
         runs.append([[token, float(p).hex()] for p, token, _ in about["output_token_logprobs"]])
         cached.append(about["cached_tokens"])
         why.append(about["finish_reason"]["type"])
-    return {"runs": runs, "cached": cached, "why": why}
+        verified.append(about.get("spec_verify_ct"))
+    return {"runs": runs, "cached": cached, "why": why, "verified": verified}
 
 
 def flush(engine: Any) -> dict[str, Any]:

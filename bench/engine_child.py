@@ -20,6 +20,8 @@ from kvdock.protocol.tier_schemas import MOVER_LABEL
 START_S = 150.0
 END_S = 30.0
 PINNED_S = 60.0
+CPU_SLOWER = 5
+"""Time limits are multiplied by this without a GPU."""
 STILL_S = 2.0
 """A pool that has not grown for this long is not growing by itself."""
 

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.engine_child import LLAMA_8B, Child, Failed, prompt, wait_until_pinned
+from bench.engine_child import CPU_SLOWER, LLAMA_8B, Child, Failed, prompt, wait_until_pinned
 from kvdock import _core
 
 Figures = dict[str, Any]
@@ -267,11 +267,12 @@ def main(arguments: list[str]) -> int:
             server = ServerProcess("serve", pool_bytes=POOL_BYTES[chosen.device], growth="ahead")
             address = stack.enter_context(server).unix
         engines: dict[str, Child] = {}
+        slower = 1 if chosen.device == "cuda" else CPU_SLOWER
         try:
             for kind in kinds:  # one after the other: each looks at how much of the GPU's memory is free
                 said = described(kind, chosen, scale, address, f"bench-{time.time_ns()}")
                 log_at = chosen.logs / f"sglang-{kind}.log"
-                engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at)
+                engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at, slower=slower)
                 stack.callback(engines[kind].close)
                 engines[kind].started()
                 say(f"{engines[kind].facts}")

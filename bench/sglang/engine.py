@@ -151,6 +151,8 @@ def main() -> None:
     except Exception as error:  # every failure is reported and ends the process
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        if (utils := sys.modules.get("sglang.srt.utils")) is not None:
+            utils.kill_process_tree(os.getpid(), include_parent=False)  # a scheduler waits for work on a whole core
         os._exit(1)  # what the engine has started keeps an ordinary exit waiting
 
 

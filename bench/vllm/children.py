@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.engine_child import LLAMA_8B, Child, Failed, wait_until_pinned
+from bench.engine_child import CPU_SLOWER, LLAMA_8B, Child, Failed, wait_until_pinned
 
-CPU_SLOWER = 5
-"""Time limits are multiplied by this without a GPU."""
 TAIL = 8
 """Tokens of a prompt that no hit may cover."""
 KINDS = ("none", "native", "kvdock")

@@ -19,7 +19,8 @@ _HARMLESS = """
     prefill_decode_interval enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_policy
     enable_priority_scheduling disable_priority_preemption default_priority_value abort_on_priority_when_disabled
     schedule_low_priority_values_first priority_scheduling_preemption_threshold retraction_policy
-    schedule_conservativeness swa_full_tokens_ratio radix_eviction_policy radix_eviction_policy_config
+    schedule_conservativeness swa_full_tokens_ratio max_mamba_cache_size mamba_full_memory_ratio
+    mamba_max_states_per_path radix_eviction_policy radix_eviction_policy_config
     disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval enable_mixed_chunk nccl_port
     dist_timeout dist_init_addr gated_launch_port nnodes node_rank tp_size dp_size attn_dp_size load_balance_method
     enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head device base_gpu_id gpu_id_step

@@ -43,7 +43,7 @@ from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
-from kvdock.connectors.sglang.pools import FULL, STATES, groups_of
+from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
@@ -91,9 +91,6 @@ class KvdockLinker(UnifiedCacheLinker):
             ended=self._load_ended, took=partial(self._figures.add, "load_seconds"), clock=clock,
         )
         self.layer_done_counter = self._loads.counter
-        if any(group.transfer == STATES for group in self._groups):
-            # SGLang gives the counter to the pools named above; of states, another pool waits.
-            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._offloads = Offloads(
             self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
             self._figures, self._ahead,

@@ -47,10 +47,17 @@ class _Batch:
     landed: Future[bool] = field(default_factory=Future)
 
 
+START = -1
+"""In the place of a layer: before the forward pass begins."""
+
+
 def waits(group: KVGroup, count: int) -> dict[str, int]:
     """For each layer that SGLang may ask for, of `count`, the group's last plane that must be there. Who asks for a
-    layer also reads those before it: a graph of the whole forward pass asks for the last one alone. A draft's forward
-    pass follows the target's and asks for nothing, so its group must be there with the first layer."""
+    layer may also read those before it: a graph of the whole forward pass asks for the last one alone. A draft's
+    forward pass follows the target's and asks for nothing, and a graph of a part of it may have states in it without
+    asking for them. So a draft's group is there with the first layer, and a group of states before all of them."""
+    if group.has_slots:
+        return {str(START): max(group.planes.values())}
     if group.is_draft:
         return {str(layer): max(group.planes.values()) for layer in range(count)}
     return {
@@ -62,15 +69,19 @@ def waits(group: KVGroup, count: int) -> dict[str, int]:
 class LayerCounter:
     """What SGLang's pools wait for (its LayerWiseLoadCounter)."""
 
-    def __init__(self, num_layers: int, wait: Callable[[int, int], None]) -> None:
-        """`wait(batch, layer)`."""
+    def __init__(self, num_layers: int, wait: Callable[[int, int], None], waits_at_start: bool = False) -> None:
+        """`wait(batch, layer)`; `waits_at_start`: also for START."""
         self.num_layers, self.consumer_index, self._wait = num_layers, -1, wait
+        self._waits_at_start = waits_at_start
         self.batches = 0
         """How many forward passes have begun, whether they load or not."""
 
     def set_consumer(self, index: int) -> None:
+        """SGLang calls it on the forward pass's stream, before the pass."""
         self.consumer_index = index
         self.batches += 1
+        if self._waits_at_start:
+            self.wait_until(START)
 
     def wait_until(self, threshold: int) -> None:
         if self.consumer_index >= 0:
@@ -90,7 +101,7 @@ class Loads:
         self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
-        self.counter = LayerCounter(count, self._wait_for_layer)
+        self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self._loading = Background("kvdock-load")
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}

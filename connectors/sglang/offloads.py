@@ -28,7 +28,7 @@ from kvdock.connectors.ranks import Order
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.lookups import Chains
-from kvdock.connectors.sglang.pools import KVGroup
+from kvdock.connectors.sglang.pools import STATES, KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import HashAhead
 from kvdock.connectors.worker import WorkerConnector
@@ -62,7 +62,8 @@ class Known:
     """Pages that this engine has just loaded. SGLang's thread, in rank 0."""
 
     def __init__(self, most: int = KNOWN_PAGES) -> None:
-        self._pages: OrderedDict[str, None] = OrderedDict()
+        self._pages: OrderedDict[str, bool] = OrderedDict()
+        """Whether a load ended with it."""
         self._most, self._of = most, ""
 
     def add(self, pages: Sequence[str], epoch: str) -> None:
@@ -70,17 +71,18 @@ class Known:
         if epoch != self._of:
             self._pages.clear()
             self._of = epoch
-        self._pages.update(dict.fromkeys(pages))
+        self._pages.update({page: page == pages[-1] for page in pages})
         while len(self._pages) > self._most:
             self._pages.popitem(last=False)
 
-    def take(self, pages: Sequence[str], epoch: str) -> int:
-        """How many of the first are known. They are forgotten: the next offer of them may come much later."""
-        count = 0
-        while epoch == self._of and count < len(pages) and pages[count] in self._pages:
-            del self._pages[pages[count]]
-            count += 1
-        return count
+    def take(self, pages: Sequence[str], epoch: str, *, has_state: bool = False) -> int:
+        """How many of the first are known. They are forgotten: the next offer of them may come much later.
+        `has_state`: the last one comes with a state, which is known only where a load ended."""
+        for at, page in enumerate(pages):
+            ended_load = self._pages.pop(page, None) if epoch == self._of else None
+            if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
+                return at
+        return len(pages)
 
 
 class Offloads:
@@ -122,7 +124,7 @@ class Offloads:
         if attachment is None:
             made.reserved.set_result(False)
             return
-        made.known = self._known.take(made.pages, attachment.session)
+        made.known = self._known.take(made.pages, attachment.session, has_state=STATES in made.counts)
         if made.known == len(made.pages):
             self._figures.add("stores_known")
             made.reserved.set_result(True)

@@ -101,20 +101,24 @@ def _targets(
 def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
     """The tensors of recurrent states, each as bytes: for each layer, a row for each slot."""
     pool = requests.mamba_pool
-    unknown = [
-        name for name, value in vars(pool.mamba_cache).items()
-        if name not in ("conv", "temporal") and value is not None
+    known = ("conv", "temporal")
+    unknown = [name for name, of in vars(pool.mamba_cache).items() if name not in known and of is not None]
+    unknown += [type(beside).__name__ for beside in pool._slot_siblings]
+    unknown += [
+        name for name in ("short_conv_pool", "ngram_pool")
+        if getattr(getattr(requests, name, None), "enabled", False)
     ]
-    if type(pool).__name__ != "MambaPool" or unknown or pool._slot_siblings or any(
-        getattr(getattr(requests, name, None), "enabled", False) for name in ("short_conv_pool", "ngram_pool")
-    ) or getattr(requests, "mamba_ckpt_pool", None) is not None:
+    unknown += ["mamba_ckpt_pool"] if getattr(requests, "mamba_ckpt_pool", None) is not None else []
+    if type(pool).__name__ != "MambaPool" or unknown:
         raise NotSupportedError(
-            f"kvdock does not know all that SGLang keeps of recurrent states in a {type(pool).__name__} "
-            f"({', '.join(unknown) or 'states beside it'}): a MambaPool with conv and temporal alone is wanted."
+            f"kvdock does not know all that SGLang keeps of recurrent states: found a {type(pool).__name__} with "
+            f"{', '.join([*known, *unknown])}, and a MambaPool with {' and '.join(known)} alone is wanted."
         )
     layers = sorted(requests.mamba_map, key=requests.mamba_map.get)
     groups = []
     for state in (pool.mamba_cache.temporal, *pool.mamba_cache.conv):
+        if not state.numel():
+            continue  # short convolutions have no temporal state
         rows = [of_layer.flatten(1).view(torch.uint8) for of_layer in state]
         if rows[0].data_ptr() != state.data_ptr():  # a copy: nobody would see what is written to it
             raise NotSupportedError(

@@ -26,13 +26,11 @@ void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t n
       pass_on(at, mine);
       continue;
     }
-    if (is_promised) at = remove(at);
-    uint32_t& of_session = keys_of_[wanted.session];
-    if (of_session == kMostKeysOf || at_.size() == kMostKeys) {
-      if (of_session == 0) keys_of_.erase(wanted.session);
-      break;
-    }
-    ++of_session;
+    auto of_session = keys_of_.find(wanted.session);
+    if (of_session != keys_of_.end() && of_session->second == kMostKeysOf) break;
+    if (!is_promised && at_.size() == kMostKeys) break;
+    if (is_promised) at = remove(at);  // another session's
+    ++keys_of_[wanted.session];
     at_.emplace_hint(at, at_key, name);
     mine->second.keys.insert(key);
   }

@@ -208,12 +208,14 @@ def test_each_tensor_of_a_recurrent_state_is_a_group_that_a_hit_wants_the_last_s
     assert [group.layout.part_bytes(1) for group in (temporal, conv)] == [2 * 2 * 16 * 16 * 4, 2 * 32 * 3 * 2]
     assert temporal.described.window_tokens == 1 and temporal.layout.num_blocks == 5
     assert temporal.pages_of(torch.tensor([3])) == [3], "a slot is a block"
+    without = groups_of(HybridLinearKVPool(), PAGE, None, (), requests_of(MambaPool(temporal=torch.zeros(2, 5, 0))))
+    assert len(without) == 2, "short convolutions have no temporal state"
 
 
 @pytest.mark.parametrize(("requests", "said"), [
-    (requests_of(MambaPool(replayssm_d=torch.zeros(1))), r"\(replayssm_d\): a MambaPool with conv and temporal alone"),
-    (requests_of(MambaPool(), mamba_ckpt_pool=1), r"\(states beside it\)"),
-    (requests_of(MambaPool(), ngram_pool=SimpleNamespace(enabled=True)), r"\(states beside it\)"),
+    (requests_of(MambaPool(replayssm_d=torch.zeros(1))), "conv, temporal, replayssm_d, and a MambaPool with conv and"),
+    (requests_of(MambaPool(), mamba_ckpt_pool=1), "a MambaPool with conv, temporal, mamba_ckpt_pool, and"),
+    (requests_of(MambaPool(), ngram_pool=SimpleNamespace(enabled=True)), "conv, temporal, ngram_pool, and"),
     (requests_of(MambaPool(conv=[torch.zeros(2, 5, 3)])), "of 12 bytes: a multiple of --page-size 64 is wanted"),
     (requests_of(MambaPool(temporal=torch.zeros(2, 5, 16, 4).mT)), "whose bytes are not in order within a slot"),
 ])
@@ -223,10 +225,10 @@ def test_recurrent_states_that_are_not_known_are_refused(requests: Any, said: st
 
 
 def test_who_waits_for_a_layer_waits_for_all_that_it_may_read() -> None:
-    """For each group the layers up to it; for a draft, which is computed behind the target, all of it at once."""
+    """Attention's layers up to it; all of a draft, which is computed behind the target; states before them all."""
     full, temporal, conv = groups_of(HybridLinearKVPool(), PAGE, None, (), requests_of(MambaPool()))
     assert waits(full, 3) == {"1": 1, "2": 1}
-    assert waits(temporal, 3) == waits(conv, 3) == {"0": 0, "1": 0, "2": 1}
+    assert waits(temporal, 3) == waits(conv, 3) == {"-1": 1}, "before the forward pass"
     _, draft = groups_of(MHATokenToKVPool(3), PAGE, None, [MHATokenToKVPool(2)])
     assert waits(draft, 3) == {"0": 3, "1": 3, "2": 3}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from api_helpers import ServerProcess
-from engines import ENGINE_PYTHON, HERE
+from engines import ENGINE_PYTHON, HERE, TP2
 
 KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b")
 """What models.py makes."""
@@ -18,10 +18,16 @@ KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole engines, one by one, go to whoever is free."""
+    """Whole engines, one by one, go to whoever is free. One worker runs those that fill two cores by themselves, as an
+    engine of two ranks does, which waits for work without a pause: beside another one it would be late for anything."""
     for number, item in enumerate(items):
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(f"sglang {number}"))
+            item.add_marker(pytest.mark.xdist_group("sglang" if _fills_two_cores(item) else f"sglang {number}"))
+
+
+def _fills_two_cores(item: pytest.Item) -> bool:
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return TP2 in given or item.path.name in ("test_bench.py", "test_example.py")
 
 
 @pytest.fixture

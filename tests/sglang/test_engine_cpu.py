@@ -61,6 +61,7 @@ def test_what_is_loaded_computes_as_a_local_hit_bit_for_bit(
         with Client(server.unix) as client:
             spaces = client.namespaces().namespaces
         assert [len(space.manifest.groups) for space in spaces] == [{"window": 2, "states": 3}.get(kind, 1)]
+        assert spaces[0].manifest.writers == (2 if how is TP2 and kind != "mla" else 1), "of MLA one rank stores"
         assert first.close() == second.close() == 0, first.log_text() + second.log_text()
 
 
@@ -164,10 +165,24 @@ def test_bytes_that_were_not_loaded_would_show(models: dict[str, Path], server: 
         assert cached == HITS and all(a != b for a, b in zip(tokens_of(loaded), tokens_of(local), strict=True))
 
 
+def test_a_hit_of_recurrent_states_ends_where_sglang_has_kept_one(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    """Here after 256 tokens, which are a chunk of the prefill, and after the prompt's last whole page."""
+    prompt, other = PROMPTS[2], [PROMPTS[2][:400] + PROMPTS[0]]
+    with Engine(models["states"], server.unix) as first, Engine(models["states"], server.unix) as second:
+        first.generate([prompt])
+        first.drain(server)
+        loaded, cached = second.generate(other)
+        assert cached == [256]
+        assert tokens_of(loaded) == tokens_of(first.generate(other)[0])
+        assert first.close() == second.close() == 0, first.log_text() + second.log_text()
+
+
 def test_recurrent_states_are_read_once_they_are_there(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
-    """The first layer of the model reads one, and no KV of attention."""
+    """Layer 0 has a state and no KV, for which it would wait."""
     late = {"linker": ["LateLinker", "odd_linkers"], "environ": {"KVDOCK_ODD": str(tmp_path)}}
     with Engine(models["states"], server.unix, **late) as engine:
         engine.generate(PROMPTS)

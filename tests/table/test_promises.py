@@ -61,6 +61,29 @@ def test_what_is_committed_counts_until_all_is_there(table: Table) -> None:
     table.check_integrity()
 
 
+def test_a_later_request_of_a_session_takes_over_what_an_earlier_one_has_promised(table: Table) -> None:
+    first, second = engines(table, "first", "second")
+    keys = prefix(10)
+
+    def heard() -> int:
+        table.check_integrity()
+        return stored_by_others(ask(second, keys, computes=False))[0]
+
+    ask(first, keys, "r")
+    ask(first, keys[:6], "s")
+    assert heard() == 10
+    table.withdraw(first.session, key("s")[:16])
+    assert heard() == 0, "the first six were the later request's"
+    ask(first, keys, "s")
+    ask(first, keys[:6], "t")
+    table.withdraw(first.session, key("s")[:16])
+    assert heard() == 6, "what is left of the earlier one's is withdrawn with it"
+    table.withdraw(first.session, key("r")[:16])
+    assert heard() == 6, "nothing is left of the first one's"
+    table.withdraw(first.session, key("t")[:16])
+    assert heard() == 0
+
+
 def test_who_asks_for_more_promises_the_rest(table: Table) -> None:
     first, second, third = engines(table, "first", "second", "third")
     keys = prefix(10)

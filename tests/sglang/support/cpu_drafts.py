@@ -93,7 +93,7 @@ def bring_drafts() -> None:
     spec_tree.sgl_build_tree_kernel_efficient_cpu, spec_tree.sgl_verify_tree_greedy_cpu = chain, verify
 
     class Step(TorchNativeAttnBackend):
-        """Of a draft: the tokens of its steps before this one lie behind the request's own."""
+        """A step of a draft: the tokens of the steps before it lie behind the request's own."""
 
         def __init__(self, runner: Any, step: int) -> None:
             super().__init__(runner)

@@ -146,7 +146,8 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
         "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
         "disable_cuda_graph": True, "mem_fraction_static": 0.2, "page_size": 64, "max_total_tokens": 4096,
         "chunked_prefill_size": 256, "log_level": "warning", "watchdog_timeout": 3600, "grammar_backend": "none",
-        "max_running_requests": 4, "skip_server_warmup": True, "random_seed": 0, **linker, **said.get("engine", {}),
+        "max_running_requests": 4, "max_mamba_cache_size": 64, "skip_server_warmup": True, "random_seed": 0,
+        **linker, **said.get("engine", {}),
     }
 
 

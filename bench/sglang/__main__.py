@@ -197,7 +197,10 @@ class Turns:
             engine.do("decode", prompts=[self.prompt(scale.decoder_prompt) for _ in range(scale.decoders)], tokens=8)
             for name, feed, interval_s in feeds:
                 decoders = [self.prompt(scale.decoder_prompt) for _ in range(scale.decoders)]
-                seen = engine.do("decode", prompts=decoders, tokens=scale.decoded, feed=feed, interval_s=interval_s)
+                seen = engine.do(
+                    "decode", prompts=decoders, tokens=scale.decoded, feed=feed, interval_s=interval_s,
+                    is_new=feed is news,
+                )
                 figures[f"{kind}_{name}"] = seen
                 say(f"decode: {kind} {name}: {seen}")
             alone = (figures[f"{kind}_alone"]["tokens_per_s"] + figures[f"{kind}_alone_after"]["tokens_per_s"]) / 2

@@ -81,10 +81,11 @@ class Engine:
         return {"run": run, "cached": said[-1]["cached_tokens"]}
 
     async def decode(
-        self, prompts: list[Prompt], tokens: int, feed: list[Prompt] | None = None, interval_s: float = 0.0
+        self, prompts: list[Prompt], tokens: int, feed: list[Prompt] | None = None, interval_s: float = 0.0,
+        is_new: bool = False,
     ) -> dict[str, Any]:
-        """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns. Figures
-        cover the time in which all of `prompts` ran."""
+        """All of `prompts` decode together; meanwhile requests for one token arrive, made from `feed` in turns;
+        `is_new`: none of them twice. Figures cover the time in which all of `prompts` ran."""
         times: list[list[float]] = [[] for _ in prompts]
         waits_ms: list[float] = []
         cached: list[int] = []
@@ -111,7 +112,9 @@ class Engine:
             while feed and not ended.is_set():
                 await asyncio.sleep(interval_s)
                 if len(under_way) < MOST_AT_ONCE:
-                    task = asyncio.create_task(fed(feed[turn % len(feed)]))
+                    ids = feed[turn % len(feed)]
+                    shift = turn // len(feed) if is_new else 0
+                    task = asyncio.create_task(fed(ids[shift:] + ids[:shift]))
                     under_way.add(task)
                     task.add_done_callback(under_way.discard)
                     turn += 1

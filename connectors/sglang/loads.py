@@ -4,8 +4,8 @@
                          └► batch ◄── wait_until(layer) …… forward …… finish
 
 The forward pass asks for a layer's KV before it reads it. On a GPU its stream is ordered after the band of layers that
-has it, so loading and computing overlap; on a CPU it waits for the load. SGLang reads the verdict after the forward
-pass, and by then no copy writes to its pages.
+has it, so loading and computing overlap; on a CPU it waits for the load. Recurrent states are all there before the
+forward pass begins. SGLang reads the verdict after the forward pass, and by then no copy writes to its pages.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1).

@@ -27,7 +27,7 @@ FULL, SWA, STATES = "kv", "swa", "mamba"
 @dataclass(frozen=True)
 class KVGroup:
     """`transfer`: the name of its transfers; `planes`: for each layer, as the forward pass counts them, the last of its
-    planes in `layout`; `window_tokens` None: full attention. `has_slots`: SGLang names slots, not tokens."""
+    planes in `layout`; `window_tokens` None: full attention."""
 
     transfer: str
     layout: PagedLayout
@@ -35,7 +35,11 @@ class KVGroup:
     window_tokens: int | None = None
     is_latent: bool = False
     is_draft: bool = False
-    has_slots: bool = False
+
+    @property
+    def has_slots(self) -> bool:
+        """SGLang names slots, not tokens."""
+        return self.transfer == STATES
 
     @property
     def described(self) -> Group:
@@ -137,7 +141,7 @@ def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
         except LayoutError as error:
             raise NotSupportedError(f"kvdock cannot describe SGLang's recurrent states: {error}.") from error
         planes = {layer: at for at, layer in enumerate(layers)}
-        groups.append(KVGroup(STATES, layout, planes, window_tokens=1, has_slots=True))
+        groups.append(KVGroup(STATES, layout, planes, window_tokens=1))
     return groups
 
 

@@ -206,6 +206,15 @@ def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
     engine.loads.give_up(attachment, plan)
 
 
+def test_a_state_is_known_only_where_a_load_ended() -> None:
+    for pages, count in ((["a", "b", "c"], 3), (["a", "b"], 1), (["a", "b", "c", "d"], 3)):
+        known = Known()
+        known.add(["a", "b", "c"], "one")
+        assert known.take(pages, "one", has_state=True) == count
+        known.add(["a", "b", "c"], "one")
+        assert known.take(pages, "one") == min(3, len(pages)), "without a state the page is enough"
+
+
 def test_known_pages_are_of_one_server_and_few() -> None:
     known = Known(most=3)
     known.add(["a", "b"], "one")

@@ -18,8 +18,8 @@ KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole engines, one by one, go to whoever is free. One worker runs those that fill two cores by themselves, as an
-    engine of two ranks does, which waits for work without a pause: beside another one it would be late for anything."""
+    """Whole engines, one by one, go to whoever is free. Tests that fill two cores by themselves run in one worker, one
+    after the other: each rank of an engine keeps a core busy, even while it waits for work."""
     for number, item in enumerate(items):
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.xdist_group("sglang" if _fills_two_cores(item) else f"sglang {number}"))

@@ -58,7 +58,7 @@ class LateLinker(KvdockLinker):
         real = self._worker.submit_load
 
         def submit_load(*args: Any, **how: Any) -> Any:
-            time.sleep(0.5)
+            time.sleep(0.5)  # by then a forward pass that waits for nothing has read what was there before
             return real(*args, **how)
 
         self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone

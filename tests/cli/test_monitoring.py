@@ -37,7 +37,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, set[
         engine.store(keys(1))
         engine.release(engine.lookup(keys(1)).lease, 0)
         raw(server.http, "GET", "/nothing")
-        eventually(lambda: b"kvdock_tier_used{" in raw(server.http, "GET", "/metrics")[2], 30.0)
+        # A tier's totals are there once the mover has told of it, which is after the tier is known to be used.
+        eventually(lambda: b"kvdock_tier_loaded_bytes_total{" in raw(server.http, "GET", "/metrics")[2], 30.0)
         found: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(raw(server.http, "GET", "/metrics")[2].decode()):
             for sample in family.samples:

@@ -69,7 +69,7 @@ class Scale:
 
 CPU_SCALE = Scale(
     device_tokens=2048, lens=(128, 512), reps=1, checked=128, checked_new=8, decoders=2, decoded=40, feed=512,
-    feed_prompts=5, feed_interval_s=0.02, stored=128, stored_interval_s=0.02,
+    feed_prompts=5, feed_interval_s=0.08, stored=128, stored_interval_s=0.08,  # SGLang computes prompts first
 )
 """Shows that the benchmark works, with a tiny model and no GPU. Its figures mean nothing."""
 
@@ -101,7 +101,7 @@ def described(kind: str, chosen: argparse.Namespace, scale: Scale, address: str,
         engine |= {"enable_hierarchical_cache": True, "hicache_size": HICACHE_GB}
         engine["hicache_write_policy"] = "write_through"
     else:
-        extra = {"address": address, "weights_digest": namespace, **chosen.connector}
+        extra = {"address": address, "weights_digest": namespace, "load_if_cheaper": False, **chosen.connector}
         engine |= {
             "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {

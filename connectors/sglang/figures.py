@@ -7,35 +7,24 @@ lookups) is counted by rank 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
+
+from kvdock.connectors.figures import SHARED, Metric
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets: from a lookup to the load of a very long prompt."""
 
-
-@dataclass(frozen=True)
-class Metric:
-    """`seconds`: durations, one observation each."""
-
-    kind: Literal["counter", "gauge", "seconds"]
-    help: str
-
-
 METRICS: Mapping[str, Metric] = {
+    **SHARED,
     "lookup_tokens": Metric("counter", "Tokens that requests lacked and that kvdock was asked for."),
     "hit_tokens": Metric("counter", "Tokens of them that were promised to SGLang."),
-    "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
-    "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
     "lookups_unverified": Metric("counter", "Lookups taken for a miss because the find was not verified in time."),
-    "load_tokens": Metric("counter", "Tokens loaded from the kvdock server instead of being computed."),
     "load_seconds": Metric("seconds", "Duration of a batch's loads, rank 0's."),
     "load_failures": Metric("counter", "Loads that failed after they were promised: SGLang aborts their requests."),
     "loads_given_up": Metric("counter", "Loads that were promised and could not begin: computed instead."),
     "store_tokens": Metric("counter", "Tokens of which the kvdock server has all that SGLang offered."),
     "stores_failed": Metric("counter", "Offers that the server had no room for, or that it did not answer."),
     "stores_known": Metric("counter", "Offers of what was loaded or stored a moment ago: no call was made for them."),
-    "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without prefix: `load_tokens` is sglang:kvdock_load_tokens_total."""
 
@@ -55,6 +44,11 @@ class Figures:
                 self._made[name] = prometheus.Gauge(full, metric.help, multiprocess_mode="mostrecent")
             else:
                 self._made[name] = prometheus.Histogram(full, metric.help, buckets=SECONDS)
+
+    def waited(self, how: str, seconds: float) -> None:
+        """A request's wait for lower tiers has ended."""
+        self.add(f"tier_waits_{how}")
+        self.add("tier_wait_seconds", seconds)
 
     def add(self, name: str, amount: float = 1) -> None:
         """To a counter; an observation of durations; a gauge's new value."""

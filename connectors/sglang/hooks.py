@@ -7,6 +7,8 @@ first is known less well.
 
 Weights that change while the engine runs: a hook before each of SGLang's ways to change them tells the linkers, whose
 keys differ from then on.
+
+Requests that wait: holding.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvdock.connectors.sglang.holding import Holding, admit, next_batch
+from kvdock.connectors.sglang.lookups import START, UNKNOWN
+
 log = logging.getLogger("kvdock.sglang")
 
 WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper._offload_node"
@@ -24,14 +29,16 @@ UPDATES = (
     "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-START, UNKNOWN = "", None
+ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+PLANS = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 
 
 class Told(Protocol):
     """A linker."""
 
+    holding: Holding
     parent: str | None
-    """The hash of the page before the node that is offered next; START: the node begins its sequence."""
+    """The hash of the page before the node that is offered next, as Chains.named has it."""
 
     def weights_change(self) -> None: ...
 
@@ -49,7 +56,8 @@ def tell(linker: Told) -> None:
     _installed = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(WRAPPER, _offload_node, HookType.AROUND)
+    for target, around in ((WRAPPER, _offload_node), (ADMITS, _admit), (PLANS, _plan)):
+        HookRegistry.register(target, around, HookType.AROUND)
     for update in UPDATES:
         HookRegistry.register(f"{UPDATER}.{update}", _weights_change, HookType.BEFORE)
     HookRegistry.apply_hooks()
@@ -64,6 +72,24 @@ def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, tra
     finally:
         if linker in _linkers:
             linker.parent = UNKNOWN
+
+
+def _linker_of(cache: Any) -> Any:
+    """The one that was told, of a scheduler's cache; None: it is another one's."""
+    linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
+    return linker if linker in _linkers else None
+
+
+def _admit(original: Callable[..., Any], adder: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(adder.tree_cache)
+    return original(adder, *more, **how) if linker is None else admit(linker.holding, original, adder, *more, **how)
+
+
+def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, *more, **how)
+    return next_batch(linker.holding, original, scheduler, *more, **how)
 
 
 def _parent_of(cache: Any, node_id: Any) -> str | None:

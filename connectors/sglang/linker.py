@@ -28,20 +28,24 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.hooks import UNKNOWN, tell
+from kvdock.connectors.sglang.holding import Holding
+from kvdock.connectors.sglang.hooks import tell
 from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import Chains, Lookups
+from kvdock.connectors.sglang.lookups import UNKNOWN, Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
@@ -78,17 +82,19 @@ class KvdockLinker(UnifiedCacheLinker):
             self._stream = int((forward_stream or torch.cuda.current_stream()).cuda_stream)
         self._session, self._worker = self._open(settings, server_args, model, str(kvcache.dtype), device)
         self._chains, self._known, self._trust = Chains(), Known(), Trust(settings.trust_s, clock)
+        self._speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
+        self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         self._driver = self._drive(settings) if self._ranks.rank == 0 else None
         self._lookups, self._ahead = None, None
         if self._driver is not None:
             self._ahead = HashAhead(self._trust) if settings.trust_s > 0 else None
             self._lookups = Lookups(
-                self._driver, self._chains, self._figures, self._page_tokens, settings.lookup_wait_s,
-                settings.verify_wait_s, clock,
+                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s, clock
             )
+        self.holding = Holding(self._ranks, self._lookups, self._speed.step)
         self._loads = Loads(
             self._worker, self._groups, self._page_tokens, stream=_current_stream if self._stream is not None else None,
-            ended=self._load_ended, took=partial(self._figures.add, "load_seconds"), clock=clock,
+            ended=self._load_ended, took=self._loads_took, clock=clock,
         )
         self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(
@@ -122,19 +128,23 @@ class KvdockLinker(UnifiedCacheLinker):
     def _drive(self, settings: Settings) -> Driver:
         """Rank 0's."""
         threads = hash_threads(cores_of(self._ranks.size))
+        speed = self._speed if settings.load_if_cheaper else None
+        tiers = AwaitTiers(settings.tier_wait_s, speed, self._clock, self._figures.waited)
         scheduler = SchedulerConnector(
-            self._session, readers=self._ranks.size, chain_of=self._chains.of,
+            self._session, readers=self._ranks.size, chain_of=self._chains.of, terms=tiers.terms,
             verifier=ChecksumVerifier(self._session, threads=threads, trust=self._trust),
         )
         statistics = ChunkStatistics(self._page_tokens) if settings.chunk_statistics else None
         return Driver(
             scheduler, answered=partial(self._figures.add, "lookup_seconds"), limits=settings, verifies_all=True,
             patience=Patience(settings.lookup_wait_s, self._clock), statistics=statistics, clock=self._clock,
+            tiers=tiers, cost=self._cost, declined=lambda rid, why, tokens: self._figures.add(f"declined_{why}"),
         )
 
     # ------------------------------------------------------------------ lookups and loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
         if self._lookups is None:
             return list(range(1, len(pages) + 1))
@@ -193,6 +203,11 @@ class KvdockLinker(UnifiedCacheLinker):
         else:
             self._trust.clear()
         self._figures.add("load_tokens" if ok else "load_failures", len(pages) * self._page_tokens if ok else 1)
+
+    def _loads_took(self, tokens: int, seconds: float) -> None:
+        self._figures.add("load_seconds", seconds)
+        if self._cost is not None:
+            self._cost.loaded(tokens, seconds)
 
     # ------------------------------------------------------------------ stores
 

@@ -45,6 +45,7 @@ class _Batch:
     loads: Sequence[QueuedLoad]
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
+    took_s: float = 0.0
 
 
 START = -1
@@ -89,12 +90,13 @@ class LayerCounter:
 
 
 class Loads:
-    """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. `ended(rid, ok)`: called by SGLang's
-    thread; None: it was cancelled. `clock`: seconds, monotonic; `took`: called with the seconds of a batch's loads."""
+    """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. SGLang's thread calls `ended(rid,
+    ok)`, None if it was cancelled, and, with the tokens of a batch's loads and the seconds that they took, `took`.
+    `clock`: seconds, monotonic."""
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,
-        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None], took: Callable[[float], None],
+        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None], took: Callable[[int, float], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
@@ -140,6 +142,8 @@ class Loads:
         if batch is None:
             return True
         landed = batch.landed.result()
+        if landed:
+            self._took(sum(load.plan.hit_tokens - load.plan.local_tokens for load in batch.loads), batch.took_s)
         for load in batch.loads:
             self._ended(load.rid, landed)
         return landed
@@ -185,8 +189,8 @@ class Loads:
             valid = [self._worker.finish_load(loading) for loading in loadings]
             landed = valid == [loading.plan.hit_tokens for loading in loadings]
         finally:
+            batch.took_s = self._clock() - began_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))
-            self._took(self._clock() - began_s)
             self._settle(batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:

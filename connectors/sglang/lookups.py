@@ -1,9 +1,10 @@
 """Rank 0's questions: what a request can load of the pages that the engine lacks, and what is promised of it.
 
 SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
-round in which it tries to admit the request, and what it is not told then it computes. So the first question is waited
-for (connectors/patience.py), what is found is hashed before it is promised, and later questions are answered from
-memory. A promised load that fails aborts its request: what is not verified is a miss.
+round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
+back (holding.py): until the server has answered, until lower tiers have brought what they may (connectors/
+await_tiers.py), and until what was found is hashed. A promised load that fails aborts its request: what is not verified
+is never promised.
 
 The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
 suffix of the one before, and the answer still holds. Any other tail is another question.
@@ -21,25 +22,30 @@ from dataclasses import dataclass
 
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, Pending
-from kvdock.connectors.patience import IDLE_WAITS
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.hooks import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0
+START, UNKNOWN = "", None
+"""In the place of the hash of the page before: there is none; nobody knows."""
 
 
 @dataclass
 class _Asked:
-    """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now."""
+    """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now.
+    `verified_by_s`: when to wait no longer until what was found is verified, and `was_late`: it was not by then.
+    `waits`: more may be promised later."""
 
     name: str
     pages: tuple[str, ...]
     asked_s: float
     local: int = 0
+    verified_by_s: float | None = None
+    was_late: bool = False
+    waits: bool = False
 
 
 class Chains:
@@ -51,7 +57,7 @@ class Chains:
         self.weights = ""
 
     def named(self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN) -> None:
-        """`parent`: as Told has it."""
+        """`parent`: the hash of the page before the first one, START or UNKNOWN."""
         self._pages[name] = pages, parent
 
     def forget(self, name: str) -> None:
@@ -70,39 +76,53 @@ class Chains:
 
 
 class Lookups:
-    """`lookup_wait_s`: as Patience has it, which the driver has; `verify_wait_s`: how long a question waits until what
-    was found is verified. `clock`: seconds, monotonic."""
+    """`verify_wait_s`: how long a request may wait until what was found is verified. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, lookup_wait_s: float,
-        verify_wait_s: float, clock: Callable[[], float],
+        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
-        self._page_tokens, self._lookup_wait_s, self._verify_wait_s = page_tokens, lookup_wait_s, verify_wait_s
-        self._is_idle, self._batches, self._late = True, 0, 0
+        self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
+        self._batches, self._late = 0, 0
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, str] = {}
         """Requests whose plan was handed out, with the names of their questions."""
         self._count = 0
 
     def ask(self, rid: str, pages: Sequence[str]) -> int:
-        """How many of the first of `pages` may be promised."""
+        """How many of the first of `pages` are promised."""
         asked = self._known(rid, tuple(pages))
-        size, found = self._page_tokens, 0
-        tokens, local = range(len(asked.pages) * size), asked.local * size
-        hit = self._driver.lookup(asked.name, tokens, local)
-        if isinstance(hit, Pending) and self._is_idle:  # nobody else waits, and SGLang asks no second time
-            self._driver.wait_for_answer(self._lookup_wait_s * IDLE_WAITS)
-            hit = self._driver.lookup(asked.name, tokens, local)
-        if isinstance(hit, Hit) and not self._driver.is_verified(asked.name):
-            self._driver.wait_for_answer(self._verify_wait_s)
-            hit = self._driver.lookup(asked.name, tokens, local)
-            if isinstance(hit, Hit) and not self._driver.is_verified(asked.name):
-                self._figures.add("lookups_unverified")
-                return 0
-        if isinstance(hit, Hit):
-            found = hit.tokens // size - asked.local
-        return found
+        found = self._found(asked)
+        asked.waits = found is None
+        return found or 0
+
+    def waits(self, rid: str, anew: bool) -> bool:
+        """Whether it is worth waiting to ask again: as the last question has found, or, `anew`, now."""
+        asked = self._asked.get(rid)
+        if asked is None:
+            return False
+        if anew:
+            asked.asked_s, asked.waits = self._clock(), self._found(asked) is None
+        return asked.waits
+
+    def _found(self, asked: _Asked) -> int | None:
+        """How many pages may be promised that the device lacks. None: more may be found soon."""
+        size = self._page_tokens
+        hit = self._driver.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
+        if not isinstance(hit, Hit):
+            return None if isinstance(hit, Pending) else 0
+        if self._driver.is_verified(asked.name):
+            return hit.tokens // size - asked.local
+        now_s = self._clock()
+        if asked.verified_by_s is None:
+            asked.verified_by_s = now_s + self._verify_wait_s
+        if now_s < asked.verified_by_s:
+            return None
+        if not asked.was_late:
+            asked.was_late = True
+            self._figures.add("lookups_unverified")
+        return 0
 
     def _known(self, rid: str, pages: tuple[str, ...]) -> _Asked:
         asked = self._asked.get(rid)
@@ -118,6 +138,12 @@ class Lookups:
         asked = self._asked[rid] = _Asked(name, pages, self._clock())
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
+
+    def drop(self, rid: str) -> None:
+        """The request has ended before it was admitted."""
+        asked = self._asked.pop(rid, None)
+        if asked is not None:
+            self._finish(asked.name)
 
     def begin_load(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
         """Hands the lease out for the first `pages` of those last asked about. None: it is not there any more, or for
@@ -158,8 +184,8 @@ class Lookups:
     def tick(self, batches: int) -> None:
         """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
         begun so far."""
-        self._is_idle, self._batches = batches == self._batches, batches
-        self._driver.step(self._is_idle)
+        is_idle, self._batches = batches == self._batches, batches
+        self._driver.step(is_idle)
         if self._driver.late > self._late:
             self._figures.add("lookups_late", self._driver.late - self._late)
             self._late = self._driver.late

@@ -6,14 +6,14 @@ Invariant: what is not known to work is refused with one sentence that names wha
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from kvdock.connectors.errors import NotSupportedError, SettingError
-from kvdock.connectors.limits import LoadLimits
-from kvdock.connectors.settings import checked
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.settings import MOST_TIER_WAIT_S, EngineSettings, checked
 from kvdock.protocol.address import default_address
 
 log = logging.getLogger("kvdock.sglang")
@@ -21,62 +21,28 @@ log = logging.getLogger("kvdock.sglang")
 EXTRA = "linker_extra_config"
 PAGES = (64, 128)
 """Sizes of a page, in tokens, that are worth a chunk each: smaller ones cost more to find than they hold."""
-MOST_WAIT_S = 1.0
-"""Longer waits in the scheduling loop cost more than what they wait for."""
 MOST_RANKS = 128
 DRAFTS_WITHOUT_KV = (None, "NGRAM")
 
 
 @dataclass(frozen=True)
-class Settings(LoadLimits):
+class Settings(EngineSettings):
     """The limits count tokens that the engine's own cache lacks: SGLang asks for no others."""
 
-    address: str = ""
-    """The server's: unix:/path or http://host:port. As a rule this user's own (protocol/address.py)."""
-    access_token_file: str = ""
-    """Holds this engine's access token; the server's own user needs none over the Unix socket."""
-    timeout_s: float = 2.0
-    """Bounds every call to the server."""
-    lookup_wait_s: float = 0.005
-    """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
-    verify_wait_s: float = 0.5
-    """How long a lookup may wait until what was found is hashed; SGLang computes what was not verified by then."""
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
+        **EngineSettings.RANGES, "verify_wait_s": (0.0, MOST_TIER_WAIT_S), "trust_s": (0.0, math.inf),
+    }
+
+    verify_wait_s: float = 2.0
+    """How long a request may wait until what was found is hashed; SGLang computes what was not verified by then."""
     trust_s: float = 600.0
     """What was hashed and right so lately is promised without being hashed again; 0: all of it is hashed each time."""
-    copy_threads: int = 2
-    """Threads that copy when KV is on the CPU."""
-    weights_digest: str = ""
-    """Names the weights; empty: a digest of the model's files does (connectors/weights.py)."""
-    chunk_statistics: bool = False
-    """Counts which chunks are used again, and logs a summary at the end."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
         """`extra`: SGLang's linker_extra_config. NotSupportedError for a name that is no setting, a value of another
         type, a value out of range."""
-        known = {field.name: type(field.default) for field in fields(cls)}
-        values = {"address": default_address(environ), **checked(extra, known, EXTRA)}
-        try:
-            made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
-        except SettingError as error:
-            raise NotSupportedError(f"{EXTRA}: {error}.") from error
-        if not made.address.startswith(("unix:", "http://")):
-            raise NotSupportedError(
-                f"{EXTRA}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
-            )
-        for name in ("lookup_wait_s", "verify_wait_s"):
-            if not 0.0 <= getattr(made, name) <= MOST_WAIT_S:
-                raise NotSupportedError(
-                    f"{EXTRA}: {name} is {getattr(made, name)}, and 0.0 to {MOST_WAIT_S} is wanted."
-                )
-        if not made.trust_s >= 0.0:
-            raise NotSupportedError(f"{EXTRA}: trust_s is {made.trust_s}, and 0.0 or more is wanted.")
-        if made.copy_threads < 1 or made.timeout_s <= 0:
-            raise NotSupportedError(
-                f"{EXTRA}: copy_threads and timeout_s are wanted above zero, found {made.copy_threads} and "
-                f"{made.timeout_s}."
-            )
-        return made
+        return cls.of({"address": default_address(environ), **checked(extra, cls.types(), EXTRA)}, EXTRA)
 
 
 def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components: Collection[str]) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
+from kvdock.connectors.figures import SHARED, Metric
 from kvdock.connectors.plans import LoadPlan, StorePlan
 from kvdock.connectors.vllm.request_tag import WHY
 from kvdock.protocol.schemas import Manifest
@@ -22,16 +21,8 @@ Data = dict[str, Value]
 MB, GB = 1e6, 1e9
 
 
-@dataclass(frozen=True)
-class Metric:
-    """`seconds`: durations, one observation each."""
-
-    kind: Literal["counter", "gauge", "seconds"]
-    help: str
-
-
 METRICS: Mapping[str, Metric] = {
-    "load_tokens": Metric("counter", "Tokens loaded from the kvdock server instead of being computed."),
+    **SHARED,
     "load_bytes": Metric("counter", "Bytes of KV loaded from the kvdock server, over all ranks."),
     "load_seconds": Metric("seconds", "Duration of a request's load, each rank's."),
     "load_failures": Metric("counter", "Loads of which some tokens had to be computed after all."),
@@ -40,10 +31,6 @@ METRICS: Mapping[str, Metric] = {
     "store_seconds": Metric("seconds", "Duration of a store, each rank's."),
     "stores_dropped": Metric("counter", "Stores given up: vLLM reused their blocks, or was told to reset."),
     "fence_seconds": Metric("counter", "Seconds that steps waited for stores to leave blocks, over all ranks."),
-    "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
-    "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
-    "declined_short": Metric("counter", "Requests whose hit was shorter than min_load_tokens, and was computed."),
-    "declined_dear": Metric("counter", "Requests whose hit was computed because to load it would have taken longer."),
     **{
         f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {said}.") for why, said in WHY.items()
     },
@@ -53,11 +40,6 @@ METRICS: Mapping[str, Metric] = {
     "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
     "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
     "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
-    "tier_wait_seconds": Metric("seconds", "Time that a request waited for what a lower tier was loading."),
-    "tier_waits_fulfilled": Metric("counter", "Requests that waited for a lower tier until all of it was there."),
-    "tier_waits_shortened": Metric("counter", "Requests that waited for a lower tier until no more of it came."),
-    "tier_waits_expired": Metric("counter", "Requests that waited for a lower tier for as long as they may."),
-    "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
 

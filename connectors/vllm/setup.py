@@ -9,46 +9,32 @@ import copy
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from kvdock.connectors.errors import NotSupportedError, SettingError
-from kvdock.connectors.limits import LoadLimits
-from kvdock.connectors.settings import checked
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.settings import EngineSettings, checked
 from kvdock.connectors.vllm.environment import from_environment
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
 
 log = logging.getLogger("kvdock.vllm")
 
-MOST_WAIT_S = 1.0
-"""A longer wait in the scheduling loop costs more than what it waits for."""
 MOST_SHARE = 10.0
 """The largest compute_once: who waits longer for others had better compute."""
-MOST_TIER_WAIT_S = 600.0
 EXTRA = "kv_connector_extra_config"
 BY_LAYER = ("eager", "piecewise", "never")
 ON_RESET = ("clear", "apart", "leave")
 
 
 @dataclass(frozen=True)
-class Settings(LoadLimits):
-    address: str = ""
-    """The server's: unix:/path or http://host:port. As a rule this user's own (protocol/address.py)."""
-    access_token_file: str = ""
-    """Holds this engine's access token; the server's own user needs none over the Unix socket."""
-    timeout_s: float = 2.0
-    """Bounds every call to the server."""
-    lookup_wait_s: float = 0.005
-    """How late the server's answer to a lookup may be before nobody waits for it (connectors/patience.py)."""
+class Settings(EngineSettings):
+    ABOVE_ZERO: ClassVar[tuple[str, ...]] = (*EngineSettings.ABOVE_ZERO, "chunk_tokens")
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {**EngineSettings.RANGES, "compute_once": (0.0, MOST_SHARE)}
+
     compute_once: float = 0.0
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (connectors/compute_once.py)."""
-    tier_wait_s: float = 2.0
-    """The longest that a request may wait for what the server's lower tiers have; never longer than computing it would
-    take, if load_if_cheaper. 0: not at all (connectors/await_tiers.py)."""
-    load_if_cheaper: bool = True
-    """A hit is computed instead of loaded where that is expected to take less time (connectors/load_cost.py)."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True
@@ -56,10 +42,6 @@ class Settings(LoadLimits):
     load_by_layer: str = "never"
     """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
     without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
-    copy_threads: int = 2
-    """Threads that copy when KV is on the CPU."""
-    weights_digest: str = ""
-    """Names the weights; empty: a digest of the model's files does (connectors/weights.py)."""
     exclusive: bool = False
     """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
     request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
@@ -70,45 +52,18 @@ class Settings(LoadLimits):
     recompute_failed_loads: bool = True
     """What could not be loaded is computed, whatever vLLM's kv_load_failure_policy says. Beside other connectors that
     counts all the same."""
-    chunk_statistics: bool = False
-    """Counts which chunks are used again, and logs a summary at the end."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
         """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. NotSupportedError for a name that
         is no setting, a value of another type, a value out of range."""
-        known = {field.name: type(field.default) for field in fields(cls)}
+        known = cls.types()
         values = {"address": default_address(environ), **from_environment(environ, known)}
         where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
-        values |= checked(extra, known, EXTRA)
-        try:
-            made = cls(**values)  # type: ignore[arg-type]  # checked against the fields above
-        except SettingError as error:
-            raise NotSupportedError(f"{where}: {error}.") from error
-        if not made.address.startswith(("unix:", "http://")):
-            raise NotSupportedError(
-                f"{where}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
-            )
+        made = cls.of(values | checked(extra, known, EXTRA), where)
         for name, choices in (("load_by_layer", BY_LAYER), ("on_reset", ON_RESET)):
             if (found := getattr(made, name)) not in choices:
                 raise NotSupportedError(f"{where}: {name} is {found!r}, and one of {', '.join(choices)} is wanted.")
-        if not 0.0 <= made.lookup_wait_s <= MOST_WAIT_S:
-            raise NotSupportedError(
-                f"{where}: lookup_wait_s is {made.lookup_wait_s}, and 0.0 to {MOST_WAIT_S} is wanted."
-            )
-        if not 0.0 <= made.compute_once <= MOST_SHARE:
-            raise NotSupportedError(
-                f"{where}: compute_once is {made.compute_once}, and 0.0 to {MOST_SHARE} is wanted."
-            )
-        if not 0.0 <= made.tier_wait_s <= MOST_TIER_WAIT_S:
-            raise NotSupportedError(
-                f"{where}: tier_wait_s is {made.tier_wait_s}, and 0.0 to {MOST_TIER_WAIT_S} is wanted."
-            )
-        if made.chunk_tokens < 1 or made.copy_threads < 1 or made.timeout_s <= 0:
-            raise NotSupportedError(
-                f"{where}: chunk_tokens, copy_threads and timeout_s are wanted above zero, found "
-                f"{made.chunk_tokens}, {made.copy_threads}, {made.timeout_s}."
-            )
         return made
 
 

@@ -282,8 +282,9 @@ def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], sai
     ({"adress": "unix:/s"}, "'adress' is no setting of kvdock, which has"),
     ({"address": "localhost:1"}, "address is 'localhost:1'"),
     ({"timeout_s": "2"}, "timeout_s is '2', and float is wanted"),
-    ({"timeout_s": 0}, "wanted above zero, found 2 and 0.0"),
-    ({"verify_wait_s": 2.0}, "verify_wait_s is 2.0, and 0.0 to 1.0 is wanted"),
+    ({"timeout_s": 0}, "timeout_s is 0.0, and more than 0 is wanted"),
+    ({"tier_wait_s": 601.0}, "tier_wait_s is 601.0, and 0.0 to 600.0 is wanted"),
+    ({"verify_wait_s": -1.0}, "verify_wait_s is -1.0, and 0.0 to 600.0 is wanted"),
     ({"trust_s": -1.0}, "trust_s is -1.0, and 0.0 or more is wanted"),
     ({"min_load_tokens": -1}, "min_load_tokens: found -1"),
 ])

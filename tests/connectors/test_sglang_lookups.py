@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import Identity, SessionObserver
+from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
+from kvdock.connectors.sglang.holding import Holding, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
@@ -26,7 +28,7 @@ from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.datapath.layout import paged_layout
-from kvdock.protocol.schemas import Group, Manifest
+from kvdock.protocol.schemas import Group, LookupAnswer, Manifest
 
 PAGE, PAGES, LAYERS = 64, 32, 2
 
@@ -39,6 +41,19 @@ class Clock:
 
     def __call__(self) -> float:
         return time.perf_counter() + self.ahead_s
+
+
+class GatedVerifier(ChecksumVerifier):
+    """Hashes once the gate is open."""
+
+    def __init__(self, session: EngineSession) -> None:
+        super().__init__(session)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
+        assert self.gate.wait(PATIENCE_S)
+        return super().verify(request_id, attachment, answer)
 
 
 class Engine:
@@ -56,16 +71,15 @@ class Engine:
         settings = ConnectorSettings(server.unix, timeout_s=PATIENCE_S)
         self.session, self.worker = open_worker(settings, manifest, Identity(label, label, label=label), [layout])
         self.chains, self.clock, self.figures, self.known = Chains(), Clock(), Figures(), Known()
-        scheduler = SchedulerConnector(
-            self.session, verifier=ChecksumVerifier(self.session), chain_of=self.chains.of
-        )
+        self.verifier = GatedVerifier(self.session)
+        scheduler = SchedulerConnector(self.session, verifier=self.verifier, chain_of=self.chains.of)
         self.driver = Driver(
             scheduler, answered=lambda seconds: None, verifies_all=True, patience=Patience(1.0, self.clock),
             clock=self.clock,
         )
-        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 1.0, 1.0, self.clock)
+        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, self.clock)
         self.loads = Loads(
-            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds: None
+            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda tokens, seconds: None
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
@@ -73,6 +87,14 @@ class Engine:
             self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.ahead
         )
         start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
+
+    def ask(self, rid: str, pages: list[str]) -> int:
+        """Again, while it is worth waiting."""
+        found = self.lookups.ask(rid, pages)
+        while self.lookups.waits(rid, anew=False):
+            time.sleep(0.001)  # as SGLang's loop turns
+            found = self.lookups.ask(rid, pages)
+        return found
 
     def store(self, pages: list[str], at: int = 0, parent: str | None = None) -> bool:
         self.offloads.offer(pages, parent, {"kv": indices(len(pages), at)}, {"kv": len(pages)}, lambda: None)
@@ -127,14 +149,70 @@ def test_a_prefix_is_promised_once_and_remembered(engine: Engine, server: Server
     with Client(server.unix) as client:
         tail, before = [*pages, *names(1)], client.status().counters["lookups"]
         for _ in range(5):
-            assert engine.lookups.ask("r", tail) == 3
+            assert engine.ask("r", tail) == 3
         assert client.status().counters["lookups"] == before + 1
-    assert engine.lookups.ask("r", names(2)) == 0, "another tail is another question"
+    assert engine.ask("r", names(2)) == 0, "another tail is another question"
     assert engine.load("r", 1, 8) is False, "nothing was found for it"
-    assert engine.lookups.ask("r", pages) == 3
+    assert engine.ask("r", pages) == 3
     assert engine.load("r", 3, 8)
     assert torch.equal(engine.memory[0][0][8 * PAGE : 11 * PAGE], engine.memory[0][0][: 3 * PAGE])
     eventually(held(server))
+
+
+def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_ever(engine: Engine) -> None:
+    pages, holding = names(2), Holding(Ranks(), engine.lookups, lambda tokens: None)
+    assert engine.store(pages)
+
+    def is_held_back(rid: str) -> bool:
+        """Asked about, and not admitted."""
+        engine.lookups.tick(0)
+        assert engine.lookups.ask(rid, pages) in (0, 2)
+        holding.looked_up(rid)
+        return holding.begins(rid)
+
+    engine.verifier.gate.clear()
+    assert is_held_back("soon") and holding.held(["other", "soon"]) == {"soon"}
+    engine.verifier.gate.set()
+    eventually(lambda: not holding.held(["other", "soon"]))
+    assert not is_held_back("soon") and engine.lookups.ask("soon", pages) == 2
+
+    engine.verifier.gate.clear()
+    assert is_held_back("late") and is_held_back("gone")
+    assert holding.held(["late"]) == {"late"} and not engine.lookups.waits("gone", anew=True), "the other has ended"
+    engine.clock.ahead_s += 6.0
+    assert not holding.held(["late"]) and not is_held_back("late") and engine.lookups.ask("late", pages) == 0
+    assert engine.figures.counted["lookups_unverified"] == 1
+    assert not holding.begins("late"), "it was not asked about"
+    engine.verifier.gate.set()
+
+
+def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: Engine) -> None:
+    held, other, third, new = (SimpleNamespace(rid=rid) for rid in ("held", "other", "third", "new"))
+    assert put_back([held, other, third], {"held"}, [third, new]) == [held, third, new]
+    planned: list[int] = []
+    holding = Holding(Ranks(), engine.lookups, planned.append)
+    pages = names(1)
+    assert engine.store(pages)
+    engine.verifier.gate.clear()
+    assert engine.lookups.ask("held", pages) == 0
+    holding.looked_up("held")
+    assert holding.begins("held")
+    scheduler = SimpleNamespace(waiting_queue=[other, held, third])
+
+    def admits_all(scheduler: Any) -> tuple[Any, Any]:
+        assert scheduler.waiting_queue == [other, third]
+        scheduler.waiting_queue = []
+        return SimpleNamespace(extend_num_tokens=70), None
+
+    def fails(scheduler: Any) -> tuple[Any, Any]:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        next_batch(holding, fails, scheduler)
+    assert scheduler.waiting_queue == [other, held, third]
+    next_batch(holding, admits_all, scheduler)
+    assert scheduler.waiting_queue == [held] and planned == [70]
+    engine.verifier.gate.set()
 
 
 def test_what_the_device_has_by_now_is_not_loaded(engine: Engine, server: ServerProcess) -> None:
@@ -142,8 +220,8 @@ def test_what_the_device_has_by_now_is_not_loaded(engine: Engine, server: Server
     pages = names(3)
     engine.memory[1][1][: 3 * PAGE] = torch.randn(3 * PAGE, 1, 16)
     assert engine.store(pages)
-    assert engine.lookups.ask("r", pages) == 3
-    assert engine.lookups.ask("r", pages[1:]) == 2
+    assert engine.ask("r", pages) == 3
+    assert engine.ask("r", pages[1:]) == 2
     assert engine.load("r", 2, 8)
     assert torch.equal(engine.memory[1][1][8 * PAGE : 10 * PAGE], engine.memory[1][1][PAGE : 3 * PAGE])
     eventually(held(server))
@@ -152,27 +230,27 @@ def test_what_the_device_has_by_now_is_not_loaded(engine: Engine, server: Server
 def test_who_is_not_asked_about_any_more_gives_back_its_lease(engine: Engine, server: ServerProcess) -> None:
     pages = names(2)
     assert engine.store(pages)
-    assert engine.lookups.ask("r", pages) == 2
+    assert engine.ask("r", pages) == 2
     engine.lookups.tick(0)
     assert not held(server)()
     engine.clock.ahead_s = FORGET_S + 1.0
     engine.lookups.tick(0)
     eventually(held(server))
     assert engine.load("r", 2, 8) is False
-    assert engine.lookups.ask("r", pages) == 2
+    assert engine.ask("r", pages) == 2
 
 
 def test_a_cancelled_load_and_a_reset_hold_nothing(engine: Engine, server: ServerProcess) -> None:
     pages = names(2)
     assert engine.store(pages)
     for end in (lambda: engine.loads.cancel("r"), engine.loads.reset):
-        assert engine.lookups.ask("r", pages) == 2
+        assert engine.ask("r", pages) == 2
         begun = engine.lookups.begin_load("r", 2)
         assert begun is not None
         engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}))
         end()
         eventually(held(server))
-    assert engine.lookups.ask("r", pages) == 2
+    assert engine.ask("r", pages) == 2
     engine.lookups.reset()
     eventually(held(server))
 
@@ -189,7 +267,7 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
         engine.known.add(pages[:2], epoch)
         assert engine.store(pages), "what is not known is stored behind it"
         assert client.status().counters["reservations"] == before + 1
-    assert engine.lookups.ask("r", pages) == 3
+    assert engine.ask("r", pages) == 3
     assert engine.figures.counted["stores_known"] == 1
 
 
@@ -197,7 +275,7 @@ def test_what_was_stored_is_hashed_before_anybody_asks(engine: Engine) -> None:
     pages = names(3)
     assert engine.store(pages)
     eventually(lambda: len(engine.trust._hashed_s) == 3)
-    assert engine.lookups.ask("r", pages) == 3
+    assert engine.ask("r", pages) == 3
     begun = engine.lookups.begin_load("r", 3)
     assert begun is not None
     attachment, plan = begun
@@ -232,9 +310,9 @@ def test_other_weights_have_other_keys(engine: Engine) -> None:
     assert engine.store(pages)
     engine.chains.weights = "drawn"
     engine.lookups.reset()
-    assert engine.lookups.ask("r", pages) == 0
+    assert engine.ask("r", pages) == 0
     assert engine.store(pages)
-    assert engine.lookups.ask("r2", pages) == 2
+    assert engine.ask("r2", pages) == 2
 
 
 def test_every_metric_is_made_and_counts() -> None:

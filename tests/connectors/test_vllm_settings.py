@@ -45,7 +45,7 @@ from kvdock.protocol.keys import namespace_digest
     ({"address": "unix:/s", "chunk_token": 64}, "'chunk_token' is no setting"),
     ({"address": "unix:/s", "chunk_tokens": "64"}, "chunk_tokens is '64'"),
     ({"address": "unix:/s", "chunk_tokens": True}, "chunk_tokens is True"),
-    ({"address": "unix:/s", "chunk_tokens": 0}, "above zero"),
+    ({"address": "unix:/s", "chunk_tokens": 0}, "chunk_tokens is 0, and more than 0 is wanted"),
     ({"address": "unix:/s", "min_load_tokens": -1}, "min_load_tokens: found -1, wanted at least 0"),
     ({"address": "unix:/s", "max_load_share": 1.5}, "max_load_share: found 1.5, wanted 0.0 to 1.0"),
     ({"address": "unix:/s", "max_load_tokens": 10, "min_load_tokens": 20}, "at least min_load_tokens=20"),

@@ -33,7 +33,7 @@ if DEVICE == "cpu":
     prepare()
 
 import torch
-from linker_checks import LINKER_CHECKS
+from linker_checks import LINKER_CHECKS, found
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -133,9 +133,9 @@ class Verbs:
         keys = hashes_of(token_ids)[local_tokens // PAGE :]
         if local_tokens % PAGE or not keys:
             return Miss()
-        found = self.linker.lookup(request_id, self._transfers(keys, None, 0))
+        promised = found(self.linker, request_id, *self._transfers(keys, None, 0))
         self._tail = keys
-        return Hit(local_tokens + max(found) * PAGE) if found else Miss()
+        return Hit(local_tokens + max(promised) * PAGE) if promised else Miss()
 
     def begin_load(
         self, request_id: str, block_ids: Sequence[Sequence[int | None]], local_tokens: int, hit_tokens: int
@@ -219,7 +219,7 @@ class Subject:
         )
         names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}
         components = [SimpleNamespace(name=names[group]) for group in self._groups]
-        extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "verify_wait_s": 1.0}
+        extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "load_if_cheaper": False}
         linker = KvdockLinker(args, params, components=components, extra_config=extra, forward_stream=stream)
         self.connector: Any = Verbs(linker, self._groups)
         if DEVICE == "cuda":

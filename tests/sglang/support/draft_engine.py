@@ -35,7 +35,7 @@ def main(model: str, address: str, folder: str) -> None:
         speculative_eagle_topk=1, speculative_num_draft_tokens=4, enable_unified_cache_external_linker=True,
         unified_cache_external_linker_backend="dynamic", unified_cache_external_linker_config={
             "linker": "DraftlessLinker", "linker_module_path": "odd_linkers", "linker_extra_config": {
-                "address": address, "lookup_wait_s": 1.0, "verify_wait_s": 1.0,
+                "address": address, "lookup_wait_s": 1.0, "load_if_cheaper": False,
             },
         },
     )

@@ -11,7 +11,7 @@ A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to r
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
 {"do": "metrics"}; {"do": "weights", "model": folder}.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
-that were not computed, "why" how each ended, "verified" how often the target has verified drafts.
+that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -131,7 +132,8 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     if said["address"] and "plugin" not in said:
         extra = {
             "address": said["address"], "timeout_s": 20.0,
-            "lookup_wait_s": 1.0, "verify_wait_s": 1.0,  # a busy machine is no lost server
+            "lookup_wait_s": 1.0, "verify_wait_s": 10.0,  # a busy machine is no lost server
+            "load_if_cheaper": False,  # tiny models compute quicker than a busy machine loads
             **said.get("extra", {}),
         }
         name, module = said.get("linker", ["KvdockLinker", "kvdock.connectors.sglang"])
@@ -176,11 +178,13 @@ def generate(
 
     # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
     async def one(prompt: list[int]) -> Any:
+        began_s = time.monotonic()
         asked = GenerateReqInput(
             input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
             return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
         )
-        return await anext(engine.tokenizer_manager.generate_request(asked, None))
+        out = await anext(engine.tokenizer_manager.generate_request(asked, None))
+        return {**out, "took_s": time.monotonic() - began_s}
 
     async def every() -> list[Any]:
         import asyncio
@@ -195,7 +199,7 @@ def generate(
         except Exception as error:  # whatever ended the request is told
             return error
 
-    runs, cached, why, verified = [], [], [], []
+    runs, cached, why, took_s, verified = [], [], [], [], []
     for out in engine.loop.run_until_complete(every()):
         if isinstance(out, Exception):
             runs.append(None)
@@ -206,8 +210,9 @@ def generate(
         runs.append([[token, float(p).hex()] for p, token, _ in about["output_token_logprobs"]])
         cached.append(about["cached_tokens"])
         why.append(about["finish_reason"]["type"])
+        took_s.append(out["took_s"])
         verified.append(about.get("spec_verify_ct"))
-    return {"runs": runs, "cached": cached, "why": why, "verified": verified}
+    return {"runs": runs, "cached": cached, "why": why, "took_s": took_s, "verified": verified}
 
 
 def flush(engine: Any) -> dict[str, Any]:

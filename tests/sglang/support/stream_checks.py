@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from linker_checks import PAGE, ended, keys_of, transfer
+from linker_checks import PAGE, ended, found, keys_of, transfer
 
 COUNT, ROUNDS = 96, 8
 """Pages of a load."""
@@ -65,7 +65,7 @@ def a_store_comes_after_the_forward_pass_that_computes_it(linker: Any, pool: Any
     keys, named = keys_of("computed", COUNT), buffers(pool, draft)
     written = stored(linker, named, stream, from_pages, keys, 1)
     rows = rows_of(to_pages)
-    assert linker.lookup("computed", [transfer(keys)])[-1] == COUNT
+    assert found(linker, "computed", transfer(keys))[-1] == COUNT
     assert linker.load("computed", [transfer(keys, to_pages, "cuda")])
     index = linker.start_layer_wise_loading()
     assert linker.finish_layer_wise_loading(index)
@@ -90,7 +90,7 @@ def a_layer_is_read_after_its_copy_and_no_other_page_is_written(
         for one in named.values():
             one[rows] = float("nan")
         before = {name: one[others].clone() for name, one in named.items()}
-        assert linker.lookup(f"layers {seed}", [transfer(keys)])[-1] == COUNT
+        assert found(linker, f"layers {seed}", transfer(keys))[-1] == COUNT
         assert linker.load(f"layers {seed}", [transfer(keys, to_pages, "cuda")])
         torch.cuda.synchronize()
         index = linker.start_layer_wise_loading()
@@ -116,7 +116,7 @@ def a_load_is_written_after_what_still_reads_its_pages(linker: Any, pool: Any, d
     written = stored(linker, named, stream, from_pages, keys, 99)
     rows = rows_of(to_pages)
     was = {name: one[rows].clone() for name, one in named.items()}
-    assert linker.lookup("given away", [transfer(keys)])[-1] == COUNT
+    assert found(linker, "given away", transfer(keys))[-1] == COUNT
     assert linker.load("given away", [transfer(keys, to_pages, "cuda")])
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

@@ -1,0 +1,95 @@
+"""Holds requests back while they wait for a lower tier: SGLang computes what a linker has not promised by then.
+
+A linker can promise a prefix or not; it cannot say "later". So a request that waits is left in SGLang's queue, by two
+of SGLang's own plugin hooks (sglang.srt.plugins):
+
+    SGLang looks a request up and is about to admit it ──► it waits: not now (`admit`)
+    each later round, until it waits no longer ──► it is out of the queue meanwhile (`next_batch`)
+
+then SGLang finds it in the queue and looks it up anew. Others are admitted and computed meanwhile. Nobody waits longer
+than AwaitTiers allows.
+
+Invariant: all ranks hold the same requests. Rank 0 knows who waits and tells the others: in a round in which some are
+held, and for each request that was looked up in vain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from kvdock.connectors.sglang.lookups import Lookups
+from kvdock.connectors.sglang.ranks import Ranks
+
+REST_S = 0.001
+"""Between two rounds of an engine that has nothing to do but wait."""
+
+
+class Holding:
+    """`lookups`: rank 0's. `planned`: called with how many tokens of prompts the step has that was planned, 0 if none.
+    """
+
+    def __init__(self, ranks: Ranks, lookups: Lookups | None, planned: Callable[[int], None]) -> None:
+        self._ranks, self._lookups, self.planned = ranks, lookups, planned
+        self._looked_up: str | None = None
+        self._held: frozenset[str] = frozenset()
+
+    def looked_up(self, rid: str) -> None:
+        """SGLang has asked about a request, and admits it next or does not."""
+        self._looked_up = rid
+
+    def begins(self, rid: str) -> bool:
+        """Whether a request is held back from now on that SGLang would admit. Nothing is promised of it."""
+        was_looked_up, self._looked_up = self._looked_up == rid, None
+        if not was_looked_up:
+            return False
+        waits = self._ranks.all_agree(self._lookups is None or self._lookups.waits(rid, anew=False))
+        if waits:
+            self._held |= {rid}
+        return waits
+
+    def held(self, queue: Iterable[str]) -> frozenset[str]:
+        """Those who still wait of the requests that are held back. `queue`: all that SGLang has not admitted."""
+        if self._held:
+            before, waiting, lookups = self._held, self._held.intersection(queue), self._lookups
+            if lookups is not None:
+                for ended in before - waiting:
+                    lookups.drop(ended)
+                waiting = frozenset(rid for rid in waiting if lookups.waits(rid, anew=True))
+            self._held = self._ranks.share(waiting)
+        return self._held
+
+
+def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
+    """Around PrefillAdder.add_one_req. SGLang goes on to the next request where it can; a request with a recurrent
+    state has been given room for it by now, which SGLang takes back where it ends the round."""
+    if req.host_hit_length > 0 or not holding.begins(req.rid):
+        return original(adder, req, *more, **how)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER if adder.tree_cache.supports_mamba() else AddReqResult.CONTINUE
+
+
+def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
+    """Around Scheduler._get_new_batch_prefill_raw."""
+    queue = scheduler.waiting_queue
+    held = holding.held(req.rid for req in queue)
+    if held:
+        scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+    try:
+        batch, running = original(scheduler, *more, **how)
+    finally:
+        if held:
+            scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
+    holding.planned(batch.extend_num_tokens if batch is not None else 0)
+    if held and batch is None and running.is_empty():
+        time.sleep(REST_S)
+    return batch, running
+
+
+def put_back(queue: list[Any], held: Collection[str], left: list[Any]) -> list[Any]:
+    """`left` of a queue from which `held` were taken, and they in their old places. What SGLang has added is last."""
+    stayed = {id(req) for req in left}
+    old = {id(req) for req in queue}
+    return [req for req in queue if req.rid in held or id(req) in stayed] + [req for req in left if id(req) not in old]

@@ -1,0 +1,119 @@
+"""Prompts that come from a lower tier into whole SGLang engines on the CPU: requests wait for them, and nobody else."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import MIB, ServerProcess, eventually
+from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
+from tier_server import mover
+
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import ClearCache
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+PATIENT = {"tier_wait_s": 20.0}
+
+WHOLE = 0.98
+"""The pool rounds the bytes of a part up; a tier does not."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(
+        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(tmp_path / "disk"), disk_bytes=256 * MIB,
+        tier_asks=1, heartbeat_s=0.2,
+    ) as process:
+        yield process
+
+
+def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:
+    """What was stored: neither the pool nor the engine has it any more."""
+    engine.drain(server)
+    with Client(server.unix) as client:
+
+        def is_written() -> bool:
+            status = client.status()
+            (tier,) = status.tiers
+            moved = sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes"))
+            return tier.queued_bytes == 0 and moved >= WHOLE * status.counters["stored_bytes"] > 0
+
+        eventually(is_written, 60.0)
+        client.clear(ClearCache())
+    assert engine.do("flush")["flushed"]
+
+
+@pytest.mark.same_tokens
+@pytest.mark.parametrize(("kind", "how"), [
+    ("llama", {}), ("window", {}), ("states", {}), ("llama", TP2), ("mla", TP2),
+], ids=["attention", "window", "states", "two ranks", "latent"])
+def test_what_a_tier_brings_computes_as_a_local_hit_bit_for_bit(
+    kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(models[kind], server.unix, extra=PATIENT, **how) as engine:
+        assert engine.generate(PROMPTS)[1] == [0, 0, 0]
+        local, cached = engine.generate(PROMPTS)
+        assert cached == HITS
+        leave_in_the_tier(server, engine)
+        assert engine.generate(PROMPTS) == (local, HITS)
+        leave_in_the_tier(server, engine)
+        runs, cached = engine.generate(PROMPTS, at_once=True)
+        assert tokens_of(runs) == tokens_of(local) and cached == HITS
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_who_waits_for_a_frozen_tier_holds_up_nobody_and_is_computed_in_the_end(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    others = prompts_of(900)
+    with Engine(models["llama"], server.unix, extra={**PATIENT, "tier_wait_s": 6.0}) as engine:
+        wanted, _ = engine.generate(PROMPTS[:1])
+        leave_in_the_tier(server, engine)
+        engine.generate(others)
+        engine.drain(server)
+        assert engine.do("flush")["flushed"]
+        process = mover(server)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            found = engine.do("generate", prompts=[*PROMPTS[:1], *others], at_once=True)
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert found["why"] == ["length"] * 4 and found["cached"] == [0, *HITS], "the others are in the pool"
+        assert found["took_s"][0] > 6.0 and max(found["took_s"][1:]) < found["took_s"][0]
+        assert tokens_of(found["runs"][:1]) == tokens_of(wanted)
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_what_takes_longer_to_load_than_to_compute_is_computed(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """Loads that take half a second each, which the engine finds out; and a tier that is frozen, for which nobody waits
+    longer than computing takes."""
+    slow = {
+        "linker": ["LateLinker", "odd_linkers"], "extra": {"tier_wait_s": 60.0, "load_if_cheaper": True},
+        "engine": {"enable_metrics": True}, "environ": {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+    }
+    with Engine(models["llama"], server.unix, **slow) as engine:
+        engine.generate(PROMPTS)
+        engine.drain(server)
+        found = [HITS[:1]]
+        while found[-1] == HITS[:1]:
+            assert len(found) < 20, "loads of half a second"
+            assert engine.do("flush")["flushed"]
+            found.append(engine.generate(PROMPTS[:1])[1])
+        assert found[-1] == [0] and len(found) > 3, "three loads say what loads take"
+        assert "sglang:kvdock_declined_dear_total 1.0" in engine.do("metrics")["text"]
+
+        leave_in_the_tier(server, engine)
+        process = mover(server)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            (took_s,) = engine.do("generate", prompts=PROMPTS[2:])["took_s"]
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert took_s < 30.0
+        assert engine.close() == 0, engine.log_text()

@@ -2,9 +2,9 @@
 
 SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
 round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
-back (holding.py): until the server has answered, until lower tiers have brought what they may (connectors/
-await_tiers.py), and until what was found is hashed. A promised load that fails aborts its request: what is not verified
-is never promised.
+back (holding.py): until the server has answered, until what was found is hashed, and until lower tiers have brought
+what they have (connectors/await_tiers.py). A promised load that fails aborts its request: what is not verified is never
+promised.
 
 The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
 suffix of the one before, and the answer still holds. Any other tail is another question.

@@ -82,6 +82,8 @@ class Driver:
         self._verifies_all, self._cost, self._tell_declined = verifies_all, cost, declined
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
+        self._worth: set[str] = set()
+        """Requests whose hit is to be loaded. `cost` is asked once for each: a load that it wants to see is made."""
         self._asking, self._verifying = Background("kvdock-ask"), Background("kvdock-verify")
         self._storing, self._settling = Background("kvdock-store"), Background("kvdock-settle")
         self._questions: dict[str, Question] = {}
@@ -123,7 +125,7 @@ class Driver:
         if any(waiting):
             return Pending()
         least = max(1, self._limits.min_load_tokens)
-        if isinstance(found, Hit) and (why := self._why_not(found.tokens - local_tokens)):
+        if isinstance(found, Hit) and (why := self._why_not(request_id, found.tokens - local_tokens)):
             if question is None or question.answered.done():  # else more may be found
                 self._declined.add(request_id)
                 self._tell_declined(request_id, why, found.tokens)
@@ -134,12 +136,17 @@ class Driver:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
 
-    def _why_not(self, tokens: int) -> str:
+    def _why_not(self, request_id: str, tokens: int) -> str:
         """Why a hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes longer than to
         compute them), or "" (it is loaded)."""
         if tokens < self._limits.min_load_tokens:
             return "short"
-        return "dear" if self._cost is not None and self._cost.is_dearer(tokens) else ""
+        if self._cost is None or request_id in self._worth:
+            return ""
+        if self._cost.is_dearer(tokens):
+            return "dear"
+        self._worth.add(request_id)
+        return ""
 
     def _newest_words(self, request_id: str) -> list[Any]:
         """What the newest answer says, for each kind of wait."""
@@ -193,8 +200,8 @@ class Driver:
             found = self._ask(request_id, tokens, local_tokens)
             if not isinstance(found, Pending):
                 break
-        check = self._checks.get(request_id)
-        if isinstance(found, Hit) and check is not None and patience.spend(check):
+        check = self._checks.pop(request_id, None) if isinstance(found, Hit) else None
+        if check is not None and patience.spend(check):  # one step waits for it: hashes may take many
             found = self._ask(request_id, tokens, local_tokens)
         return found
 
@@ -315,6 +322,7 @@ class Driver:
     def finished(self, request_id: str) -> None:
         """The request ended, was aborted or preempted."""
         self._declined.discard(request_id)
+        self._worth.discard(request_id)
         self._forget_question(request_id)
         for one, _ in self._waits:
             if isinstance(one, AwaitTiers) and one.is_waiting(request_id):

@@ -1,13 +1,12 @@
-"""Holds requests back while they wait for a lower tier: SGLang computes what a linker has not promised by then.
+"""Holds requests back while more may be promised soon (lookups.py says what is waited for, and how long).
 
-A linker can promise a prefix or not; it cannot say "later". So a request that waits is left in SGLang's queue, by two
-of SGLang's own plugin hooks (sglang.srt.plugins):
+SGLang computes what a linker has not promised when it admits a request, and a linker cannot say "later". So a request
+that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
 
     SGLang looks a request up and is about to admit it ──► it waits: not now (`admit`)
     each later round, until it waits no longer ──► it is out of the queue meanwhile (`next_batch`)
 
-then SGLang finds it in the queue and looks it up anew. Others are admitted and computed meanwhile. Nobody waits longer
-than AwaitTiers allows.
+then SGLang finds it in the queue and looks it up anew. Others are admitted and computed meanwhile.
 
 Invariant: all ranks hold the same requests. Rank 0 knows who waits and tells the others: in a round in which some are
 held, and for each request that was looked up in vain.
@@ -63,8 +62,9 @@ class Holding:
 
 def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
     """Around PrefillAdder.add_one_req. SGLang goes on to the next request where it can; a request with a recurrent
-    state has been given room for it by now, which SGLang takes back where it ends the round."""
-    if req.host_hit_length > 0 or not holding.begins(req.rid):
+    state has been given room for it by now, which SGLang takes back where it ends the round. A request for which
+    SGLang has preempted others does not wait."""
+    if req.host_hit_length > 0 or adder.preempt_list or not holding.begins(req.rid):
         return original(adder, req, *more, **how)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -82,8 +82,9 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
     finally:
         if held:
             scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
-    holding.planned(batch.extend_num_tokens if batch is not None else 0)
-    if held and batch is None and running.is_empty():
+    computes = batch is not None and batch.hicache_consumer_index < 0  # how long a load takes says nothing of that
+    holding.planned(batch.extend_num_tokens if computes else 0)
+    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nobody else is kept waiting
         time.sleep(REST_S)
     return batch, running
 

@@ -61,6 +61,8 @@ def tell(linker: Told) -> None:
     for update in UPDATES:
         HookRegistry.register(f"{UPDATER}.{update}", _weights_change, HookType.BEFORE)
     HookRegistry.apply_hooks()
+    if missing := {ADMITS, PLANS} - HookRegistry._patched:
+        log.warning("requests do not wait for hashes and lower tiers: SGLang has no %s", " and no ".join(missing))
 
 
 def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, transfers: Any) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,7 +89,8 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._driver is not None:
             self._ahead = HashAhead(self._trust) if settings.trust_s > 0 else None
             self._lookups = Lookups(
-                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s, clock
+                self._driver, self._chains, self._figures, self._page_tokens, settings.verify_wait_s,
+                settings.tier_wait_s, clock,
             )
         self.holding = Holding(self._ranks, self._lookups, self._speed.step)
         self._loads = Loads(
@@ -204,10 +205,11 @@ class KvdockLinker(UnifiedCacheLinker):
             self._trust.clear()
         self._figures.add("load_tokens" if ok else "load_failures", len(pages) * self._page_tokens if ok else 1)
 
-    def _loads_took(self, tokens: int, seconds: float) -> None:
-        self._figures.add("load_seconds", seconds)
+    def _loads_took(self, batch_s: float, copies: Sequence[tuple[int, float]]) -> None:
+        self._figures.add("load_seconds", batch_s)
         if self._cost is not None:
-            self._cost.loaded(tokens, seconds)
+            for tokens, seconds in copies:
+                self._cost.loaded(tokens, seconds)
 
     # ------------------------------------------------------------------ stores
 

@@ -46,6 +46,7 @@ class _Batch:
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
+    copies: Sequence[tuple[int, float]] = ()
 
 
 START = -1
@@ -91,12 +92,13 @@ class LayerCounter:
 
 class Loads:
     """`stream`: gives the CUstream that the forward pass is on, or None on a CPU. SGLang's thread calls `ended(rid,
-    ok)`, None if it was cancelled, and, with the tokens of a batch's loads and the seconds that they took, `took`.
-    `clock`: seconds, monotonic."""
+    ok)`, None if it was cancelled, and `took` with the seconds of a batch's loads, from when they were begun, and the
+    tokens of each with the seconds of its copies. `clock`: seconds, monotonic."""
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,
-        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None], took: Callable[[int, float], None],
+        stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None],
+        took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
@@ -143,7 +145,7 @@ class Loads:
             return True
         landed = batch.landed.result()
         if landed:
-            self._took(sum(load.plan.hit_tokens - load.plan.local_tokens for load in batch.loads), batch.took_s)
+            self._took(batch.took_s, batch.copies)
         for load in batch.loads:
             self._ended(load.rid, landed)
         return landed
@@ -188,6 +190,10 @@ class Loads:
                 batch.submitted.set_result(loadings)
             valid = [self._worker.finish_load(loading) for loading in loadings]
             landed = valid == [loading.plan.hit_tokens for loading in loadings]
+            batch.copies = [
+                (loading.plan.hit_tokens - loading.plan.local_tokens, took_s)
+                for loading in loadings if (took_s := loading.took_s()) is not None
+            ]
         finally:
             batch.took_s = self._clock() - began_s
             batch.landed.set_result(landed and len(loadings) == len(batch.loads))

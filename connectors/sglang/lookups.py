@@ -37,7 +37,7 @@ START, UNKNOWN = "", None
 class _Asked:
     """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now.
     `verified_by_s`: when to wait no longer until what was found is verified, and `was_late`: it was not by then.
-    `waits`: more may be promised later."""
+    `waits`: more may be promised later; `until_s`: when the request waits no longer, whatever it was asked about."""
 
     name: str
     pages: tuple[str, ...]
@@ -46,6 +46,7 @@ class _Asked:
     verified_by_s: float | None = None
     was_late: bool = False
     waits: bool = False
+    until_s: float | None = None
 
 
 class Chains:
@@ -76,14 +77,16 @@ class Chains:
 
 
 class Lookups:
-    """`verify_wait_s`: how long a request may wait until what was found is verified. `clock`: seconds, monotonic."""
+    """`verify_wait_s`: how long a request may wait until what was found is verified; `tier_wait_s`: for lower tiers.
+    `clock`: seconds, monotonic."""
 
     def __init__(
         self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
-        clock: Callable[[], float],
+        tier_wait_s: float, clock: Callable[[], float],
     ) -> None:
         self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
         self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
+        self._most_s = tier_wait_s + verify_wait_s
         self._batches, self._late = 0, 0
         self._asked: dict[str, _Asked] = {}
         self._loading: dict[str, str] = {}
@@ -94,7 +97,7 @@ class Lookups:
         """How many of the first of `pages` are promised."""
         asked = self._known(rid, tuple(pages))
         found = self._found(asked)
-        asked.waits = found is None
+        asked.waits = found is None and self._may_wait(asked)
         return found or 0
 
     def waits(self, rid: str, anew: bool) -> bool:
@@ -103,8 +106,15 @@ class Lookups:
         if asked is None:
             return False
         if anew:
-            asked.asked_s, asked.waits = self._clock(), self._found(asked) is None
+            asked.asked_s, asked.waits = self._clock(), self._found(asked) is None and self._may_wait(asked)
         return asked.waits
+
+    def _may_wait(self, asked: _Asked) -> bool:
+        """One that is asked about by other pages each time would begin to wait anew each time."""
+        now_s = self._clock()
+        if asked.until_s is None:
+            asked.until_s = now_s + self._most_s
+        return now_s < asked.until_s
 
     def _found(self, asked: _Asked) -> int | None:
         """How many pages may be promised that the device lacks. None: more may be found soon."""
@@ -132,10 +142,11 @@ class Lookups:
                 asked.local, asked.asked_s = local, self._clock()
                 return asked
             self._finish(asked.name)
+        until_s = asked.until_s if asked is not None else None
         self._count += 1
         name = f"{rid}-{self._count}"  # what is known of an earlier question does not hold for this one
         self._chains.named(name, pages)
-        asked = self._asked[rid] = _Asked(name, pages, self._clock())
+        asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
 

@@ -77,9 +77,9 @@ class Engine:
             scheduler, answered=lambda seconds: None, verifies_all=True, patience=Patience(1.0, self.clock),
             clock=self.clock,
         )
-        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, self.clock)
+        self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
         self.loads = Loads(
-            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda tokens, seconds: None
+            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds, copies: None
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
@@ -186,6 +186,20 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
     engine.verifier.gate.set()
 
 
+def test_who_is_asked_about_by_other_pages_each_time_does_not_wait_anew_each_time(engine: Engine) -> None:
+    """SGLang asks about a prompt of whole pages with and without its last page, when it sorts its queue by hits."""
+    pages = names(3)
+    assert engine.store(pages)
+    engine.verifier.gate.clear()
+    for ahead_s, waits in ((0.0, True), (4.5, True), (4.5, False)):  # 5 s for hashes and 3 s for tiers, all in all
+        engine.clock.ahead_s += ahead_s
+        for tail in (pages, pages[:2]):
+            engine.lookups.tick(0)
+            assert engine.lookups.ask("r", tail) == 0
+            assert engine.lookups.waits("r", anew=False) is waits
+    engine.verifier.gate.set()
+
+
 def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: Engine) -> None:
     held, other, third, new = (SimpleNamespace(rid=rid) for rid in ("held", "other", "third", "new"))
     assert put_back([held, other, third], {"held"}, [third, new]) == [held, third, new]
@@ -202,7 +216,7 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     def admits_all(scheduler: Any) -> tuple[Any, Any]:
         assert scheduler.waiting_queue == [other, third]
         scheduler.waiting_queue = []
-        return SimpleNamespace(extend_num_tokens=70), None
+        return SimpleNamespace(extend_num_tokens=70, hicache_consumer_index=-1), None
 
     def fails(scheduler: Any) -> tuple[Any, Any]:
         raise MemoryError
@@ -212,6 +226,9 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     assert scheduler.waiting_queue == [other, held, third]
     next_batch(holding, admits_all, scheduler)
     assert scheduler.waiting_queue == [held] and planned == [70]
+    loads = SimpleNamespace(extend_num_tokens=9, hicache_consumer_index=0)
+    next_batch(holding, lambda scheduler: (loads, None), scheduler)
+    assert planned == [70, 0], "what a step takes that loads says nothing of computing"
     engine.verifier.gate.set()
 
 

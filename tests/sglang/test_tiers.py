@@ -91,18 +91,17 @@ def test_who_waits_for_a_frozen_tier_holds_up_nobody_and_is_computed_in_the_end(
 def test_what_takes_longer_to_load_than_to_compute_is_computed(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
-    """Loads that take half a second each, which the engine finds out; and a tier that is frozen, for which nobody waits
-    longer than computing takes."""
-    slow = {
-        "linker": ["LateLinker", "odd_linkers"], "extra": {"tier_wait_s": 60.0, "load_if_cheaper": True},
+    """Nobody waits longer for a tier that is frozen, either."""
+    dear = {
+        "linker": ["DearLinker", "odd_linkers"], "extra": {"tier_wait_s": 60.0, "load_if_cheaper": True},
         "engine": {"enable_metrics": True}, "environ": {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
     }
-    with Engine(models["llama"], server.unix, **slow) as engine:
+    with Engine(models["llama"], server.unix, **dear) as engine:
         engine.generate(PROMPTS)
         engine.drain(server)
         found = [HITS[:1]]
         while found[-1] == HITS[:1]:
-            assert len(found) < 20, "loads of half a second"
+            assert len(found) < 20, "a load of half a second"
             assert engine.do("flush")["flushed"]
             found.append(engine.generate(PROMPTS[:1])[1])
         assert found[-1] == [0] and len(found) > 3, "three loads say what loads take"

@@ -64,6 +64,13 @@ class LateLinker(KvdockLinker):
         self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
 
 
+class DearLinker(KvdockLinker):
+    """Loads take half a second, as far as it knows."""
+
+    def _loads_took(self, batch_s: float, copies: Any) -> None:
+        super()._loads_took(batch_s, [(tokens, 0.5) for tokens, _ in copies])
+
+
 class ForgetfulLinker(KvdockLinker):
     """A control: what it says it has loaded is zeros, so tokens must differ."""
 

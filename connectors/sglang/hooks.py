@@ -61,7 +61,7 @@ def tell(linker: Told) -> None:
     for update in UPDATES:
         HookRegistry.register(f"{UPDATER}.{update}", _weights_change, HookType.BEFORE)
     HookRegistry.apply_hooks()
-    if missing := {ADMITS, PLANS} - HookRegistry._patched:
+    if missing := {ADMITS, PLANS} - getattr(HookRegistry, "_patched", {ADMITS, PLANS}):
         log.warning("requests do not wait for hashes and lower tiers: SGLang has no %s", " and no ".join(missing))
 
 

@@ -54,7 +54,7 @@ class EngineSettings(LoadLimits):
         """`values`: each of its setting's type; `where`: what the user calls the place. NotSupportedError for a value
         out of range."""
         try:
-            made = cls(**values)  # type: ignore[arg-type]  # of its setting's type
+            made = cls(**values)  # type: ignore[arg-type]  # checked() has seen to their types
         except SettingError as error:
             raise NotSupportedError(f"{where}: {error}.") from error
         if not made.address.startswith(("unix:", "http://")):

@@ -3,13 +3,13 @@
 SGLang computes what a linker has not promised when it admits a request, and a linker cannot say "later". So a request
 that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
 
-    SGLang looks a request up and is about to admit it ──► it waits: not now (`admit`)
-    each later round, until it waits no longer ──► it is out of the queue meanwhile (`next_batch`)
+    SGLang has looked a request up and is about to admit it ──► `admit` says: not now
+    SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue for that time
 
-then SGLang finds it in the queue and looks it up anew. Others are admitted and computed meanwhile.
+Once the request waits no longer, SGLang finds it in the queue and looks it up anew. SGLang admits others meanwhile.
 
-Invariant: all ranks hold the same requests. Rank 0 knows who waits and tells the others: in a round in which some are
-held, and for each request that was looked up in vain.
+Invariant: all ranks hold the same requests. Rank 0 knows who waits. It tells the others whenever a batch is planned
+while a request is held, and for each request that was looked up and was promised nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *
     computes = batch is not None and batch.hicache_consumer_index < 0  # how long a load takes says nothing of that
     holding.planned(batch.extend_num_tokens if computes else 0)
     if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nobody else is kept waiting
-        time.sleep(REST_S)
+        time.sleep(REST_S)  # the threads that ask and hash have the interpreter meanwhile
     return batch, running
 
 

@@ -7,43 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_helpers import MIB, ServerProcess, eventually
+from api_helpers import ServerProcess
 from engines import HITS, PROMPTS, TP2, Engine, prompts_of, tokens_of
-from tier_server import mover
-
-from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache
+from tier_server import clear_once_written, mover, with_disk
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 PATIENT = {"tier_wait_s": 20.0}
-
-WHOLE = 0.98
-"""The pool rounds the bytes of a part up; a tier does not."""
+STATES_SHARE = 0.98
+"""A recurrent state's bytes are no multiple of what the pool rounds to."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(tmp_path / "disk"), disk_bytes=256 * MIB,
-        tier_asks=1, heartbeat_s=0.2,
-    ) as process:
+    with with_disk(tmp_path) as process:
         yield process
 
 
-def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:
+def leave_in_the_tier(server: ServerProcess, engine: Engine, share: float = 1.0) -> None:
     """What was stored: neither the pool nor the engine has it any more."""
     engine.drain(server)
-    with Client(server.unix) as client:
-
-        def is_written() -> bool:
-            status = client.status()
-            (tier,) = status.tiers
-            moved = sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes"))
-            return tier.queued_bytes == 0 and moved >= WHOLE * status.counters["stored_bytes"] > 0
-
-        eventually(is_written, 60.0)
-        client.clear(ClearCache())
+    clear_once_written(server, share)
     assert engine.do("flush")["flushed"]
 
 
@@ -54,13 +38,14 @@ def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:
 def test_what_a_tier_brings_computes_as_a_local_hit_bit_for_bit(
     kind: str, how: dict[str, object], models: dict[str, Path], server: ServerProcess
 ) -> None:
+    share = STATES_SHARE if kind == "states" else 1.0
     with Engine(models[kind], server.unix, extra=PATIENT, **how) as engine:
         assert engine.generate(PROMPTS)[1] == [0, 0, 0]
         local, cached = engine.generate(PROMPTS)
         assert cached == HITS
-        leave_in_the_tier(server, engine)
+        leave_in_the_tier(server, engine, share)
         assert engine.generate(PROMPTS) == (local, HITS)
-        leave_in_the_tier(server, engine)
+        leave_in_the_tier(server, engine, share)
         runs, cached = engine.generate(PROMPTS, at_once=True)
         assert tokens_of(runs) == tokens_of(local) and cached == HITS
         assert engine.close() == 0, engine.log_text()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil  # type: ignore[import-untyped]  # it has no stubs here
 from api_helpers import MIB, ServerProcess, eventually
 from tier_engine import TierEngine
 
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import ClearCache
 
 PART = MIB // 2
 POOL_CHUNKS = 32
@@ -29,6 +32,29 @@ def movers(server: ServerProcess) -> list[psutil.Process]:
         child for child in psutil.Process(server.process.pid).children()
         if child.status() != psutil.STATUS_ZOMBIE and "kvdock.tiers.mover" in child.cmdline()
     ]
+
+
+def with_disk(folder: Path) -> ServerProcess:
+    """For whole engines: a pool that holds all that they store, and a tier on disk that each chunk is written to."""
+    return ServerProcess(
+        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(folder / "disk"), disk_bytes=256 * MIB, tier_asks=1,
+        heartbeat_s=0.2,
+    )
+
+
+def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
+    """Leaves what was stored in the tier alone. `share`: how many of the pool's bytes the tier's are at least; the pool
+    rounds the bytes of a part up, and a tier does not."""
+    with Client(server.unix) as client:
+
+        def is_written() -> bool:
+            status = client.status()
+            (tier,) = status.tiers
+            moved = sum(tier.counters.get(name, 0) for name in ("stored_bytes", "loaded_bytes"))
+            return tier.queued_bytes == 0 and moved >= share * status.counters["stored_bytes"] > 0
+
+        eventually(is_written, 60.0)
+        client.clear(ClearCache())
 
 
 def is_served(server: ServerProcess, namespaces: int) -> None:

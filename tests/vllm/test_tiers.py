@@ -7,37 +7,23 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it has no stubs here
 import pytest
-from api_helpers import MIB, ServerProcess, eventually
+from api_helpers import ServerProcess
 from engines import HITS, PROMPTS, Engine
-
-from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache
+from tier_server import clear_once_written, mover, with_disk
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        pool_bytes=64 * MIB, segment_bytes=64 * MIB, disk_path=str(tmp_path / "disk"), disk_bytes=256 * MIB,
-        tier_asks=1, heartbeat_s=0.2,
-    ) as process:
+    with with_disk(tmp_path) as process:
         yield process
 
 
-def clear_once_written(server: ServerProcess, engine: Engine) -> None:
-    """Leaves what was stored in the tier alone, and empties the engine's own prefix cache."""
-    with Client(server.unix) as client:
-
-        def is_written() -> bool:
-            status = client.status()
-            moved = [tier.counters.get(name, 0) for tier in status.tiers for name in ("stored_bytes", "loaded_bytes")]
-            return sum(moved) >= status.counters["stored_bytes"] > 0
-
-        eventually(is_written, 60.0)
-        client.clear(ClearCache())
+def leave_in_the_tier(server: ServerProcess, engine: Engine) -> None:
+    """What was stored: neither the pool nor the engine has it any more."""
+    clear_once_written(server)
     assert engine.do("reset")["reset"]
 
 
@@ -53,20 +39,18 @@ def test_what_a_tier_brings_has_the_bits_of_local_hits(
         engine.do("drain")
         local, at_hand = engine.generate(PROMPTS)
         assert at_hand == HITS
-        clear_once_written(server, engine)
+        leave_in_the_tier(server, engine)
         assert engine.generate(PROMPTS) == (local, HITS)
 
         # With the tier frozen, requests are computed once their time is over.
-        clear_once_written(server, engine)
-        (mover,) = [
-            child for child in psutil.Process(server.process.pid).children() if "kvdock.tiers.mover" in child.cmdline()
-        ]
-        mover.send_signal(signal.SIGSTOP)
+        leave_in_the_tier(server, engine)
+        process = mover(server)
+        process.send_signal(signal.SIGSTOP)
         try:
             computed, at_hand = engine.generate(PROMPTS[:1])
             assert at_hand == [0] and computed
         finally:
-            mover.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         exported = engine.do("metrics")["text"]
         waits = dict(re.findall(r"^vllm:kvdock_tier_(waits?_\w+)\{.*\} (\S+)$", exported, re.MULTILINE))
         ends = ("waits_fulfilled_total", "waits_shortened_total", "waits_expired_total", "wait_seconds_count")

@@ -219,7 +219,7 @@ def flush(engine: Any, patience_s: float = 10.0) -> dict[str, Any]:
     """SGLang flushes nothing in the turn of its loop in which a request's last token was said."""
     end_s = time.monotonic() + patience_s
     while not (flushed := bool(getattr(engine.flush_cache(), "success", True))) and time.monotonic() < end_s:
-        time.sleep(0.01)  # its loop turns
+        time.sleep(0.01)  # until its loop has turned, of which it says nothing
     return {"flushed": flushed}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ from connector_helpers import PATIENCE_S
 from kvdock.client.client import Client
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
+from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
+from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
-from kvdock.connectors.sglang.holding import Holding, next_batch, put_back
+from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
 from kvdock.connectors.sglang.offloads import Known, Offloads
@@ -56,10 +59,30 @@ class GatedVerifier(ChecksumVerifier):
         return super().verify(request_id, attachment, answer)
 
 
+class CountingPatience(Patience):
+    """Counts what it spends itself on."""
+
+    spent = 0
+
+    def spend(self, work: Future[None]) -> bool:
+        self.spent += 1
+        return super().spend(work)
+
+
+class OneProbe(LoadOrCompute):
+    """Wants to see one load, and finds all others dear."""
+
+    asked = 0
+
+    def is_dearer(self, tokens: int) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+
 class Engine:
     """One rank's parts, as connectors/sglang/linker.py puts them together."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, cost: LoadOrCompute | None = None) -> None:
         self.memory = [[torch.zeros(PAGES * PAGE, 1, 16) for _ in range(LAYERS)] for _ in range(2)]
         layout = paged_layout("TWO_X_NL_X_NBBS_NH_HS", self.memory, block_tokens=PAGE)
         self.groups = (KVGroup("kv", layout, {0: 1, 1: 3}),)
@@ -73,9 +96,10 @@ class Engine:
         self.chains, self.clock, self.figures, self.known = Chains(), Clock(), Figures(), Known()
         self.verifier = GatedVerifier(self.session)
         scheduler = SchedulerConnector(self.session, verifier=self.verifier, chain_of=self.chains.of)
+        self.patience = CountingPatience(1.0, self.clock)
         self.driver = Driver(
-            scheduler, answered=lambda seconds: None, verifies_all=True, patience=Patience(1.0, self.clock),
-            clock=self.clock,
+            scheduler, answered=lambda seconds: None, verifies_all=True, patience=self.patience, clock=self.clock,
+            cost=cost,
         )
         self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
         self.loads = Loads(
@@ -186,6 +210,31 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
     engine.verifier.gate.set()
 
 
+def test_one_step_waits_for_a_hash_and_later_ones_only_look(engine: Engine) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    engine.verifier.gate.clear()
+    for _ in range(5):
+        engine.lookups.tick(0)
+        assert engine.lookups.ask("r", pages) == 0
+    assert engine.patience.spent == 1
+    engine.verifier.gate.set()
+    assert engine.ask("r", pages) == 2
+
+
+def test_a_load_that_is_to_show_what_loads_take_is_made_however_often_it_is_asked_about(server: ServerProcess) -> None:
+    engine = Engine(server, OneProbe(PrefillSpeed(time.perf_counter), time.perf_counter))
+    try:
+        pages = names(2)
+        assert engine.store(pages)
+        for _ in range(3):
+            assert engine.ask("first", pages) == 2
+        assert engine.load("first", 2, 8)
+        assert engine.ask("second", pages) == engine.ask("second", pages) == 0, "dear, and so it stays"
+    finally:
+        engine.close()
+
+
 def test_who_is_asked_about_by_other_pages_each_time_does_not_wait_anew_each_time(engine: Engine) -> None:
     """SGLang asks about a prompt of whole pages with and without its last page, when it sorts its queue by hits."""
     pages = names(3)
@@ -221,6 +270,12 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     def fails(scheduler: Any) -> tuple[Any, Any]:
         raise MemoryError
 
+    engine.lookups.ask("other", pages)
+    holding.looked_up("other")
+    adder = SimpleNamespace(preempt_list=[third])
+    assert admit(holding, lambda adder, req: "admitted", adder, SimpleNamespace(rid="other", host_hit_length=0)) == (
+        "admitted"
+    ), "others were preempted for it"
     with pytest.raises(MemoryError):
         next_batch(holding, fails, scheduler)
     assert scheduler.waiting_queue == [other, held, third]

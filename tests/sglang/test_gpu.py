@@ -1,5 +1,5 @@
-"""The linker on a GPU: the conformance kit over SGLang's own pools, the order of copies and forward passes, and a whole
-engine with a draft model.
+"""The linker on a GPU: the conformance kit over SGLang's own pools, the order of copies and forward passes, and whole
+engines.
 
 By hand, with a Python that has SGLang for GPUs: `python -m pytest tests/sglang/test_gpu.py`.
 """
@@ -53,8 +53,15 @@ def test_the_linker_conforms_on_a_gpu_and_keeps_in_step_with_the_forward_pass(
     assert all(set(found[kind]) == {check.__name__ for check in CHECKS} for kind in kinds)
 
 
+@pytest.mark.parametrize("kind", ["wide", "wide-mla", "wide-states"], ids=["attention", "latent", "states"])
+def test_what_is_loaded_gives_what_a_local_hit_gives(kind: str, tmp_path: Path, server: ServerProcess) -> None:
+    found = run("gpu_engine.py", kind, model_of(kind, tmp_path), server.unix, tmp_path)
+    assert (found["cold"][1], found["local"][1]) == (0, 320)
+    assert found["loaded"] == found["local"], "tokens, their log-probabilities in every bit, what was not computed"
+
+
 def test_drafts_are_accepted_after_a_load_as_after_a_local_hit(tmp_path: Path, server: ServerProcess) -> None:
-    found = run("draft_engine.py", model_of("wide", tmp_path), server.unix, tmp_path)
+    found = run("gpu_engine.py", "draft", model_of("wide", tmp_path), server.unix, tmp_path)
     (tokens, cached, _), local, loaded, forgotten = (
         found[name] for name in ("cold", "local", "loaded", "forgotten")
     )

@@ -1,6 +1,6 @@
 """Makes the tests' models, each in a folder of its own: `python models.py KIND FOLDER [KIND FOLDER …]`.
 
-They are tiny ("wide": as wide as kernels for GPUs want it) and their weights random, but for what keeps tokens from
+They are tiny ("wide…": as wide as kernels for GPUs want it) and their weights random, but for what keeps tokens from
 being all alike: a wide spread of weights.
 """
 
@@ -18,6 +18,7 @@ COMMON = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.3,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
 }
+WIDE = COMMON | {"hidden_size": 512, "num_attention_heads": 8, "dtype": "bfloat16"}
 
 
 def make(kind: str, folder: str) -> None:
@@ -32,8 +33,7 @@ def make(kind: str, folder: str) -> None:
         config = transformers.LlamaConfig(**COMMON)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "wide":
-        wide = {"hidden_size": 512, "num_attention_heads": 8, "dtype": "bfloat16"}
-        config = transformers.LlamaConfig(**{**COMMON, **wide})
+        config = transformers.LlamaConfig(**WIDE)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "window":
         layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -42,24 +42,26 @@ def make(kind: str, folder: str) -> None:
             mlp_layer_types=["dense"] * 4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         )
         model = transformers.MellumForCausalLM(config)
-    elif kind == "states":
+    elif kind in ("states", "wide-states"):
         layers = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+        common, width, state = (COMMON, 16, 16) if kind == "states" else (WIDE, 64, 128)
         config = transformers.Qwen3NextConfig(
-            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, layer_types=layers, full_attention_interval=2,
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=0,
-            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+            **{**common, "num_hidden_layers": 4}, head_dim=width, layer_types=layers, full_attention_interval=2,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=2 * width, shared_expert_intermediate_size=0,
+            linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=state, linear_value_head_dim=state,
         )
         model = transformers.Qwen3NextForCausalLM(config)
-    elif kind == "mla":
+    elif kind in ("mla", "wide-mla"):
         yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
+        common, rank, rope, width = (COMMON, 32, 16, 16) if kind == "mla" else (WIDE, 512, 64, 128)
         config = transformers.DeepseekV2Config(
-            **COMMON, rope_parameters=yarn, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16,
-            qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=3, moe_layer_freq=1, n_routed_experts=4,
+            **common, rope_parameters=yarn, kv_lora_rank=rank, q_lora_rank=None, qk_rope_head_dim=rope,
+            qk_nope_head_dim=width, v_head_dim=width, first_k_dense_replace=3, moe_layer_freq=1, n_routed_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=32,
         )
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
-        raise ValueError(f"found {kind!r}, wanted llama, wide, window, states, mla or adapter-…")
+        raise ValueError(f"found {kind!r}, wanted llama, window, states, mla, wide, wide-states, wide-mla or adapter-…")
     model.to(config.dtype)
     # The states' model has experts that all tokens share, of no width; SGLang knows none.
     weights = {name: weight for name, weight in model.state_dict().items() if "shared_expert" not in name}

@@ -23,8 +23,10 @@ class EarlyQuestions:
         """Asked about, by us or by the engine's own lookup."""
 
     def arrived(self, request_id: str) -> None:
-        self._waiting[request_id] = None
-        self._ask_next()
+        """Any number of times."""
+        if request_id not in self._open:
+            self._waiting.setdefault(request_id)
+            self._ask_next()
 
     def asked(self, request_id: str) -> None:
         """The engine has looked the request up, in whatever order it takes them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -39,12 +40,13 @@ from kvdock.client.client import Client
 from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.vllm.arrivals import in_turn, listen
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
-from kvdock.connectors.vllm.request_tag import Tags
+from kvdock.connectors.vllm.request_tag import Tags, is_plain
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -113,7 +115,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """`nonce`: a random name; `now_ns`: since 1970; vLLM passes the others."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self._nonce, self._began_ns = nonce, now_ns()
+        self._nonce, self._began_ns, self.turn = nonce, now_ns(), threading.RLock()
         log_among_theirs()
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.load(transfer.kv_connector_extra_config, os.environ)
@@ -141,6 +143,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning(ASIDE, "it caches recurrent states where no other connector is set, and one is.")
         if role == KVConnectorRole.SCHEDULER:
             warn_of_version(vllm.__version__)
+            listen()
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
@@ -190,6 +193,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KvdockPromMetrics:
         return KvdockPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @in_turn
     def shutdown(self) -> None:
         for side in (self._worker, self._scheduler):
             if side is not None:
@@ -281,6 +285,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))  # all say the same
 
+    @in_turn
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """What is another connector's is left to it."""
         told = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
@@ -324,12 +329,20 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.arrived(request)
         self._waiting.clear()
 
+    @in_turn
+    def received(self, request: Any) -> None:
+        """vLLM has a new request, and plans steps with it soon (arrivals.py). A plain one is new by its name."""
+        if self._scheduler is not None and is_plain(request):
+            self._scheduler.expects(request)
+
+    @in_turn
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
         elif self._groups:
             self._waiting.append(request)
 
+    @in_turn
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             is_soon = bool(self._groups) and self._built <= self._config.max_concurrent_batches
@@ -340,15 +353,18 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         """Newer versions count by source what was not computed: ours comes from this host's memory."""
         return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
 
+    @in_turn
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None:
             table = [[None if block.is_null else block.block_id for block in column] for column in blocks.blocks]
             self._scheduler.allocated(request, table, num_external_tokens)
 
+    @in_turn
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         self._built += 1
         return Metadata(self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders())
 
+    @in_turn
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         report = told.report if isinstance(told, WorkerMetadata) else Report()
@@ -370,6 +386,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @in_turn
     def request_finished_all_groups(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -381,14 +398,17 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._waiting = [one for one in self._waiting if one.request_id != request.request_id]
         return False, None
 
+    @in_turn
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
+    @in_turn
     def reset_cache(self) -> bool:
         """vLLM asks for it with reset_connector=True, when it pauses to change weights, and when it sleeps. As
         Settings.on_reset has it; False, and nothing is loaded until then, if the server was to clear and did not."""
         return self._scheduler is not None and self._scheduler.reset()
 
+    @in_turn
     def take_events(self) -> Iterable[Any]:
         """KV cache events, when vLLM publishes them: what of the server this instance has met (announcer.py)."""
         return self._events.take() if self._events is not None else ()

@@ -1,13 +1,13 @@
 """In the scheduler's process: answers lookups, plans loads, and offers what is computed.
 
-A request is asked about when it arrives, if few wait before it (connectors/early.py), and by its lookup at the latest.
+A request is asked about when vLLM receives it, if few wait before it (connectors/early.py), and by its lookup at last.
 "Ask again" costs a request a whole step, so a lookup waits a moment for its answer (connectors/patience.py). An
 admission begins a load. Each step offers the chunks that its end completes (stores.py).
 
 Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
 largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
 
-Threads: vLLM's scheduler thread calls everything.
+Threads: vLLM's scheduler thread calls everything, but for what arrivals.py calls in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.compute_once import ComputeOnce
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
-from kvdock.connectors.interface import Miss, Pending
+from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.prefill_speed import PrefillSpeed
@@ -157,10 +157,8 @@ class VllmScheduler:
         found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
         if self._driver.late > late:
             self._outcomes.held_back(request.request_id, "late")
-        if isinstance(found, Pending):
-            return None, False
-        if isinstance(found, Miss):
-            return 0, False
+        if not isinstance(found, Hit):
+            return (None if isinstance(found, Pending) else 0), False
         self._outcomes.found(request.request_id, found.tokens)
         tracked.is_async = self._load_async and self._budget.fits(request)
         if self._has_states and not tracked.is_async:
@@ -200,6 +198,9 @@ class VllmScheduler:
     def arrived(self, request: Any) -> None:
         self._budget.add(request)
         self._tags.arrived(request)
+        self.expects(request)
+
+    def expects(self, request: Any) -> None:  # any number of times
         is_long = self._usable(request) >= self._chunk_tokens
         if is_long and self._may_load(request) and self._tags.of(request) is not None:
             self._tracked.setdefault(request.request_id, Tracked(request))

@@ -186,6 +186,8 @@ def test_the_first_that_wait_are_asked_about_and_the_next_when_one_of_them_leave
     early = EarlyQuestions(sent.append)
     for number in range(MOST_EARLY + 3):
         early.arrived(f"r{number}")
+    for name in ("r0", f"r{MOST_EARLY + 1}"):  # the engine has received them, and now its scheduler has
+        early.arrived(name)
     assert sent == [f"r{number}" for number in range(MOST_EARLY)]
     early.left("r1")
     assert sent[-1] == f"r{MOST_EARLY}"

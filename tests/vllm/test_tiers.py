@@ -57,3 +57,19 @@ def test_what_a_tier_brings_has_the_bits_of_local_hits(
         assert [float(waits[name]) for name in ends] == [3, 0, 1, 4]
         assert float(waits["wait_seconds_sum"]) > 5.0
         assert engine.close() == 0, engine.log_text()
+
+
+def test_tiers_load_for_a_request_while_the_step_runs_in_which_it_comes(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(
+        models["llama"], server.unix, extra={"load_if_cheaper": False}, engine={"disable_log_stats": False},
+    ) as engine:
+        engine.generate(PROMPTS)
+        engine.do("drain")
+        leave_in_the_tier(server, engine)
+        assert engine.generate(PROMPTS, during_a_step=True)[1] == HITS
+        exported = engine.do("metrics")["text"]
+        waits = re.findall(r"^vllm:kvdock_tier_waits_\w+_total\{.*\} (\S+)$", exported, re.MULTILINE)
+        assert [float(count) for count in waits] == [0, 0, 0], "all of it was there when the scheduler came to them"
+        assert engine.close() == 0, engine.log_text()

@@ -7,8 +7,9 @@ at the socket is {"model": "folder", "address": "unix:/…" or null, …} with f
 stdin, stdout and stderr, and where its process id and in the end its exit status are written.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
-are to be admitted in one step, "adapter": [name, number, folder], "images": [[name or null, colour]] with one image for
-each prompt, and "new": how many tokens each generates. kv_transfer_params say "kvdock": {…} to kvdock and "handed":
+are to be admitted in one step, "during_a_step" if they come while one runs, "adapter": [name, number, folder],
+"images": [[name or null, colour]] with one image for each prompt, and "new": how many tokens each generates.
+kv_transfer_params say "kvdock": {…} to kvdock and "handed":
 {…} to another connector; what the engine gives to be handed on is "handed" of the answer. Other jobs: {"do": "reset"},
 {"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,6 +76,36 @@ def together(connector: Any, count: int) -> Iterator[None]:
         yield
     finally:
         connector.get_num_new_matched_tokens = real
+
+
+@contextmanager
+def during_a_step(core: Any, address: str) -> Iterator[None]:
+    """A request that the core has received comes to its scheduler once lower tiers have loaded something, and then
+    nothing for a while: as if a long step ran meanwhile."""
+    from kvdock.client.client import Client
+
+    real = core.add_request
+
+    def add_request(*request: Any) -> None:
+        with Client(address) as client:
+            loaded, end_s = [sum(one.counters["loaded_bytes"] for one in client.status().tiers)], time.monotonic() + 20
+            while (len(loaded) < 5 or loaded[0] == loaded[-1] or loaded[-4] != loaded[-1]) and time.monotonic() < end_s:
+                time.sleep(0.1)  # the server does not say when a load ends: it is asked again
+                loaded.append(sum(one.counters["loaded_bytes"] for one in client.status().tiers))
+        real(*request)
+
+    core.add_request = add_request
+    try:
+        yield
+    finally:
+        core.add_request = real
+
+
+def way_of(job: dict[str, Any], core: Any, address: str) -> AbstractContextManager[None]:
+    """How the job's requests come to the scheduler."""
+    if job.get("during_a_step"):
+        return during_a_step(core, address)
+    return together(core.scheduler.connector, len(job["prompts"])) if job.get("together") else nullcontext()
 
 
 def drafts_of(scheduler: Any) -> list[list[int]]:
@@ -260,7 +291,7 @@ def serve(said: dict[str, Any]) -> None:
             params.extra_args = {"kv_transfer_params": handed} if handed else None
             drafts.clear()
             brought.clear()
-            with together(scheduler.connector, len(asked)) if job.get("together") else nullcontext():
+            with way_of(job, llm.llm_engine.engine_core.engine_core, said["address"]):
                 outs = [out for batch in batches for out in llm.generate(
                     batch, params, use_tqdm=False, lora_request=adapter
                 )]

@@ -374,4 +374,10 @@ MUTANTS = (
         "{group.state and f'/{group.state}'}", "",
         ("tests/connectors/test_vllm_states.py",), "test_engines_whose_states_differ_inside_a_page_never_meet",
     ),
+    Mutant(
+        "V46", "nobody hears of a request before its step", "connectors/vllm/connector.py",
+        "            listen()\n", "            pass\n",
+        ("tests/vllm/test_tiers.py", "-k", "while_the_step"),
+        "test_tiers_load_for_a_request_while_the_step_runs_in_which_it_comes",
+    ),
 )

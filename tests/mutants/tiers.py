@@ -80,8 +80,8 @@ MUTANTS = (
     ),
     Mutant(
         "L14", "a slot is given back while a load may write to it", "tiers/mover/fetches.py",
-        "found = loading.result()\n        except TierError:",
-        "found = loading.result(fetch.deadline.left_s)\n"
+        "found = lane.load(loads, fetch.deadline).result()\n        except TierError:",
+        "found = lane.load(loads, fetch.deadline).result(fetch.deadline.left_s)\n"
         "        except (TierError, TimeoutError):",
         ("tests/tiers/test_frozen_midway.py", "-k", "disk"),
         "test_a_store_that_freezes_in_the_midst_of_a_part_harms_nobody",
@@ -155,15 +155,5 @@ MUTANTS = (
         "self.pay = self._came >= LEAST_SHARE * total", "pass",
         ("tests/tiers/test_admission.py",),
         "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",
-    ),
-    Mutant(
-        "L28", "batches of several requests take turns", "tiers/mover/in_order.py",
-        "(order, next(self._numbers)", "(0.0, next(self._numbers)",
-        ("tests/tiers/test_fetches.py",), "test_the_request_that_asked_first_has_all_of_its_chunks_first",
-    ),
-    Mutant(
-        "L29", "what others have still to load counts for nothing", "tiers/mover/fetches.py",
-        "        lane.come(more * fetch.place.chunk_bytes)\n", "        pass\n",
-        ("tests/tiers/test_fetches.py",), "test_the_request_that_asked_first_has_all_of_its_chunks_first",
     ),
 )

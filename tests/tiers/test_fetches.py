@@ -6,7 +6,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import pytest
 from api_helpers import ServerProcess, eventually
@@ -116,37 +115,6 @@ def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
     eventually(lambda: [(fetch.ticket, fetch.prefetch) for fetch in ended] == [(7, 0), (0, 1), (0, 2)], 30.0)
     assert tier.began == [ahead[0], waits[0], ahead[BATCH], also[0]]
     assert [fetch.loaded for fetch in ended] == [4, BATCH + 2, 2]
-
-
-def test_the_request_that_asked_first_has_all_of_its_chunks_first(
-    engine: TierEngine, tier: HeldTier, place: Place, ended: list[Fetch]
-) -> None:
-    lane = Lane(tier, clock=time.monotonic, lost=lambda error: None)
-    fetches = Fetches(
-        [lane], engine.client, promise=lambda said: None, ended=ended.append, lacked=lambda lane, keys: None,
-        batch_bytes=PART,  # a chunk each
-    )
-    first, second, size = engine.chain(8), engine.chain(3), place.chunk_bytes
-    fetches.begin(Fetch(place, first, 0, 1, 60.0))
-    eventually(lambda: sorted(tier.began) == sorted(first[:4]))
-    fetches.begin(Fetch(place, second, 0, 2, 60.0))
-    for done in range(4):
-        waiting = min(2, len(first) - 4 - done) + len(second)
-        eventually(partial(lambda count: len(lane._loads._waiting) == count, waiting))
-        tier.held[first[done]].set()
-        eventually(partial(lambda key: key in tier.began, first[4 + done]))
-    assert set(tier.began) == set(first), "a thread that becomes free has the first one's next"
-    assert lane.expected_s(0) > lane.speed.seconds(7 * size), "four of the first one's, and the second one's"
-    time.sleep(0.3)  # the second one waits meanwhile
-    for keys, ends in ((first[4:], [(1, 8)]), (second, [(1, 8), (2, 3)])):
-        for key in keys:
-            tier.held[key].set()
-        eventually(partial(lambda so_far: [(one.ticket, one.loaded) for one in ended] == so_far, ends))
-    assert lane.expected_s(0) == lane.speed.latency_s
-    read_s = [fetch.reads_since_s or 0.0 for fetch in ended]
-    assert read_s[1] - read_s[0] > 0.3, "which says nothing of how fast the tier is"
-    fetches.close()
-    lane.close(Deadline(1.0))
 
 
 def test_a_request_loads_for_itself_what_another_one_has_given_up(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -40,9 +39,8 @@ log = logging.getLogger("kvdock.tiers")
 EXISTS_S, EXISTS_SHARE = 0.05, 0.25
 """How long a tier may take to say what it has: this long, or this share of the time that the request has left."""
 THREADS = 8
-DEPTH = 6
-"""So many batches of a fetch are under way: a tier reads four (lanes.py), one is hashed and published, and the next one
-waits, so that no later request has a thread that becomes free."""
+DEPTH = 4
+"""So many batches of a fetch are under way: one is read, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 1.0, 8 << 20
 """The same for what comes ahead of requests."""
 LOOK_S = 0.05
@@ -64,22 +62,9 @@ class Fetch:
     deadline: Deadline = field(init=False)
     loaded: int = 0
     """Chunks that it has published."""
-    coming: int = 0
-    """Chunks that are to come for a request."""
-    reads_since_s: float | None = None
-    """When it was its turn at the tier for the first time."""
 
     def __post_init__(self) -> None:
         self.deadline = Deadline(self.wait_s)
-
-    @property
-    def order(self) -> float:
-        """At a tier, among other fetches: requests as they have asked, before what comes ahead of them."""
-        return self.ticket or math.inf
-
-    def reads(self, now_s: float) -> None:
-        if self.reads_since_s is None:
-            self.reads_since_s = now_s
 
 
 @dataclass
@@ -216,15 +201,11 @@ class Fetches:
         if attachment is None or not attachment.acquire():
             return
         began_s = self._clock()
-        _comes(fetch, lane, len(found))
         try:
             self._stream(fetch, lane, attachment, found)
         finally:
             attachment.release()
-            _comes(fetch, lane, -fetch.coming)
-            ended_s = self._clock()
-            loading_s = ended_s - (fetch.reads_since_s if fetch.reads_since_s is not None else began_s)
-            lane.fetched(fetch.loaded * place.chunk_bytes, ended_s - began_s, loading_s)
+            lane.fetched(fetch.loaded * place.chunk_bytes, self._clock() - began_s)
 
     def _stream(self, fetch: Fetch, lane: Lane, attachment: Attachment, found: list[list[int]]) -> None:
         """Batch by batch: while one is hashed and published, others are being loaded. What comes ahead of requests
@@ -245,9 +226,7 @@ class Fetches:
                 if batch.granted.limited_by is not None:
                     break
                 if len(under_way) == depth:
-                    oldest = under_way.popleft()
-                    is_whole = self._end(fetch, lane, attachment, oldest)
-                    _comes(fetch, lane, -len(oldest.keys))
+                    is_whole = self._end(fetch, lane, attachment, under_way.popleft())
         finally:
             for batch in under_way:
                 is_whole = self._end(fetch, lane, attachment, batch, is_wanted=is_whole) and is_whole
@@ -363,9 +342,8 @@ class Fetches:
 
     def _read(self, fetch: Fetch, lane: Lane, loads: Sequence[ToLoad]) -> tuple[dict[PartName, int], list[ToLoad]]:
         """(checksums of those that came whole, those that are damaged)."""
-        loading = lane.load(loads, fetch.deadline, fetch.order, begins=lambda: fetch.reads(self._clock()))
         try:
-            found = loading.result()
+            found = lane.load(loads, fetch.deadline).result()
         except TierError:
             return {}, []
         sums: dict[PartName, int] = {}
@@ -403,13 +381,6 @@ class Fetches:
             place_lost(place, attachment, error)
             return 0
         return end
-
-
-def _comes(fetch: Fetch, lane: Lane, more: int) -> None:
-    """So many chunks are to come, or have (below 0). Nobody waits behind what comes ahead of requests."""
-    if fetch.ticket:
-        fetch.coming += more
-        lane.come(more * fetch.place.chunk_bytes)
 
 
 def place_lost(place: Place, attachment: Attachment, error: Exception) -> None:

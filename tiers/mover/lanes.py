@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdock.datapath.checksum import checksum
-from kvdock.tiers.mover.in_order import InOrder
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
@@ -144,14 +143,13 @@ class Lane:
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.fetch_s = 0, 0.0
-        self._coming_bytes = 0
+        self.loading_bytes = 0
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
             for kind, threads in (("ask", 2), ("load", 4), ("store", 2), (PROBE, 1))
         }
-        self._loads = InOrder(self._pools["load"])
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
         self._learnt_s = -MEASURE_S
@@ -170,18 +168,12 @@ class Lane:
 
         return self._call("ask", deadline, lambda: self.tier.exists(names, deadline), judge)
 
-    def load(
-        self, parts: Sequence[ToLoad], deadline: Deadline, order: float = 0.0, begins: Callable[[], None] | None = None
-    ) -> Future[list[Loaded]]:
-        """`order`: as InOrder has it. `begins`: called when it is its turn. The future ends when nothing touches the
-        pages any more, however late. It raises TierError."""
-
-        def run() -> list[Loaded]:
-            if begins is not None:
-                begins()
-            return self._load(parts, deadline)
-
-        return self._loads.submit(order, run)
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> Future[list[Loaded]]:
+        """The future ends when nothing touches the pages any more, however late. It raises TierError."""
+        bytes_wanted = sum(part.length for part in parts)
+        with self._lock:
+            self.loading_bytes += bytes_wanted
+        return self._pools["load"].submit(self._load, parts, bytes_wanted, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         """LaneOff, TierError. Returns when nothing touches the pages any more, however late."""
@@ -206,22 +198,16 @@ class Lane:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
     def expected_s(self, more_bytes: int) -> float:
-        """Until so many bytes more would have been loaded, behind those that are to come."""
-        return self.speed.seconds(self._coming_bytes + more_bytes)
+        """Until so many bytes more would have been loaded, behind those that are being loaded."""
+        return self.speed.seconds(self.loading_bytes + more_bytes)
 
-    def come(self, more_bytes: int) -> None:
-        """So many bytes are to come for requests from now on; below 0: they have come, or do not."""
-        with self._lock:
-            self._coming_bytes += more_bytes
-
-    def fetched(self, done_bytes: int, took_s: float, loading_s: float) -> None:
-        """A request's chunks were loaded, hashed and published, in one batch or several, and `loading_s` is without the
-        time in which what was asked for before was loaded."""
+    def fetched(self, done_bytes: int, took_s: float) -> None:
+        """A request's chunks were loaded, hashed and published, in one batch or several."""
         with self._lock:
             self.fetches += 1
             self.fetch_s += took_s
         if done_bytes:
-            self._learn(done_bytes, loading_s)
+            self._learn(done_bytes, took_s)
 
     def probe(self) -> None:
         """Counts calls that do not return, and tries a tier that rests, if it is time, in the background."""
@@ -242,7 +228,6 @@ class Lane:
     def close(self, deadline: Deadline) -> None:
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-        self._loads.cancel()
         try:
             self.tier.close(deadline)
         except TierError as error:
@@ -293,21 +278,27 @@ class Lane:
             self.breaker.succeeded(kind)
         return found
 
-    def _load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
-        self._require_closed()
-        began_s, bytes_wanted = self._clock(), sum(part.length for part in parts)
+    def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
+        try:
+            self._require_closed()
+            began_s = self._clock()
 
-        def judge(found: list[Loaded]) -> str:
-            is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
-            why = _failure([loaded.outcome for loaded in found], is_fair=is_fair)
-            self._unloaded = parts[0] if why else self._unloaded
-            return why
+            def judge(found: list[Loaded]) -> str:
+                is_fair = self._clock() - began_s >= max(FAIR_S, self.speed.seconds(bytes_wanted))
+                why = _failure([loaded.outcome for loaded in found], is_fair=is_fair)
+                self._unloaded = parts[0] if why else self._unloaded
+                return why
 
-        found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
-        for part, loaded in zip(parts, found, strict=True):
-            self.counters[f"load_{loaded.outcome.value}"] += 1
-            self.counters["loaded_bytes"] += part.length if loaded.outcome is Outcome.DONE else 0
-        return found
+            found = self._guarded(_Call("load", deadline, parts[0]), lambda: self.tier.load(parts, deadline), judge)
+            done_bytes = 0
+            for part, loaded in zip(parts, found, strict=True):
+                self.counters[f"load_{loaded.outcome.value}"] += 1
+                done_bytes += part.length if loaded.outcome is Outcome.DONE else 0
+            self.counters["loaded_bytes"] += done_bytes
+            return found
+        finally:
+            with self._lock:
+                self.loading_bytes -= bytes_wanted
 
     def _learn(self, done_bytes: int, took_s: float) -> None:
         self.speed.learn(done_bytes, took_s)

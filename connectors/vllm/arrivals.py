@@ -4,7 +4,7 @@ vLLM's scheduler takes new requests in between two steps, and only then tells co
 takes 300 ms and more, in which a lower tier loads gigabytes. So the connector hears of a request when vLLM's core
 receives it:
 
-    vLLM's receiving thread   EngineCore.preprocess_add_request ──► `received`: the server is asked, tiers begin to load
+    vLLM's receiving thread   EngineCore.preprocess_add_request ──► kvdock_received: the server is asked, tiers load
     vLLM's scheduler thread   … a step ends ──► on_new_request ──► get_num_new_matched_tokens: what has come is found
 
 Connectors have no hook there, so `listen` wraps the method. A vLLM without it is served as well: a request is asked
@@ -23,13 +23,15 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
+MOST_STEPS = 3
+"""What vLLM does not schedule within these many steps it has refused."""
 _is_listening = False
 
 
 class TakesTurns(Protocol):
-    """`turn`: held while one of its methods runs."""
-
-    turn: AbstractContextManager[Any]
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Held while one of its methods runs."""
 
 
 T = TypeVar("T", bound=TakesTurns)
@@ -48,9 +50,32 @@ def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P
     return run
 
 
+class Unscheduled:
+    """Requests that vLLM has received, and of which its scheduler has not heard. It takes them before it plans the next
+    step, and never hears of those that vLLM refuses, because it is paused, say. Nobody tells connectors of that."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since: dict[str, int] = {}
+
+    def add(self, request_id: str) -> None:
+        self._since[request_id] = self._steps
+
+    def remove(self, request_id: str) -> None:
+        self._since.pop(request_id, None)
+
+    def refused(self) -> list[str]:
+        """Called in each step. One that is scheduled later all the same is asked about once more."""
+        self._steps += 1
+        found = [request_id for request_id, steps in self._since.items() if self._steps - steps > MOST_STEPS]
+        for request_id in found:
+            del self._since[request_id]
+        return found
+
+
 def listen() -> None:
     """From now on all cores of this process tell their connectors of each request that they have received, by
-    `received(request)`."""
+    `kvdock_received(request)`."""
     global _is_listening
     core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
     if core is None or _is_listening:
@@ -76,5 +101,5 @@ def listen() -> None:
 def _tell(core: Any, request: Any) -> None:
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     for one in (connector, *getattr(connector, "_connectors", ())):  # MultiConnector has several
-        if hasattr(one, "received"):
-            one.received(request)
+        if hasattr(one, "kvdock_received"):
+            one.kvdock_received(request)

@@ -46,7 +46,7 @@ from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStat
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.plugin import register
-from kvdock.connectors.vllm.request_tag import Tags, is_plain
+from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -287,9 +287,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What is another connector's is left to it."""
+        """What is another connector's is left to it. vLLM may say it again when it wakes."""
         told = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
-        if told:
+        if told and self._scheduler is None:
             self._begin(told, is_beside=False)
 
     def _begin(self, told: Sequence[bytes], *, is_beside: bool) -> None:
@@ -330,10 +330,10 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._waiting.clear()
 
     @in_turn
-    def received(self, request: Any) -> None:
-        """vLLM has a new request, and plans steps with it soon (arrivals.py). A plain one is new by its name."""
-        if self._scheduler is not None and is_plain(request):
-            self._scheduler.expects(request)
+    def kvdock_received(self, request: Any) -> None:
+        """vLLM has a new request, of which its scheduler hears in between two steps (arrivals.py)."""
+        if self._scheduler is not None:
+            self._scheduler.received(request)
 
     @in_turn
     def on_new_request(self, request: Any) -> None:

@@ -173,3 +173,8 @@ def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
             f"its page is {page_bytes} bytes."
         )
     return (tensor.data_ptr(), step * split, page_bytes, 1, page_bytes)
+
+
+def whole_blocks(groups: Sequence[KVGroup], table: Sequence[list[int | None]], tokens: int) -> list[list[int | None]]:
+    """What of a request's blocks, per group, holds nothing but its first `tokens` tokens."""
+    return [column[: tokens // group.block_tokens] for column, group in zip(table, groups, strict=True)]

@@ -1,7 +1,7 @@
 """What became of each of vLLM's requests. Those that ask for it hear it with their answer, and people read it at the
 server; docs/vllm.md has the words.
 
-Threads: vLLM's scheduler thread calls everything.
+Threads: one at a time (arrivals.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class Outcomes(RequestOutcomes):
             asked = self._asked[request.request_id] = asked_by(request)
             self._of(request.request_id)  # every request that was looked at has an outcome
         return asked
+
+    def forget(self, request_id: str) -> None:
+        """vLLM did not take the request: it has no outcome."""
+        self._asked.pop(request_id, None)
+        self._stories.pop(request_id, None)
 
     def answer(self, request: Any) -> dict[str, Any] | None:
         """The request has ended: what its answer's `kv_transfer_params` are to say. None: nothing, because it did not

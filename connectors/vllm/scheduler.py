@@ -1,6 +1,7 @@
 """In the scheduler's process: answers lookups, plans loads, and offers what is computed.
 
-A request is asked about when vLLM receives it, if few wait before it (connectors/early.py), and by its lookup at last.
+A plain request is asked about when vLLM receives it (arrivals.py), others when its scheduler does, if few wait before
+it (connectors/early.py), and by its lookup at the latest.
 "Ask again" costs a request a whole step, so a lookup waits a moment for its answer (connectors/patience.py). An
 admission begins a load. Each step offers the chunks that its end completes (stores.py).
 
@@ -34,18 +35,19 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, ServerEpoch, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
+from kvdock.connectors.vllm.arrivals import Unscheduled
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
-from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.outcomes import Outcomes
-from kvdock.connectors.vllm.request_tag import Tags, chain_of
+from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Handed, Table, begun, blocks_behind, failing, grown, handed, settled
+from kvdock.connectors.vllm.tables import Handed, Table, begun, blocks_behind, failing, follow, grown, handed, settled
 from kvdock.connectors.vllm.tracked import Tracked
 
 LEAST_PROMPT = 64
@@ -75,6 +77,7 @@ class VllmScheduler:
         self.figures = Figures()
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
+        self._unscheduled = Unscheduled()
         self._tags = tags if tags is not None else Tags()
         share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
@@ -196,11 +199,18 @@ class VllmScheduler:
         return int(request.num_tokens) - 1
 
     def arrived(self, request: Any) -> None:
+        self._unscheduled.remove(request.request_id)
         self._budget.add(request)
         self._tags.arrived(request)
-        self.expects(request)
+        self._expects(request)
 
-    def expects(self, request: Any) -> None:  # any number of times
+    def received(self, request: Any) -> None:
+        """vLLM has it, and its scheduler has not. Others than plain ones may be more of a request that runs."""
+        if is_plain(request) and request.request_id not in self._tracked:
+            self._unscheduled.add(request.request_id)
+            self._expects(request)
+
+    def _expects(self, request: Any) -> None:
         is_long = self._usable(request) >= self._chunk_tokens
         if is_long and self._may_load(request) and self._tags.of(request) is not None:
             self._tracked.setdefault(request.request_id, Tracked(request))
@@ -229,7 +239,7 @@ class VllmScheduler:
         if tracked.is_async:
             self._budget.take(request)
             self._loaded_into |= tracked.given
-        columns = self._whole_blocks(table, hit)
+        columns = whole_blocks(self._groups, table, hit)
         begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
         if begun is None:  # the server went away since it was promised: the workers report a failed load
             plan = failing(self._groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit)
@@ -245,6 +255,11 @@ class VllmScheduler:
     def build(self, output: Any) -> Orders:
         """Drains what is planned and takes note of what vLLM has scheduled."""
         self._built += 1
+        for request_id in self._unscheduled.refused():
+            self._early.left(request_id)
+            self._forget(request_id)
+            self._outcomes.forget(request_id)
+            self._tracked.pop(request_id, None)
         self._tags.step()
         self.figures.state("attached", int(self._session.attachment is not None))
         self.figures.add("lookups_late", self._driver.late)
@@ -255,7 +270,7 @@ class VllmScheduler:
             self._note_used(request_id, is_preempted=True)
             self._store_once_more(request_id)
             self._forget(request_id)
-        self._note_tables(output)
+        follow(output, self._tracked)
         duplicate = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
         patience = self._driver.patience
         if self._last_store is not None and patience is not None and not patience.is_open:
@@ -315,17 +330,6 @@ class VllmScheduler:
             for column in more:
                 self._fresh.update(filter(None, column))
 
-    def _note_tables(self, output: Any) -> None:
-        for request_id, table in begun(output):
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.table = table
-        for request_id, more in grown(output):
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.table is not None:
-                for column, added in zip(tracked.table, more, strict=True):
-                    column.extend(added)
-
     def _offer(self, request_id: str, count: int, states: Set[Handed], *, duplicate: bool) -> None:
         """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
         from the pool while the request runs."""
@@ -343,7 +347,7 @@ class VllmScheduler:
         is_new, tracked.is_new = tracked.is_new, False
         if is_new and computed // self._chunk_tokens <= tracked.local_tokens // self._chunk_tokens:
             return  # all of it was a local hit: it is offered again once the first token is out
-        whole = self._whole_blocks(tracked.table, computed)
+        whole = whole_blocks(self._groups, tracked.table, computed)
         columns = settled(self._groups, whole, (before, before + count), states)
         self._stores.begin(self._connector.stores.begin_store(
             request_id, request.all_token_ids, columns, computed, duplicate=duplicate
@@ -362,10 +366,6 @@ class VllmScheduler:
         offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
         last = self._stores.begin(offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens))
         self._last_store = last or self._last_store
-
-    def _whole_blocks(self, table: Table, tokens: int) -> Table:
-        """What of `table` holds nothing but the first `tokens` tokens."""
-        return [column[: tokens // group.block_tokens] for column, group in zip(table, self._groups, strict=True)]
 
     # ------------------------------------------------------------------ ends
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kvdock.connectors.plans import LoadPiece, LoadPlan
@@ -30,6 +30,17 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
     for request_id, ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if ids is not None and request_id not in cached.resumed_req_ids:
             yield request_id, [_or_none(column) for column in ids]
+
+
+def follow(output: Any, tracked: Mapping[str, Any]) -> None:
+    """Takes note of them in `tracked`, which has a `table` for each request that is known."""
+    for request_id, table in begun(output):
+        if request_id in tracked:
+            tracked[request_id].table = table
+    for request_id, more in grown(output):
+        if request_id in tracked and tracked[request_id].table is not None:
+            for column, added in zip(tracked[request_id].table, more, strict=True):
+                column.extend(added)
 
 
 def handed(output: Any, request_id: str) -> Set[Handed]:

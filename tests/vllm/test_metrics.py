@@ -54,6 +54,11 @@ def test_figures_of_two_workers_are_added(told: Callable[[str], dict[str, Any]])
 
 
 @pytest.mark.every_minor
+def test_what_vllm_receives_and_refuses_leaves_nothing_behind(told: Callable[[str], dict[str, Any]]) -> None:
+    nothing = dict.fromkeys(("tracked", "open", "waiting", "asked", "stories"), 0)
+    assert told("refused") == {"leases": [4, 0], "hit": 128, "left": nothing}
+
+
 def test_nothing_stored_before_a_reset_is_loaded_after_it(told: Callable[[str], dict[str, Any]]) -> None:
     assert told("reset") == {"hits": [0, 128, 0, 128], "answer": True, "bad_reads": 0}
 

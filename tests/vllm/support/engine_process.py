@@ -84,14 +84,19 @@ def during_a_step(core: Any, address: str) -> Iterator[None]:
     nothing for a while: as if a long step ran meanwhile."""
     from kvdock.client.client import Client
 
-    real = core.add_request
+    def loaded_bytes() -> int:
+        with Client(address) as client:
+            return sum(one.counters["loaded_bytes"] for one in client.status().tiers)
+
+    real, before = core.add_request, loaded_bytes()
 
     def add_request(*request: Any) -> None:
-        with Client(address) as client:
-            loaded, end_s = [sum(one.counters["loaded_bytes"] for one in client.status().tiers)], time.monotonic() + 20
-            while (len(loaded) < 5 or loaded[0] == loaded[-1] or loaded[-4] != loaded[-1]) and time.monotonic() < end_s:
-                time.sleep(0.1)  # the server does not say when a load ends: it is asked again
-                loaded.append(sum(one.counters["loaded_bytes"] for one in client.status().tiers))
+        nonlocal before
+        found, end_s = [before], time.monotonic() + 20
+        while (len(found) < 5 or found[0] == found[-1] or found[-4] != found[-1]) and time.monotonic() < end_s:
+            time.sleep(0.2)  # the server does not say when a load ends: it is asked again
+            found.append(loaded_bytes())
+        before = found[-1]
         real(*request)
 
     core.add_request = add_request

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from warnings_heard import warnings_heard
 
+from kvdock.connectors.early import MOST_EARLY
 from kvdock.connectors.vllm.setup import ON_RESET
 
 
@@ -123,6 +124,35 @@ def loaded(engine: SchedEngine, name: str) -> int:
     engine.add(name, prompt(1, 150))
     engine.run()
     return engine.loaded_tokens - before
+
+
+def refused(address: str) -> dict[str, Any]:
+    """vLLM receives more requests than are asked about early, and its scheduler hears of none. Then others run."""
+    engine = own_engine(address)
+    loaded(engine, "cold")
+    engine.forget_prefixes()
+    connector = engine.scheduler.connector
+    half, client = connector._scheduler, connector._scheduler._session.client
+
+    def leases(count: int) -> int:
+        """Once there are so many, or after a while."""
+        until_s = time.monotonic() + 10.0
+        while (found := len(client.leases().leases)) != count and time.monotonic() < until_s:
+            time.sleep(0.01)  # calls end in the background
+        return found
+
+    for number in range(MOST_EARLY + 1):
+        for _ in range(2):
+            connector.kvdock_received(engine.made(f"never-{number}", prompt(1, 150)))
+    asked = leases(MOST_EARLY)
+    hit = loaded(engine, "taken")
+    engine.add("long", prompt(2, 40), max_tokens=12)
+    engine.run()
+    left = {"tracked": len(half._tracked), "open": len(half._early._open), "waiting": len(half._early._waiting)}
+    left |= {"asked": len(half._outcomes._asked), "stories": len(half._outcomes._stories)}
+    found = {"leases": [asked, leases(0)], "hit": hit, "left": left}
+    engine.close()
+    return found
 
 
 def reset(address: str) -> dict[str, Any]:
@@ -261,7 +291,7 @@ def aside(address: str) -> dict[str, Any]:
 
 
 SCENARIOS = {
-    "aside": aside,
+    "aside": aside, "refused": refused,
     "statistics": statistics, "two_workers": two_workers, "reset": reset, "reset_during_store": reset_during_store,
     "reset_while_one_runs": partial(reset_running, preempts=False),
     "reset_preempts_one": partial(reset_running, preempts=True), "sleep": sleep,

@@ -231,15 +231,22 @@ class SchedEngine:
         kv_transfer_params: dict[str, Any] | None = None, **more: Any,
     ) -> Request:
         """`more`: what newer versions know of a request."""
+        request = self.made(request_id, tokens, max_tokens, kv_transfer_params=kv_transfer_params, **more)
+        self.requests[request_id] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def made(
+        self, request_id: str, tokens: Sequence[int], max_tokens: int = 4, *,
+        kv_transfer_params: dict[str, Any] | None = None, **more: Any,
+    ) -> Request:
+        """As vLLM's core has it, before its scheduler has."""
         extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
-        request = Request(
+        return Request(
             request_id=request_id, prompt_token_ids=list(tokens), pooling_params=None,
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
             block_hasher=self._hasher, **more,
         )
-        self.requests[request_id] = request
-        self.scheduler.add_request(request)
-        return request
 
     def step(self) -> Any:
         """What was scheduled."""

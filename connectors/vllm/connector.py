@@ -287,9 +287,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What is another connector's is left to it. vLLM may say it again when it wakes."""
+        """What is another connector's is left to it."""
         told = [one.manifest for one in metadata.values() if isinstance(one, Handshake)]
-        if told and self._scheduler is None:
+        if told:
             self._begin(told, is_beside=False)
 
     def _begin(self, told: Sequence[bytes], *, is_beside: bool) -> None:
@@ -304,6 +304,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             raise NotSupportedError(
                 "kvdock needs KV of one size and order in all workers of an engine, and theirs differ."
             )
+        if self._scheduler is not None:
+            return  # vLLM says it again when it wakes
         token = read_token(self._settings.access_token_file)
         client = Client(self._settings.address, timeout_s=self._settings.timeout_s, access_token=token)
         session = EngineSession(client, manifest, self._identity("scheduler", ranks=(), scheduler=True))

@@ -380,4 +380,15 @@ MUTANTS = (
         ("tests/vllm/test_tiers.py", "-k", "while_the_step"),
         "test_tiers_load_for_a_request_while_the_step_runs_in_which_it_comes",
     ),
+    Mutant(
+        "V47", "two threads of vLLM are let in at a time", "connectors/vllm/arrivals.py",
+        "        with self.turn:\n", "        if True:\n",
+        ("tests/connectors/test_arrivals.py",), "test_one_thread_at_a_time_is_let_in_and_may_call_on",
+    ),
+    Mutant(
+        "V48", "what vLLM refuses is waited for", SCHEDULER,
+        "for request_id in self._unscheduled.refused():", "for request_id in ():",
+        ("tests/vllm/test_metrics.py", "-k", "refuses"),
+        "test_what_vllm_receives_and_refuses_leaves_nothing_behind",
+    ),
 )

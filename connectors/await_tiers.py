@@ -4,7 +4,7 @@ A lookup says how long its request may wait and how fast this engine computes; n
 than it is computed. Its answer says what is expected, and by when. The request waits until all of it is there, until
 nothing comes any more, or until the time that its lookup named is over; then it takes what there is.
 
-Threads: the engine's, alone. Nothing here blocks: who waits asks again in a later step.
+Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ while it takes less than computing: so the wait of a request is bounded by a sha
 would take here, at the speed of this engine's own steps. It ends earlier when for half of that time nothing more was
 stored, or when nobody stores any more. A request that has given up computes, and does not wait again.
 
-Threads: the engine's, alone. Nothing here blocks: who waits asks again in a later step.
+Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class EarlyQuestions:
         """Asked about, by us or by the engine's own lookup."""
 
     def arrived(self, request_id: str) -> None:
-        """Any number of times."""
+        """The engine may say it more than once."""
         if request_id not in self._open:
             self._waiting.setdefault(request_id)
             self._ask_next()

@@ -6,7 +6,7 @@ What computing takes is the speed of the engine's own steps (PrefillSpeed). Unti
 
 If no load has been made for PROBE_S, the next hit is loaded whatever was learned, for the bus may be free again.
 
-Threads: the engine's, alone.
+Threads: the engine's, one at a time.
 """
 
 from __future__ import annotations

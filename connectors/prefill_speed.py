@@ -1,6 +1,6 @@
 """How fast this engine computes prompts: by the time between the steps that it plans, or by that of each step.
 
-Threads: the engine's, alone.
+Threads: the engine's, one at a time.
 """
 
 from __future__ import annotations

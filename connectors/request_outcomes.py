@@ -1,7 +1,7 @@
 """What became of each request, under every engine: what kvdock had of it, what was loaded, what that took, and why not
 more. The outcome goes to the server when the request ends, and people read it there (protocol/outcomes.py).
 
-Threads: the engine's, alone.
+Threads: the engine's, one at a time.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ log = logging.getLogger("kvdock.vllm")
 
 CORE = "vllm.v1.engine.core"
 MOST_STEPS = 3
-"""What vLLM does not schedule within these many steps it has refused."""
+"""A request that vLLM does not schedule within so many steps was refused."""
 _is_listening = False
 
 
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """The method, which waits for its turn."""
+    """The method, made to wait until no other thread is inside."""
 
     @wraps(method)
     def run(self: T, /, *args: P.args, **more: P.kwargs) -> R:
@@ -51,8 +51,9 @@ def in_turn(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P
 
 
 class Unscheduled:
-    """Requests that vLLM has received, and of which its scheduler has not heard. It takes them before it plans the next
-    step, and never hears of those that vLLM refuses, because it is paused, say. Nobody tells connectors of that."""
+    """Requests that vLLM has received, and of which its scheduler has not heard. The scheduler hears of them before it
+    plans the next step. vLLM refuses some, while it is paused for example: of these the scheduler never hears, and
+    nobody tells connectors. What was leased for them is given back when vLLM plans steps again."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -65,7 +66,7 @@ class Unscheduled:
         self._since.pop(request_id, None)
 
     def refused(self) -> list[str]:
-        """Called in each step. One that is scheduled later all the same is asked about once more."""
+        """Called in each step. A request that is scheduled later all the same is asked about once more."""
         self._steps += 1
         found = [request_id for request_id, steps in self._since.items() if self._steps - steps > MOST_STEPS]
         for request_id in found:
@@ -90,8 +91,9 @@ def listen() -> None:
         made = real(self, *args, **more)
         try:
             _tell(self, made[0])
-        except Exception:  # whatever a core of another version is like, it has its request
-            log.exception("a request is asked about in between two steps")
+        except Exception:  # vLLM has its request all the same, whatever its version's core is like
+            core.preprocess_add_request = real  # one traceback, not one for each request
+            log.exception("from now on requests are asked about in between two steps")
         return made
 
     core.preprocess_add_request = preprocess

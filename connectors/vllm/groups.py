@@ -176,5 +176,5 @@ def _plane(name: str, tensor: Any, page_bytes: int, num_blocks: int) -> Plane:
 
 
 def whole_blocks(groups: Sequence[KVGroup], table: Sequence[list[int | None]], tokens: int) -> list[list[int | None]]:
-    """What of a request's blocks, per group, holds nothing but its first `tokens` tokens."""
+    """Per KV group, the blocks of a request that hold its first `tokens` tokens and nothing else."""
     return [column[: tokens // group.block_tokens] for column, group in zip(table, groups, strict=True)]

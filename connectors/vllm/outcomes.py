@@ -1,7 +1,7 @@
 """What became of each of vLLM's requests. Those that ask for it hear it with their answer, and people read it at the
 server; docs/vllm.md has the words.
 
-Threads: one at a time (arrivals.py).
+Threads: vLLM's, one at a time (arrivals.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ admission begins a load. Each step offers the chunks that its end completes (sto
 Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
 largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
 
-Threads: vLLM's scheduler thread calls everything, but for what arrivals.py calls in between.
+Threads: vLLM's scheduler thread calls everything but received(), and one of them is let in at a time (arrivals.py).
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class VllmScheduler:
         self._expects(request)
 
     def received(self, request: Any) -> None:
-        """vLLM has it, and its scheduler has not. Others than plain ones may be more of a request that runs."""
+        """vLLM has it, and its scheduler has not. One that is not plain may be part of a request that runs."""
         if is_plain(request) and request.request_id not in self._tracked:
             self._unscheduled.add(request.request_id)
             self._expects(request)

@@ -33,7 +33,7 @@ def grown(output: Any) -> Iterator[tuple[str, Table]]:
 
 
 def follow(output: Any, tracked: Mapping[str, Any]) -> None:
-    """Takes note of them in `tracked`, which has a `table` for each request that is known."""
+    """Brings the `table` of each tracked request up to date: the step's `output` says what blocks it was given."""
     for request_id, table in begun(output):
         if request_id in tracked:
             tracked[request_id].table = table

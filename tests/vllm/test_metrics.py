@@ -59,6 +59,7 @@ def test_what_vllm_receives_and_refuses_leaves_nothing_behind(told: Callable[[st
     assert told("refused") == {"leases": [4, 0], "hit": 128, "left": nothing}
 
 
+@pytest.mark.every_minor
 def test_nothing_stored_before_a_reset_is_loaded_after_it(told: Callable[[str], dict[str, Any]]) -> None:
     assert told("reset") == {"hits": [0, 128, 0, 128], "answer": True, "bad_reads": 0}
 

@@ -132,10 +132,9 @@ def refused(address: str) -> dict[str, Any]:
     loaded(engine, "cold")
     engine.forget_prefixes()
     connector = engine.scheduler.connector
-    first = connector._scheduler
-    connector.set_xfer_handshake_metadata({0: engine.worker.get_handshake_metadata()})  # as when vLLM wakes
-    assert connector._scheduler is first
     half, client = connector._scheduler, connector._scheduler._session.client
+    connector.set_xfer_handshake_metadata({0: engine.worker.get_handshake_metadata()})  # as when vLLM wakes
+    assert connector._scheduler is half
 
     def leases(count: int) -> int:
         """Once there are so many, or after a while."""

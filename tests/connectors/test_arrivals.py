@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-from kvdock.connectors.vllm.arrivals import MOST_STEPS, Unscheduled, in_turn
+import pytest
+
+from kvdock.connectors.vllm import arrivals
+from kvdock.connectors.vllm.arrivals import CORE, MOST_STEPS, Unscheduled, in_turn, listen
 
 
 class Side:
@@ -54,3 +60,42 @@ def test_what_is_not_scheduled_for_some_steps_was_refused() -> None:
     unscheduled.remove("taken")
     unscheduled.remove("never received")
     assert [unscheduled.refused() for _ in range(MOST_STEPS + 1)] == [[]] * (MOST_STEPS - 1) + [["refused"], []]
+
+
+def core_of(monkeypatch: pytest.MonkeyPatch, *connectors: Any) -> Any:
+    """A core of a vLLM that has these behind its MultiConnector; in this environment there is no vLLM."""
+
+    class EngineCore:
+        scheduler = SimpleNamespace(connector=SimpleNamespace(_connectors=connectors))
+
+        def preprocess_add_request(self, request: str) -> tuple[str, int]:
+            return request.upper(), 7
+
+    module = ModuleType(CORE)
+    module.EngineCore = EngineCore  # type: ignore[attr-defined]  # as that module has it
+    monkeypatch.setitem(sys.modules, CORE, module)
+    monkeypatch.setattr(arrivals, "_is_listening", False)
+    return EngineCore()
+
+
+def test_of_several_connectors_ours_hears_what_the_core_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    core = core_of(monkeypatch, SimpleNamespace(), SimpleNamespace(kvdock_received=heard.append))
+    listen()
+    listen()
+    assert core.preprocess_add_request("a") == ("A", 7) and heard == ["A"], "once, however often it was told to listen"
+
+
+def test_a_connector_that_fails_costs_no_request_and_is_told_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+
+    def received(request: str) -> None:
+        heard.append(request)
+        raise ValueError("another version's request")
+
+    core = core_of(monkeypatch, SimpleNamespace(kvdock_received=received))
+    listen()
+    assert [core.preprocess_add_request(name) for name in ("a", "b")] == [("A", 7), ("B", 7)]
+    assert heard == ["A"] and caplog.text.count("in between two steps") == 1

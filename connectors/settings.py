@@ -41,6 +41,11 @@ class EngineSettings(LoadLimits):
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""
     """Names the weights; empty: a digest of the model's files does (connectors/weights.py)."""
+    read_all_weights: bool = False
+    """That digest is of all bytes of the files, not of samples of their large tensors (connectors/weight_files.py)."""
+    trust_weight_versions: bool = True
+    """The version that the engine names for weights that changed while it ran stands for them: engines that started
+    with equal weights share under equal versions. False: such weights are private (connectors/running_weights.py)."""
     chunk_statistics: bool = False
     """Counts which chunks are used again, and logs a summary at the end."""
 

@@ -1,0 +1,141 @@
+"""Which weights an engine computes with while it runs, and what of its KV other instances may use.
+
+A digest of the model's files names the weights that an engine starts with. Reinforcement learning and online updates
+change them in place, and KV of other weights gives wrong tokens. So each key is made with a tag of the weights that
+compute its chunk, and the tag changes with the weights:
+
+    start ──begin()──► changing ──end()──► changed, stale ──flushed()──► changed
+                 nothing is shared     what has KV of before in front of it is not shared
+
+A version that the engine names stands for its weights: instances that started with equal weights and name the same
+version have the same tag, so they share. Weights without a version, or with one that is not to be trusted, have a tag
+that is drawn at random: they are private to this instance.
+
+Invariant: a tag stands for one set of weights. A version that is named once more after a change, although tokens were
+computed under it before, is not trusted any more: an update in several parts looks like that when steps run in between,
+and so does a version that never changes.
+
+Threads: one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+log = logging.getLogger("kvdock.weights")
+
+
+def _draw() -> str:
+    return os.urandom(8).hex()
+
+
+class RunningWeights:
+    """`trusts_versions`: as the setting `trust_weight_versions` has it. `draw`: a name that nobody else has. `told` is
+    called with the new `name` of weights when it is first used."""
+
+    def __init__(
+        self, *, trusts_versions: bool = True, draw: Callable[[], str] = _draw,
+        told: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._trusts_versions, self._draw, self._told = trusts_versions, draw, told
+        self.epoch = 0
+        """Rises with each change. What began in another epoch is of other weights."""
+        self.is_changing = False
+        """Parameters may be written at any time."""
+        self.is_stale = False
+        """The engine's own prefix cache may hold KV of earlier weights."""
+        self.doubt = ""
+        """Why it is not known when the weights change: then nothing is shared. "": it is known."""
+        self._name: str | None = ""  # None: to be drawn
+        self._version = ""  # that names the weights of now
+        self._last_version, self._has_computed_as_last = "", False
+        self._spoilt: set[str] = set()
+
+    @property
+    def may_share(self) -> bool:
+        """Whether anything may be looked up, loaded or stored now."""
+        return not self.is_changing and not self.doubt
+
+    @property
+    def name(self) -> str:
+        """Of the weights: "" for those that the engine started with, "version …", or "private …"."""
+        if self._name is None:
+            self._name = f"private {self._draw()}"
+            log.info("the weights have changed and have no version: KV is shared with no other engine from now on")
+            self._told(self._name)
+        return self._name
+
+    @property
+    def tag(self) -> bytes:
+        """What names the weights in keys, as the `tag` of kvdock.protocol.keys.tagged; b"" for the first weights."""
+        return f"weights {self.name}".encode() if self.name else b""
+
+    def begin(self) -> None:
+        """A change begins: until end(), parameters may be written at any time."""
+        self.changed()
+        self.is_changing = True
+
+    def end(self, version: str = "") -> None:
+        """The change has ended, or has failed. `version`: what the engine calls the weights now; "": nothing, or what
+        named() said since begin()."""
+        version = version or (self._version if self.is_changing else "")
+        self.is_changing = False
+        self.changed(version)
+
+    def changed(self, version: str = "") -> None:
+        """The weights are others from now on, or a part of them is. `version`: as end() has it."""
+        self.epoch += 1
+        self.is_stale, self._name = True, None
+        if not self.is_changing:
+            self._version = ""
+            if version:
+                self._call(version)
+
+    def named(self, version: str) -> None:
+        """The engine names the weights that it runs. Another name than that they have stands for a change."""
+        if not version or version == self._version:
+            return
+        if self.is_changing:
+            self._version = version
+        elif self._version or self._name == "":
+            self.changed(version)
+        else:
+            self._call(version)
+
+    def flushed(self) -> None:
+        """The engine's own prefix cache is empty."""
+        self.is_stale = self.is_changing
+
+    def computed(self) -> None:
+        """A forward pass was planned."""
+        self._has_computed_as_last |= self._version == self._last_version != ""
+
+    def withhold(self, why: str) -> None:
+        """From now on nothing is shared: nobody may hear of a change."""
+        if self.doubt != why:
+            self.doubt = why
+            log.warning("kvdock shares nothing with this engine: %s", why)
+
+    def trust_again(self) -> None:
+        """Ends what withhold() began. What happened meanwhile is not known, so the weights count as changed."""
+        if self.doubt:
+            self.doubt = ""
+            self.changed()
+
+    def _call(self, version: str) -> None:
+        if version == self._last_version and self._has_computed_as_last and version not in self._spoilt:
+            self._spoilt.add(version)
+            log.warning(
+                "the weights have changed again and are still called version %r: from now on that version does not "
+                "say which weights these are, and nothing is shared under it", version,
+            )
+        if version != self._last_version:
+            self._last_version, self._has_computed_as_last = version, False
+        self._version = version
+        is_trusted = self._trusts_versions and version not in self._spoilt
+        self._name = f"version {version}" if is_trusted else None
+        if is_trusted:
+            log.info("the weights have changed: KV is shared with engines that run version %r from now on", version)
+            self._told(self._name or "")

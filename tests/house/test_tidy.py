@@ -51,7 +51,6 @@ except BaseException:
 '''
 BROKEN = {
     "long_lines": ("api/x.py", "x = '" + "a" * 120 + "'\n"),
-    "long_file": ("csrc/x.cpp", "int x;\n" * 451),
     "untidy_space": ("docs/x.md", "a line \nanother\tone\nno newline"),
     "machine_paths": ("tests/x.py", f'folder = "/{"work"}/main"\nother = "/{"home"}/me/x"\n'),
     "leftovers": ("api/x.py", f"# {'TO' + 'DO'}: later\nprint(1)\nbreakpoint()\n"),

@@ -13,7 +13,6 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 MAX_LINE = 120
-MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
 Finding = tuple[int, str]
@@ -32,12 +31,6 @@ def long_lines(path: PurePosixPath, text: str) -> Iterator[Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > MAX_LINE:
             yield number, f"{len(line)} characters, at most {MAX_LINE}"
-
-
-def long_file(path: PurePosixPath, text: str) -> Iterator[Finding]:
-    lines = len(text.splitlines())
-    if lines > MAX_FILE_LINES:
-        yield lines, f"{lines} lines, at most {MAX_FILE_LINES}"
 
 
 def untidy_space(path: PurePosixPath, text: str) -> Iterator[Finding]:
@@ -181,7 +174,6 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(long_lines, CODE | {".html", ".toml", ".sh", ""}),
-    Rule(long_file, CODE),
     Rule(untidy_space, frozenset(TEXT)),
     Rule(machine_paths, frozenset(TEXT)),
     Rule(leftovers, CODE, ROOMS),

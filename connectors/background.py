@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+
+from kvdock.datapath.threads import Pool
 
 log = logging.getLogger("kvdock.connector")
 
@@ -16,7 +18,7 @@ class Background:
     """One thread, which starts with the first call and runs calls in the order in which they came."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, name)
+        self._thread = Pool(1, name)
 
     def run(self, work: Callable[..., None], *args: object) -> Future[None]:
         future = self._thread.submit(work, *args)

@@ -25,6 +25,7 @@ from kvdock.connectors.outcomes import Untold
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
 from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.threads import new_thread
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import (
     Abort,
@@ -147,7 +148,7 @@ class EngineSession:
         self._said = ""
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvdock-heartbeat", daemon=True)
+        self._thread = new_thread("kvdock-heartbeat", self._run)
 
     @property
     def attachment(self) -> Attachment | None:

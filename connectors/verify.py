@@ -12,12 +12,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kvdock import _core
 from kvdock.connectors.background import Background
 from kvdock.connectors.session import Attachment, EngineSession
 from kvdock.datapath.checksum import ensure_keys
+from kvdock.datapath.threads import Pool
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import LookupAnswer, Part
 from kvdock.shm.errors import AttachError, ShmError
@@ -106,7 +106,7 @@ class ChecksumVerifier(Verifier):
         for segment in {part.segment for _, part in parts}:  # by one thread, for it may have to be mapped
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
-        with ThreadPoolExecutor(min(self._threads, len(parts)), "kvdock-hash") as threads:
+        with Pool(min(self._threads, len(parts)), "kvdock-hash") as threads:
             found = list(threads.map(lambda one: _matches(attachment, one[1]), parts))
         if self._trust is not None:
             right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)

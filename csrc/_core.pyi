@@ -383,6 +383,10 @@ class CudaDevice:
 
 def cuda_unavailable() -> str:
     """"" when a GPU can be used, else one sentence that says why not."""
+def cuda_relax_thread() -> None:
+    """Puts the calling thread in the driver's relaxed capture mode, for good: what it asks of the driver beside what
+    this module asks is allowed while another thread captures a CUDA graph. Nothing happens where this process does not
+    use the driver. CudaError when the driver refuses."""
 def cuda_devices() -> list[CudaDevice]: ...  # raises CudaError when there is no driver or GPU
 def cuda_kernels() -> list[str]:
     """What the copy kernels were compiled for; empty when nvcc was missing at build time."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -24,6 +24,7 @@ from kvdock import _core
 from kvdock.datapath.checksum import ensure_keys
 from kvdock.datapath.errors import CopierClosed, copy_error
 from kvdock.datapath.layout import PagedLayout
+from kvdock.datapath.threads import Pool
 
 
 @runtime_checkable
@@ -195,7 +196,7 @@ class CpuCopier:
         if threads < 1:
             raise copy_error("threads", found=threads, wanted="at least 1")
         self._layout, self._threads = layout, threads
-        self._thread = ThreadPoolExecutor(1, "kvdock-copier")
+        self._thread = Pool(1, "kvdock-copier")
 
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> CopyHandle:
         """CopyError for a part with skip_blocks (a gather has nothing to skip), and for a stream."""

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple, Protocol
 
 from kvdock import _core
 from kvdock.datapath.segments import AttachedSegments
+from kvdock.datapath.threads import new_thread
 
 log = logging.getLogger("kvdock.datapath")
 
@@ -92,7 +93,7 @@ class SegmentRegistrar:
         self._through = 0
         self._logged: int | None = None  # the segment whose failure was logged
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvdock-register", daemon=True)
+        self._thread = new_thread("kvdock-register", self._run)
         self._thread.start()
 
     @property

@@ -107,6 +107,7 @@ void bind_cuda(py::module_& m) {
       .def_readonly("multiprocessors", &cuda::DeviceInfo::multiprocessors)
       .def_readonly("memory_bytes", &cuda::DeviceInfo::memory_bytes);
   m.def("cuda_unavailable", &cuda::why_unavailable);
+  m.def("cuda_relax_thread", &cuda::relax_thread);
   m.def("cuda_devices", &cuda::devices, Nogil());
   m.def("cuda_kernels", [] { return cuda::kKernelTargets; });
   bind_memory(m);

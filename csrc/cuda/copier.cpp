@@ -103,9 +103,10 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
   if (bands.verified_after > 0) start_hashers();
   if (after) {
-    const ContextGuard current(device_);
+    const ContextGuard cu(device_);
+    refuse_captured(cu, reinterpret_cast<Stream>(*after));
     copy->after_ = take_event();
-    check(driver().cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");
+    check(cu->cuEventRecord(copy->after_, reinterpret_cast<Stream>(*after)), "cuEventRecord");
   }
   copy->copier_ = this;
   copy->batches_left_ = batches.size();

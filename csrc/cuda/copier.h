@@ -18,6 +18,7 @@
 // Ownership: a Copier owns its streams, staging and rings. A Copy is shared with its caller. Blocks and slots belong to
 //   the copy until it is done.
 // Invariants: nothing is enqueued before every argument was checked. Copies of one Copier end in order of submission.
+//   Neither copy() nor order() touches a stream on which a CUDA graph is being captured: they throw Refused{cuda}.
 #pragma once
 
 #include <chrono>
@@ -131,11 +132,11 @@ class Copier {
                                                    Direction direction, std::span<const size_t> bands) const;
 
   // These put work on the GPU's streams; only the thread that set `submitting_` calls them.
-  void submit(Batch& batch, size_t most_pieces);
-  void upload(Batch& batch);
-  void move_piece(const Batch& batch, const Piece& piece, const Staging& staging);
-  void move_slots(const Batch& batch, const Piece& piece, uintptr_t staging);
-  void launch(const Batch& batch, const Piece& piece, uintptr_t staging);
+  void submit(const ContextGuard& cu, Batch& batch, size_t most_pieces);
+  void upload(const ContextGuard& cu, Batch& batch);
+  void move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging);
+  void move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
+  void launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging);
   void wait_for_streams();
 
   // These run with the mutex held; advance() releases it while it submits.

@@ -14,36 +14,38 @@ namespace {
 
 int attribute(DeviceHandle device, Attribute name) {
   int value = 0;
-  check(driver().cuDeviceGetAttribute(&value, name, device), "cuDeviceGetAttribute");
+  const Calls cu;
+  check(cu->cuDeviceGetAttribute(&value, name, device), "cuDeviceGetAttribute");
   return value;
 }
 
 DeviceInfo describe(int index) {
-  const Driver& cu = driver();
+  const Calls cu;
   DeviceHandle handle;
-  check(cu.cuDeviceGet(&handle, index), "cuDeviceGet");
+  check(cu->cuDeviceGet(&handle, index), "cuDeviceGet");
   DeviceInfo info{};
   info.index = index;
   std::array<char, 256> name{};
-  check(cu.cuDeviceGetName(name.data(), int(name.size()), handle), "cuDeviceGetName");
+  check(cu->cuDeviceGetName(name.data(), int(name.size()), handle), "cuDeviceGetName");
   info.name = name.data();
   Uuid uuid;
-  check(cu.cuDeviceGetUuid_v2(&uuid, handle), "cuDeviceGetUuid");
+  check(cu->cuDeviceGetUuid_v2(&uuid, handle), "cuDeviceGetUuid");
   for (const unsigned char byte : uuid.bytes) {
     constexpr char kDigits[] = "0123456789abcdef";
     info.uuid += kDigits[byte >> 4];
     info.uuid += kDigits[byte & 15];
   }
-  check(cu.cuDeviceTotalMem_v2(&info.memory_bytes, handle), "cuDeviceTotalMem");
+  check(cu->cuDeviceTotalMem_v2(&info.memory_bytes, handle), "cuDeviceTotalMem");
   info.compute = 10 * attribute(handle, kComputeMajor) + attribute(handle, kComputeMinor);
-  check(cu.cuDriverGetVersion(&info.driver), "cuDriverGetVersion");
+  check(cu->cuDriverGetVersion(&info.driver), "cuDriverGetVersion");
   info.multiprocessors = attribute(handle, kMultiprocessors);
   return info;
 }
 
 int device_count() {
   int count = 0;
-  check(driver().cuDeviceGetCount(&count), "cuDeviceGetCount");
+  const Calls cu;
+  check(cu->cuDeviceGetCount(&count), "cuDeviceGetCount");
   return count;
 }
 
@@ -65,24 +67,24 @@ Device& Device::get(int index) {
 }
 
 Device::Device(int index) {
-  const Driver& cu = driver();
+  const Calls cu;
   const int count = device_count();
   if (index < 0 || index >= count) refuse(Refusal::cuda, "CUDA device", index, "0.." + std::to_string(count - 1));
   if (kKernelImageBytes == 0)
     refuse(Refusal::cuda, "CUDA kernels", "none in this build", "a build made where nvcc is installed");
   info_ = describe(index);
   DeviceHandle handle;
-  check(cu.cuDeviceGet(&handle, index), "cuDeviceGet");
-  check(cu.cuDevicePrimaryCtxRetain(&context_, handle), "cuDevicePrimaryCtxRetain");
+  check(cu->cuDeviceGet(&handle, index), "cuDeviceGet");
+  check(cu->cuDevicePrimaryCtxRetain(&context_, handle), "cuDevicePrimaryCtxRetain");
   try {
     const ContextGuard current(context_);
-    check(cu.cuModuleLoadData(&module_, kKernelImage), "loading the copy kernels");
+    check(cu->cuModuleLoadData(&module_, kKernelImage), "loading the copy kernels");
     static constexpr const char* kNames[8] = {  // in the order of kernel()
         "kvdock_scatter",       "kvdock_gather",       "kvdock_scatter_narrow",       "kvdock_gather_narrow",
         "kvdock_scatter_mixed", "kvdock_gather_mixed", "kvdock_scatter_mixed_narrow", "kvdock_gather_mixed_narrow"};
-    for (size_t i = 0; i < 8; ++i) check(cu.cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
+    for (size_t i = 0; i < 8; ++i) check(cu->cuModuleGetFunction(&kernels_[i], module_, kNames[i]), kNames[i]);
   } catch (...) {
-    cu.cuDevicePrimaryCtxRelease_v2(handle);
+    cu->cuDevicePrimaryCtxRelease_v2(handle);
     throw;
   }
 }
@@ -99,40 +101,39 @@ Device::Keys Device::keys() const {
 void Device::grow_keys(size_t stripes) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (stripes <= key_stripes_) return;
-  const Driver& cu = driver();
   const auto host = checksum_keys(stripes);
-  const ContextGuard current(*this);
+  const ContextGuard cu(*this);
   const size_t level2_bytes = host->level2.size() * sizeof(uint64_t);
   // One allocation: the NH keys, then level two. Copies may use a shorter table, so it is not freed; each table is at
   // least twice as long as the one before, so all earlier ones together are no larger than the last.
   DevicePtr memory = 0;
-  check(cu.cuMemAlloc_v2(&memory, 2 * kChecksumStripeBytes + level2_bytes), "memory for checksum keys");
+  check(cu->cuMemAlloc_v2(&memory, 2 * kChecksumStripeBytes + level2_bytes), "memory for checksum keys");
   const OwnedStream stream = make_stream(*this);
   Result result = kSuccess;
   const auto upload = [&](DevicePtr to, const void* from, size_t bytes) {
-    if (result == kSuccess) result = cu.cuMemcpyHtoDAsync_v2(to, from, bytes, stream.get());
+    if (result == kSuccess) result = cu->cuMemcpyHtoDAsync_v2(to, from, bytes, stream.get());
   };
   upload(memory, host->first, kChecksumStripeBytes);
   upload(memory + kChecksumStripeBytes, host->second, kChecksumStripeBytes);
   upload(memory + 2 * kChecksumStripeBytes, host->level2.data(), level2_bytes);
-  if (result == kSuccess) result = cu.cuStreamSynchronize(stream.get());
-  if (result != kSuccess) cu.cuMemFree_v2(memory);
+  if (result == kSuccess) result = cu->cuStreamSynchronize(stream.get());
+  if (result != kSuccess) cu->cuMemFree_v2(memory);
   check(result, "upload of checksum keys");
   keys_ = {memory, memory + 2 * kChecksumStripeBytes};
   key_stripes_ = host->stripes();
 }
 
 OwnedEvent make_event(Device& device, unsigned flags) {
-  const ContextGuard current(device);
+  const ContextGuard cu(device);
   Event event = nullptr;
-  check(driver().cuEventCreate(&event, flags), "cuEventCreate");
+  check(cu->cuEventCreate(&event, flags), "cuEventCreate");
   return OwnedEvent(event, {&device});
 }
 
 OwnedStream make_stream(Device& device) {
-  const ContextGuard current(device);
+  const ContextGuard cu(device);
   Stream stream = nullptr;
-  check(driver().cuStreamCreate(&stream, kStreamNonBlocking), "cuStreamCreate");
+  check(cu->cuStreamCreate(&stream, kStreamNonBlocking), "cuStreamCreate");
   return OwnedStream(stream, {&device});
 }
 

@@ -2,7 +2,8 @@
 // into it, and the checksum keys on the device.
 //
 // Ownership: retained for the life of the process, one Device each; streams and memory belong to whoever
-//   makes them. Thread safety: all methods. Every driver call on a context needs a ContextGuard.
+//   makes them. Thread safety: all methods. Every driver call on a context needs a
+//   ContextGuard, which is also the way to the driver.
 #pragma once
 
 #include <memory>
@@ -66,23 +67,21 @@ class Device {
 };
 
 // Makes a context current on this thread while it lives.
-class ContextGuard {
+class ContextGuard : public Calls {
  public:
   explicit ContextGuard(const Device& device) : ContextGuard(device.context()) {}
-  explicit ContextGuard(Context context) { check(driver().cuCtxPushCurrent_v2(context), "cuCtxPushCurrent"); }
+  explicit ContextGuard(Context context) { check((*this)->cuCtxPushCurrent_v2(context), "cuCtxPushCurrent"); }
   ~ContextGuard() {
     Context dropped;
-    driver().cuCtxPopCurrent_v2(&dropped);
+    (*this)->cuCtxPopCurrent_v2(&dropped);
   }
-  ContextGuard(const ContextGuard&) = delete;
-  ContextGuard& operator=(const ContextGuard&) = delete;
 };
 
 // Calls f with the device's context current. Once the driver is gone, so is whatever f would free or wait for.
 template <class F>
 void unless_gone(const Device& device, F&& f) try {
-  const ContextGuard current(device);
-  f(driver());
+  const ContextGuard cu(device);
+  f(cu);
 } catch (const Refused&) {
 }
 
@@ -90,7 +89,7 @@ template <auto kDestroy>
 struct Destroyer {
   Device* device;
   void operator()(auto* handle) const {
-    unless_gone(*device, [&](const Driver& cu) { (cu.*kDestroy)(handle); });
+    unless_gone(*device, [&](const Calls& cu) { (cu.operator->()->*kDestroy)(handle); });
   }
 };
 using OwnedStream = std::unique_ptr<StreamOpaque, Destroyer<&Driver::cuStreamDestroy_v2>>;

@@ -55,15 +55,15 @@ DeviceLayout::DeviceLayout(Device& device, const PagedLayout& paged, size_t most
       planes(device, paged.planes().size() * sizeof(PlaneArgs), MemoryKind::device) {
   if (paged.block_bytes() >= kMostPartBytes)
     refuse(Refusal::copy, "block bytes", paged.block_bytes(), "less than 32 GiB");
-  const ContextGuard current(device);
+  const ContextGuard cu(device);
   for (const Plane& plane : paged.planes()) require_on_device(device, plane.base, extent_bytes(paged, plane));
   device.grow_keys(stripes_of(std::min(most_blocks * paged.block_bytes(), kMostPartBytes)));
   const OwnedStream uploads = make_stream(device);
   const auto described = describe_planes(paged);
-  check(driver().cuMemcpyHtoDAsync_v2(planes.address(), described.data(), described.size() * sizeof(PlaneArgs),
-                                      uploads.get()),
+  check(cu->cuMemcpyHtoDAsync_v2(planes.address(), described.data(), described.size() * sizeof(PlaneArgs),
+                                 uploads.get()),
         "upload of a layout");
-  check(driver().cuStreamSynchronize(uploads.get()), "upload of a layout");
+  check(cu->cuStreamSynchronize(uploads.get()), "upload of a layout");
 }
 
 }  // namespace kvdock::cuda

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 #include "base/errors.h"
 
 namespace kvdock::cuda {
@@ -36,6 +38,13 @@ std::string describe(const Driver& table, Result result) {
   return std::string(text) + " (" + std::to_string(result) + ")";
 }
 
+// Whether a thread gets the relaxed mode when it asks for it. Leaves the thread as it was.
+bool can_relax(const Driver& table) {
+  CaptureMode mode = CaptureMode::relaxed;
+  if (table.cuThreadExchangeStreamCaptureMode(&mode) != kSuccess) return false;
+  return table.cuThreadExchangeStreamCaptureMode(&mode) == kSuccess && mode == CaptureMode::relaxed;
+}
+
 Opened open_driver() {
   Opened opened;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -54,23 +63,48 @@ Opened open_driver() {
     opened.why = "CUDA: the driver does not start, found " + describe(table, result) + ", wanted a working GPU";
   } else if (table.cuDeviceGetCount(&count) != kSuccess || count == 0) {
     opened.why = "CUDA: found no GPU that this process may use, wanted at least one";
+  } else if (!can_relax(table)) {
+    opened.why = "CUDA: the driver does not put a thread in the relaxed capture mode, wanted one that does";
   }
   return opened;
 }
 
+std::atomic<const Driver*> g_usable{nullptr};  // once opened_driver() has found that it works
+
 const Opened& opened_driver() {
   static const Opened opened = open_driver();
+  if (opened.why.empty()) g_usable.store(&opened.table, std::memory_order_release);
   return opened;
+}
+
+const Driver& usable() {
+  const Opened& opened = opened_driver();
+  if (!opened.why.empty()) throw Refused(Refusal::cuda, opened.why, std::string("none"), std::string("a GPU"));
+  return opened.table;
 }
 
 }  // namespace
 
 const std::string& why_unavailable() { return opened_driver().why; }
 
-const Driver& driver() {
-  const Opened& opened = opened_driver();
-  if (!opened.why.empty()) throw Refused(Refusal::cuda, opened.why, std::string("none"), std::string("a GPU"));
-  return opened.table;
+Calls::Calls() : table_(usable()) {
+  check(table_.cuThreadExchangeStreamCaptureMode(&before_), "the relaxed capture mode");
+}
+
+Calls::~Calls() { table_.cuThreadExchangeStreamCaptureMode(&before_); }
+
+void relax_thread() {
+  const Driver* table = g_usable.load(std::memory_order_acquire);
+  if (table == nullptr) return;
+  CaptureMode mode = CaptureMode::relaxed;
+  check(table->cuThreadExchangeStreamCaptureMode(&mode), "the relaxed capture mode");
+}
+
+void refuse_captured(const Calls& cu, Stream stream) {
+  int status = kNotCapturing;
+  check(cu->cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing");
+  if (status != kNotCapturing)
+    refuse(Refusal::cuda, "stream", "one on which a CUDA graph is being captured", "one whose work runs");
 }
 
 void check(Result result, const char* what) {

@@ -1,6 +1,11 @@
 // The CUDA driver, opened at run time: neither libcuda nor libcudart is linked, and no CUDA header is needed to build,
 // so one build serves machines with and without a GPU. Types and values are those of the driver's stable ABI.
 //
+// An engine may capture a CUDA graph at any time, most do so when they start. While a thread captures in the global
+// mode, which is the usual one, the driver refuses many calls in all threads of the process and spoils the capture:
+// cuMemHostRegister, cuMemAlloc, cuEventQuery and more. It allows them in threads that are in the relaxed mode.
+// Invariant: the driver is called through Calls alone, and a thread that has one is in the relaxed mode.
+//
 // Ownership: the library stays open for the life of the process. Thread safety: all calls.
 #pragma once
 
@@ -25,6 +30,9 @@ inline constexpr Result kNotReady = 600;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventWithTime = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
+enum class CaptureMode : int { global = 0, local = 1, relaxed = 2 };  // of a thread
+inline constexpr int kNotCapturing = 0;                                // of a stream
+
 inline constexpr unsigned kHostPortable = 1;  // cuMemHostAlloc and cuMemHostRegister
 inline constexpr unsigned kHostDeviceMap = 2;
 
@@ -74,6 +82,8 @@ struct MemcpyAttributes {
   CALL(cuStreamDestroy_v2, Stream) \
   CALL(cuStreamSynchronize, Stream) \
   CALL(cuStreamWaitEvent, Stream, Event, unsigned) \
+  CALL(cuStreamIsCapturing, Stream, int*) \
+  CALL(cuThreadExchangeStreamCaptureMode, CaptureMode*) \
   CALL(cuEventCreate, Event*, unsigned) \
   CALL(cuEventDestroy_v2, Event) \
   CALL(cuEventRecord, Event, Stream) \
@@ -95,8 +105,29 @@ struct Driver {
 // "" when the driver is open and sees a GPU, else one sentence that says what is missing.
 const std::string& why_unavailable();
 
-// Throws Refused{cuda} with that sentence.
-const Driver& driver();
+// The way to the driver. While it lives, its thread is in the relaxed capture mode; then the thread gets back the mode
+// that it had, for it may be the engine's own.
+class Calls {
+ public:
+  // Throws Refused{cuda} with why_unavailable().
+  Calls();
+  ~Calls();
+  const Driver* operator->() const { return &table_; }
+  Calls(const Calls&) = delete;
+  Calls& operator=(const Calls&) = delete;
+
+ private:
+  const Driver& table_;
+  CaptureMode before_ = CaptureMode::relaxed;
+};
+
+// Puts this thread in the relaxed mode for good: it calls torch.cuda beside what it calls here. Does nothing while this
+// process has not opened the driver.
+void relax_thread();
+
+// Throws Refused{cuda} when a graph is being captured on `stream`. An event of such a stream belongs to the graph: who
+// waits for it is captured as well.
+void refuse_captured(const Calls& cu, Stream stream);
 
 // Throws Refused{cuda} with the driver's own text when `what` failed.
 void check(Result result, const char* what);

@@ -45,11 +45,11 @@ void Copier::run_finisher() {
 // in a virtual machine), and spinning would take a core from the engine.
 void Copier::wait_for_end(const Batch& batch) {
   using std::chrono::nanoseconds;
-  const ContextGuard current(device_);
+  const ContextGuard cu(device_);
   if (!batch.direct) std::this_thread::sleep_for(nanoseconds(batch.bytes() / kFastestBytesPerNs));
   nanoseconds pause = kFirstLook;
   while (true) {
-    const Result result = driver().cuEventQuery(batch.done);
+    const Result result = cu->cuEventQuery(batch.done);
     if (result != kNotReady) return cuda::check(result, "the copy");
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 5 / 4, kLastLook);
@@ -58,7 +58,7 @@ void Copier::wait_for_end(const Batch& batch) {
 
 void Copier::wait_for_streams() {
   for (const OwnedStream* stream : {&uploads_, &transfers_, &kernels_})
-    unless_gone(device_, [&](const Driver& cu) { cu.cuStreamSynchronize(stream->get()); });
+    unless_gone(device_, [&](const Calls& cu) { cu->cuStreamSynchronize(stream->get()); });
 }
 
 void Copier::note_time(Copy& copy, Event done) {
@@ -67,8 +67,8 @@ void Copier::note_time(Copy& copy, Event done) {
     return;
   }
   float ms = 0;
-  unless_gone(device_, [&](const Driver& cu) {
-    if (cu.cuEventElapsedTime(&ms, copy.after_, done) == kSuccess) copy.took_s_ = ms / 1e3;
+  unless_gone(device_, [&](const Calls& cu) {
+    if (cu->cuEventElapsedTime(&ms, copy.after_, done) == kSuccess) copy.took_s_ = ms / 1e3;
   });
 }
 

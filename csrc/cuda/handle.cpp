@@ -60,8 +60,9 @@ void Copy::order(uintptr_t stream, std::optional<size_t> which) {
     else shared_->changed.wait(lock);
   }
   if (bands_[band] == nullptr) return;  // it has ended
-  const ContextGuard current(shared_->device);
-  check(driver().cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
+  const ContextGuard cu(shared_->device);
+  refuse_captured(cu, reinterpret_cast<Stream>(stream));
+  check(cu->cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
 }
 
 }  // namespace kvdock::cuda

@@ -38,9 +38,9 @@ void require_on_device(const Device& device, uintptr_t address, size_t bytes) {
   for (const uintptr_t at : {address, address + bytes - 1}) {
     unsigned type = 0;
     int ordinal = -1;
-    const Driver& cu = driver();
-    const bool known = cu.cuPointerGetAttribute(&type, kMemoryType, at) == kSuccess &&
-                       cu.cuPointerGetAttribute(&ordinal, kDeviceOrdinal, at) == kSuccess;
+    const Calls cu;
+    const bool known = cu->cuPointerGetAttribute(&type, kMemoryType, at) == kSuccess &&
+                       cu->cuPointerGetAttribute(&ordinal, kDeviceOrdinal, at) == kSuccess;
     if (known && type == kMemoryTypeDevice && ordinal == device.info().index) continue;
     const std::string found = known ? "memory type " + std::to_string(type) + " of device " + std::to_string(ordinal)
                                     : "memory unknown to the driver";
@@ -62,11 +62,11 @@ SlotMemory::SlotMemory(Device& device, uintptr_t address, size_t bytes, MemoryKi
     : device_(device), address_(address), kind_(kind) {
   if (address == 0 || bytes == 0)
     refuse(Refusal::cuda, "memory for slots", range_text(address, bytes), "a range");
-  const ContextGuard current(device);
+  const ContextGuard cu(device);
   add_range({address, address + bytes, kind});
   try {
     if (kind == MemoryKind::host)
-      check(driver().cuMemHostRegister_v2(reinterpret_cast<void*>(address), bytes, kHostPortable | kHostDeviceMap),
+      check(cu->cuMemHostRegister_v2(reinterpret_cast<void*>(address), bytes, kHostPortable | kHostDeviceMap),
             "registering host memory");
     else require_on_device(device, address, bytes);
   } catch (...) {
@@ -81,19 +81,19 @@ void SlotMemory::close() {
   open_ = false;
   drop_range(address_);
   if (kind_ == MemoryKind::device) return;
-  unless_gone(device_, [&](const Driver& cu) { cu.cuMemHostUnregister(reinterpret_cast<void*>(address_)); });
+  unless_gone(device_, [&](const Calls& cu) { cu->cuMemHostUnregister(reinterpret_cast<void*>(address_)); });
 }
 
 Buffer::Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use)
     : device_(device), bytes_(bytes), kind_(kind), use_(use) {
-  const ContextGuard current(device);
+  const ContextGuard cu(device);
   if (kind == MemoryKind::device) {
     DevicePtr memory = 0;
-    check(driver().cuMemAlloc_v2(&memory, bytes), "device memory");
+    check(cu->cuMemAlloc_v2(&memory, bytes), "device memory");
     address_ = memory;
   } else {
     void* memory = nullptr;
-    check(driver().cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "page-locked host memory");
+    check(cu->cuMemHostAlloc(&memory, bytes, kHostPortable | kHostDeviceMap), "page-locked host memory");
     address_ = reinterpret_cast<uintptr_t>(memory);
   }
   if (use == MemoryUse::slots) add_range({address_, address_ + bytes, kind});  // fresh memory: nothing can overlap it
@@ -101,9 +101,9 @@ Buffer::Buffer(Device& device, size_t bytes, MemoryKind kind, MemoryUse use)
 
 Buffer::~Buffer() {
   if (use_ == MemoryUse::slots) drop_range(address_);
-  unless_gone(device_, [&](const Driver& cu) {
-    if (kind_ == MemoryKind::device) cu.cuMemFree_v2(address_);
-    else cu.cuMemFreeHost(reinterpret_cast<void*>(address_));
+  unless_gone(device_, [&](const Calls& cu) {
+    if (kind_ == MemoryKind::device) cu->cuMemFree_v2(address_);
+    else cu->cuMemFreeHost(reinterpret_cast<void*>(address_));
   });
 }
 
@@ -111,29 +111,29 @@ Stopwatch::Stopwatch(Device& device)
     : device_(device), stream_(make_stream(device)), start_(make_event(device, 0)), stop_(make_event(device, 0)) {}
 
 void Stopwatch::start() {
-  const ContextGuard current(device_);
-  check(driver().cuEventRecord(start_.get(), stream_.get()), "cuEventRecord");
+  const ContextGuard cu(device_);
+  check(cu->cuEventRecord(start_.get(), stream_.get()), "cuEventRecord");
 }
 
 double Stopwatch::stop_ms() {
-  const ContextGuard current(device_);
-  check(driver().cuEventRecord(stop_.get(), stream_.get()), "cuEventRecord");
-  check(driver().cuEventSynchronize(stop_.get()), "cuEventSynchronize");
+  const ContextGuard cu(device_);
+  check(cu->cuEventRecord(stop_.get(), stream_.get()), "cuEventRecord");
+  check(cu->cuEventSynchronize(stop_.get()), "cuEventSynchronize");
   float ms = 0;
-  check(driver().cuEventElapsedTime(&ms, start_.get(), stop_.get()), "cuEventElapsedTime");
+  check(cu->cuEventElapsedTime(&ms, start_.get(), stop_.get()), "cuEventElapsedTime");
   return ms;
 }
 
 void Stopwatch::copy(uintptr_t to, uintptr_t from, size_t bytes, Direction direction) {
-  const ContextGuard current(device_);
+  const ContextGuard cu(device_);
   if (direction == Direction::scatter)
-    check(driver().cuMemcpyHtoDAsync_v2(to, reinterpret_cast<void*>(from), bytes, stream_.get()), "copy");
-  else check(driver().cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, stream_.get()), "copy");
+    check(cu->cuMemcpyHtoDAsync_v2(to, reinterpret_cast<void*>(from), bytes, stream_.get()), "copy");
+  else check(cu->cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to), from, bytes, stream_.get()), "copy");
 }
 
 void Stopwatch::fill(uintptr_t device_address, unsigned char value, size_t bytes) {
-  const ContextGuard current(device_);
-  check(driver().cuMemsetD8Async(device_address, value, bytes, stream_.get()), "fill");
+  const ContextGuard cu(device_);
+  check(cu->cuMemsetD8Async(device_address, value, bytes, stream_.get()), "fill");
 }
 
 }  // namespace kvdock::cuda

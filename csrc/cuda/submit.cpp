@@ -10,30 +10,30 @@ namespace kvdock::cuda {
 
 namespace {
 
-void wait_for(const OwnedStream& stream, Event event) {
-  check(driver().cuStreamWaitEvent(stream.get(), event, 0), "cuStreamWaitEvent");
+void wait_for(const ContextGuard& cu, const OwnedStream& stream, Event event) {
+  check(cu->cuStreamWaitEvent(stream.get(), event, 0), "cuStreamWaitEvent");
 }
 
-void record(Event event, const OwnedStream& stream) {
-  check(driver().cuEventRecord(event, stream.get()), "cuEventRecord");
+void record(const ContextGuard& cu, Event event, const OwnedStream& stream) {
+  check(cu->cuEventRecord(event, stream.get()), "cuEventRecord");
 }
 
-void transfer(std::vector<DevicePtr>& to, std::vector<DevicePtr>& from, std::vector<size_t>& sizes, Direction direction,
-              const OwnedStream& stream) {
-  const Driver& cu = driver();
-  if (sizes.size() > 1 && cu.cuMemcpyBatchAsync != nullptr) {
+void transfer(const ContextGuard& cu, std::vector<DevicePtr>& to, std::vector<DevicePtr>& from,
+              std::vector<size_t>& sizes, Direction direction, const OwnedStream& stream) {
+  if (sizes.size() > 1 && cu->cuMemcpyBatchAsync != nullptr) {
     MemcpyAttributes attributes;
     size_t first = 0, failed = 0;
-    check(cu.cuMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first, 1, &failed,
-                                stream.get()),
+    check(cu->cuMemcpyBatchAsync(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first, 1, &failed,
+                                 stream.get()),
           "transfers");
     return;
   }
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (direction == Direction::gather)
-      check(cu.cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to[i]), from[i], sizes[i], stream.get()), "transfer");
+      check(cu->cuMemcpyDtoHAsync_v2(reinterpret_cast<void*>(to[i]), from[i], sizes[i], stream.get()), "transfer");
     else
-      check(cu.cuMemcpyHtoDAsync_v2(to[i], reinterpret_cast<const void*>(from[i]), sizes[i], stream.get()), "transfer");
+      check(cu->cuMemcpyHtoDAsync_v2(to[i], reinterpret_cast<const void*>(from[i]), sizes[i], stream.get()),
+            "transfer");
   }
 }
 
@@ -55,8 +55,8 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
       front.done = take_event();
     }
     lock.unlock();
-    const ContextGuard current(device_);
-    submit(front, most_pieces);
+    const ContextGuard cu(device_);
+    submit(cu, front, most_pieces);
   } catch (const Refused& refused) {
     front.error = refused.what();
     wait_for_streams();  // what was enqueued must not outlive the copy's end
@@ -89,58 +89,58 @@ void Copier::run_submitter() {
   to_hash_.notify_all();
 }
 
-void Copier::submit(Batch& batch, size_t most_pieces) {
+void Copier::submit(const ContextGuard& cu, Batch& batch, size_t most_pieces) {
   if (!batch.uploaded_ids) {
-    upload(batch);
-    wait_for(kernels_, batch.uploaded);
+    upload(cu, batch);
+    wait_for(cu, kernels_, batch.uploaded);
     batch.uploaded_ids = true;
   }
   const size_t left = batch.pieces.size() - batch.next_piece;
   for (const size_t end = batch.next_piece + std::min(left, most_pieces); batch.next_piece < end; ++batch.next_piece) {
     const Piece& piece = batch.pieces[batch.next_piece];
     if (batch.direct) {
-      launch(batch, piece, 0);
+      launch(cu, batch, piece, 0);
       continue;
     }
     const Staging& staging = buffers_[next_buffer_];
     next_buffer_ = (next_buffer_ + 1) % buffers_.size();
-    move_piece(batch, piece, staging);
+    move_piece(cu, batch, piece, staging);
   }
   if (batch.next_piece < batch.pieces.size()) return;
   const bool ends_with_transfer = batch.direction == Direction::gather && !batch.direct && batch.stripes != 0;
-  record(batch.done, ends_with_transfer ? transfers_ : kernels_);
+  record(cu, batch.done, ends_with_transfer ? transfers_ : kernels_);
 }
 
-void Copier::upload(Batch& batch) {
+void Copier::upload(const ContextGuard& cu, Batch& batch) {
   char* ring = ring_host_.host() + batch.ring_begin;
   std::memset(ring, 0, batch.sums_bytes());
   std::memcpy(ring + batch.sums_bytes(), batch.parts.data(), batch.parts_bytes());
   std::memcpy(ring + batch.sums_bytes() + batch.parts_bytes(), batch.ids.data(), batch.ids.size() * sizeof(int32_t));
   // Only kernels touch the engine's blocks, and they come after the upload. Transfers of a load need not wait.
-  if (batch.copy->after_ != nullptr) wait_for(uploads_, batch.copy->after_);
-  cuda::check(driver().cuMemcpyHtoDAsync_v2(ring_device_.address() + batch.ring_begin, ring, batch.ring_bytes(),
-                                            uploads_.get()),
+  if (batch.copy->after_ != nullptr) wait_for(cu, uploads_, batch.copy->after_);
+  cuda::check(cu->cuMemcpyHtoDAsync_v2(ring_device_.address() + batch.ring_begin, ring, batch.ring_bytes(),
+                                       uploads_.get()),
               "upload of block ids");
-  record(batch.uploaded, uploads_);
+  record(cu, batch.uploaded, uploads_);
 }
 
 // A piece passes through a staging buffer: by the kernel, then the transfer (gather), or the other way round (scatter).
-void Copier::move_piece(const Batch& batch, const Piece& piece, const Staging& staging) {
+void Copier::move_piece(const ContextGuard& cu, const Batch& batch, const Piece& piece, const Staging& staging) {
   const bool gathers = batch.direction == Direction::gather;
   const OwnedStream& in = gathers ? kernels_ : transfers_;
   const OwnedStream& out = gathers ? transfers_ : kernels_;
-  wait_for(in, staging.free.get());
-  if (gathers) launch(batch, piece, staging.address);
-  else move_slots(batch, piece, staging.address);
-  record(staging.full.get(), in);
-  wait_for(out, staging.full.get());
-  if (gathers) move_slots(batch, piece, staging.address);
-  else launch(batch, piece, staging.address);
-  record(staging.free.get(), out);
+  wait_for(cu, in, staging.free.get());
+  if (gathers) launch(cu, batch, piece, staging.address);
+  else move_slots(cu, batch, piece, staging.address);
+  record(cu, staging.full.get(), in);
+  wait_for(cu, out, staging.full.get());
+  if (gathers) move_slots(cu, batch, piece, staging.address);
+  else launch(cu, batch, piece, staging.address);
+  record(cu, staging.free.get(), out);
 }
 
 // Slots -> staging (scatter), or staging -> slots (gather): one transfer for each part, or for slots that touch.
-void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t staging) {
+void Copier::move_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
   for (uint32_t i = batch.part_of(piece.first_stripe), last = batch.part_of(piece.last_stripe - 1); i <= last; ++i) {
@@ -163,10 +163,10 @@ void Copier::move_slots(const Batch& batch, const Piece& piece, uintptr_t stagin
     }
   }
   const bool gathers = batch.direction == Direction::gather;
-  transfer(gathers ? slots : stages, gathers ? stages : slots, sizes, batch.direction, transfers_);
+  transfer(cu, gathers ? slots : stages, gathers ? stages : slots, sizes, batch.direction, transfers_);
 }
 
-void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
+void Copier::launch(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
   const Device::Keys keys = device_.keys();
   CopyArgs args{};
@@ -193,8 +193,8 @@ void Copier::launch(const Batch& batch, const Piece& piece, uintptr_t staging) {
   const unsigned ctas = std::min(unsigned(most), wanted);
   void* parameters[] = {&args};
   const Variant kind{batch.direction, batch.layout->alike, batch.layout->wide};
-  cuda::check(driver().cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
-                                      parameters, nullptr),
+  cuda::check(cu->cuLaunchKernel(device_.kernel(kind), ctas, 1, 1, kBlockThreads, 1, 1, 0, kernels_.get(),
+                                 parameters, nullptr),
               "copy kernel");
 }
 

@@ -1,0 +1,39 @@
+"""Threads beside an engine's own: each may call CUDA at any time.
+
+While a thread of the engine captures a CUDA graph, as vLLM and SGLang do when they start, the driver refuses many calls
+of other threads, and the capture is lost with them: registering or allocating memory, waiting for an event. It allows
+them in a thread that is in the relaxed capture mode. The native core is in it during each of its own calls; threads
+that are made here are in it whenever they run, so they may call torch.cuda too.
+
+Invariant: nothing else in an engine's process starts a thread of ours (tests/house/test_capture.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from kvdock import _core
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def new_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread to be started, which does not keep the process alive. It is in the relaxed mode if this process has used
+    a GPU through the native core by the time it starts."""
+    return threading.Thread(target=_relaxed, args=(run,), name=name, daemon=True)
+
+
+class Pool(ThreadPoolExecutor):
+    """A call is in the relaxed mode if this process has used a GPU through the native core by the time it runs."""
+
+    def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
+        return super().submit(_relaxed, work, *args, **named)
+
+
+def _relaxed(work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
+    _core.cuda_relax_thread()
+    return work(*args, **named)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from kvdock.connectors.ranks import Answer, Order
+from kvdock.datapath.threads import new_thread
 from kvdock.engine.config import EngineConfig
 from kvdock.engine.rank import Ask, Done, Gone, Rank, main, set_up
 from kvdock.engine.runner import Runner, Step
@@ -51,7 +52,7 @@ class ProcessGroup:
             process.start()
             theirs.close()
             self.processes[rank] = process
-        self._listener = threading.Thread(target=self._listen, name="kvdock-ranks", daemon=True)
+        self._listener = new_thread("kvdock-ranks", self._listen)
         self._listener.start()
         try:
             self.team = GlooTeam(store, 0, size, timeout_s)

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.weight_files import digest_of_files
 
-SAMPLE_BYTES = 1 << 16
-SAMPLES = 64
-"""Evenly spread pieces of each weights file are hashed: other weights differ in nearly every byte."""
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 READ_ALIKE = ("hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Engines' load formats that read one set of files, each at its own speed."""
@@ -43,10 +41,12 @@ def hub_snapshot(name: str, revision: str | None, downloads: str | None) -> Path
         return None
 
 
-def weights_of(model: Any, load: Any, given: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
+def weights_of(
+    model: Any, load: Any, given: str, find_snapshot: FindSnapshot, *, whole: bool = False
+) -> dict[str, Any]:
     """What tells these weights from others. `model`, `load`: vLLM's ModelConfig and LoadConfig, or what has those of
-    their fields that are read here; `given`: the user's own name of the weights, which spares the look at them.
-    NotSupportedError where nothing tells them apart."""
+    their fields that are read here; `given`: the user's own name of the weights, which spares the look at them;
+    `whole`: all bytes of the files are read, not samples of them. NotSupportedError where nothing tells them apart."""
     read_as = str(load.load_format).rpartition(".")[2].lower()
     if read_as == "dummy":
         return {"weights": given or "dummy", "seed": model.seed}
@@ -58,7 +58,7 @@ def weights_of(model: Any, load: Any, given: str, find_snapshot: FindSnapshot) -
         raise _unknown(f"load_format {read_as} does not read them from the model's folder")
     path = Path(model.model)
     if path.is_file():
-        return {"weights": _digest(_shards_of(path), names=False), "read_as": "gguf"}
+        return {"weights": _digest(_shards_of(path), names=False, whole=whole), "read_as": "gguf"}
     folder = path if path.is_dir() else find_snapshot(model.model, model.revision, load.download_dir)
     if folder is None:
         commit = getattr(model.hf_config, "_commit_hash", None)
@@ -69,9 +69,9 @@ def weights_of(model: Any, load: Any, given: str, find_snapshot: FindSnapshot) -
     if read_as == "auto":
         read_as = "mistral" if any(file.name.startswith("consolidated") for file in files) else "hf"
     if read_as in READ_ALIKE:
-        return {"weights": _digest(files, names=True)}
+        return {"weights": _digest(files, names=True, whole=whole)}
     # Some of these formats take their choice of the files from here.
-    return {"weights": _digest(files, names=True), "read_as": [read_as, load.model_loader_extra_config]}
+    return {"weights": _digest(files, names=True, whole=whole), "read_as": [read_as, load.model_loader_extra_config]}
 
 
 def _unknown(why: str) -> NotSupportedError:
@@ -104,20 +104,11 @@ def _shards_of(path: Path) -> list[Path]:
     )
 
 
-def _digest(files: Sequence[Path], *, names: bool) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        _sample(path, path.name if names else "", digest)
-    return digest.hexdigest()
-
-
-def _sample(path: Path, name: str, digest: Any) -> None:
-    size = path.stat().st_size
-    digest.update(f"{name} {size}\n".encode())
-    with path.open("rb") as file:
-        for piece in range(SAMPLES):
-            file.seek(max(0, size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
-            digest.update(file.read(SAMPLE_BYTES))
+def _digest(files: Sequence[Path], *, names: bool, whole: bool) -> str:
+    try:
+        return digest_of_files([(path, path.name if names else "") for path in files], whole=whole)
+    except OSError as error:
+        raise _unknown(str(error)) from error
 
 
 def digest_of_folder(folder: Path) -> str:

@@ -28,10 +28,11 @@ HASHES = "sglang sha256 pages"
 
 def revision(
     args: Any, model: Any, settings: Mapping[str, str], *, weights_digest: str,
-    find_snapshot: FindSnapshot = hub_snapshot,
+    find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
     """Digest of weights and of all that can change KV. NotSupportedError where it cannot be known. `args`, `model`:
-    SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it."""
+    SGLang's ServerArgs and ModelConfig; `settings`: what somebody has set, as dependences.py has it; `read_all`: the
+    digest of the weights is of all bytes of their files."""
     load = SimpleNamespace(
         load_format=args.load_format, download_dir=args.download_dir,
         model_loader_extra_config=getattr(args, "model_loader_extra_config", ""),
@@ -44,13 +45,15 @@ def revision(
         "hf_config": described(json.loads(model.hf_config.to_json_string(use_diff=False))),
         "dtype": str(model.dtype), "quantization": str(model.quantization),
         "settings": dict(settings), "adapters": adapters_of(args.lora_paths, find_snapshot),
-        "draft": draft_of(args, about, load, weights_digest, find_snapshot),
-        **weights_of(about, load, weights_digest, find_snapshot),
+        "draft": draft_of(args, about, load, weights_digest, find_snapshot, read_all=read_all),
+        **weights_of(about, load, weights_digest, find_snapshot, whole=read_all),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def draft_of(args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
+def draft_of(
+    args: Any, target: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, *, read_all: bool = False
+) -> dict[str, Any]:
     """What the KV of a draft model depends on, if the model is no part of the target: how drafts are made, and its
     weights. `weights_digest`, where it is given, names these too."""
     path = getattr(args, "speculative_draft_model_path", None)
@@ -62,7 +65,8 @@ def draft_of(args: Any, target: Any, load: Any, weights_digest: str, find_snapsh
     })
     own = args.speculative_draft_load_format or args.load_format
     load = SimpleNamespace(**{**vars(load), "load_format": own})
-    return {"algorithm": args.speculative_algorithm, **weights_of(about, load, weights_digest, find_snapshot)}
+    weights = weights_of(about, load, weights_digest, find_snapshot, whole=read_all)
+    return {"algorithm": args.speculative_algorithm, **weights}
 
 
 def adapters_of(given: Any, find_snapshot: FindSnapshot) -> list[list[str]]:

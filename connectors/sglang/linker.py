@@ -114,7 +114,9 @@ class KvdockLinker(UnifiedCacheLinker):
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
         manifest = manifest_of(
             model, sglang.__version__, self._groups, page_tokens=self._page_tokens, ranks=self._ranks.size,
-            revision=revision(args, model, dependences, weights_digest=settings.weights_digest), kv_dtype=kv_dtype,
+            revision=revision(
+                args, model, dependences, weights_digest=settings.weights_digest, read_all=settings.read_all_weights
+            ), kv_dtype=kv_dtype,
         )
         instance, rank = self._ranks.share(f"sglang-{self._draw()}"), self._ranks.rank
         label = str(args.served_model_name or args.model_path)[-100:]

@@ -210,6 +210,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         manifest = manifest_of(
             self._config, vllm.__version__, self._groups, kv_caches, place, num_blocks=blocks, chunk_tokens=chunk,
             weights_digest=self._settings.weights_digest, hashing=self._hashing(), environ=os.environ,
+            read_all=self._settings.read_all_weights,
         )
         device = next(iter(kv_caches.values())).device
         if device.type == "cuda":

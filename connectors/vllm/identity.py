@@ -38,16 +38,17 @@ def hashing_of(algorithm: str, *, seed: str | None, fixed_seed: str | None) -> t
 
 def revision(
     vllm_config: Any, weights_digest: str, drafts: Any, *, environ: Mapping[str, str] = MappingProxyType({}),
-    find_snapshot: FindSnapshot = hub_snapshot,
+    find_snapshot: FindSnapshot = hub_snapshot, read_all: bool = False,
 ) -> str:
     """Digest of weights and of all of the configuration that can change KV: the model's, and the draft model's when
     it has KV of its own (`drafts`: vLLM's SpeculativeConfig then, else None). NotSupportedError where it cannot be
     known.
 
-    `weights_digest`: takes the place of a look at the model's files. `environ`: the process's environment variables.
+    `weights_digest`: takes the place of a look at the model's files. `read_all`: that look is at all of their bytes.
+    `environ`: the process's environment variables.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
-    weights = weights_of(model, load, weights_digest, find_snapshot)
+    weights = weights_of(model, load, weights_digest, find_snapshot, whole=read_all)
     told = {**_described(model), **weights, **unusual_around(vllm_config, environ)}
     if drafts is not None:
         draft = drafts.draft_model_config
@@ -55,7 +56,7 @@ def revision(
         # Which of the two lengths counts for drafts differs from method to method.
         lengths = positions_of(_config_of(draft), model)
         told["draft"] = {"method": drafts.method, "lengths": lengths, **_described(draft)} | (
-            weights if is_inside else _draft_weights(drafts, load, weights_digest, find_snapshot)
+            weights if is_inside else _draft_weights(drafts, load, weights_digest, find_snapshot, read_all)
         )
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -69,12 +70,14 @@ def _config_of(model: Any) -> Any:
     return json.loads(model.hf_config.to_json_string(use_diff=False))
 
 
-def _draft_weights(drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot) -> dict[str, Any]:
+def _draft_weights(
+    drafts: Any, load: Any, weights_digest: str, find_snapshot: FindSnapshot, read_all: bool
+) -> dict[str, Any]:
     """What tells apart weights that are not among the model's. Where they cannot be looked at, the user's name is of
     both."""
     own = getattr(drafts, "draft_load_config", None) or load
     try:
-        return weights_of(drafts.draft_model_config, own, "", find_snapshot)
+        return weights_of(drafts.draft_model_config, own, "", find_snapshot, whole=read_all)
     except NotSupportedError:
         if not weights_digest:
             raise
@@ -85,9 +88,10 @@ def manifest_of(
     vllm_config: Any, version: str, groups: Sequence[KVGroup], tensors: Mapping[str, Any], place: Place, *,
     num_blocks: int, chunk_tokens: int, weights_digest: str, hashing: tuple[str, str],
     environ: Mapping[str, str] = MappingProxyType({}), find_snapshot: FindSnapshot = hub_snapshot,
+    read_all: bool = False,
 ) -> Manifest:
     """Alike on every worker. Its `tensor_parallel` and `writers` name the split, so that of MLA is 1 in all sizes.
-    Its `model` is what the model is, not what it is called here. `hashing`: as hashing_of has it; the last two and
+    Its `model` is what the model is, not what it is called here. `hashing`: as hashing_of has it; the last three and
     NotSupportedError: as revision has them."""
     model = vllm_config.model_config
     per_chunk = [chunk_tokens // group.block_tokens for group in groups]
@@ -97,7 +101,8 @@ def manifest_of(
     return Manifest(
         model=str(model.architecture)[:MOST_LETTERS],
         revision=revision(
-            vllm_config, weights_digest, drafts_with_kv(vllm_config), environ=environ, find_snapshot=find_snapshot
+            vllm_config, weights_digest, drafts_with_kv(vllm_config), environ=environ, find_snapshot=find_snapshot,
+            read_all=read_all,
         ),
         kv_dtype=_kv_dtype(str(vllm_config.cache_config.cache_dtype), model, tensors),
         layers=sum(len(group.page_bytes) for group in groups) * (place.writers // place.heads_split),

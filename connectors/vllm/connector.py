@@ -303,7 +303,8 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if any(one != manifest for one in manifests):
             raise NotSupportedError(
-                "kvdock needs KV of one size and order in all workers of an engine, and theirs differ."
+                "kvdock needs KV of one size and order in all workers of an engine, of the same weights and under the "
+                f"same environment variables, and theirs differ in {_differing(manifests)}."
             )
         if self._scheduler is not None:
             return  # vLLM says it again when it wakes
@@ -428,6 +429,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             instance=self._instance, member=f"{who}-{self._nonce()}", ranks=ranks, scheduler=scheduler,
             label=f"vLLM {vllm.__version__} {name} {short_id}",
         )
+
+
+def _differing(manifests: Sequence[Manifest]) -> str:
+    """The fields, by name. `revision` is of weights, settings and environment variables."""
+    told = [msgspec.to_builtins(one) for one in manifests]
+    return ", ".join(name for name in told[0] if any(one[name] != told[0][name] for one in told))
 
 
 def _has_answered(request: Any) -> bool:

@@ -1,10 +1,11 @@
 """What the bytes of KV depend on beside tokens and weights: tables of vLLM's settings, each with its reason.
 
 A row is here if it changes which function of the tokens the model computes, or to how many bits. Not here is what
-computes the same function in another order (kernels, graphs, compilation, cascade attention, data and expert
-parallelism), what other parts of the manifest say (the KV's type, shapes, strides, attention backends, the split over
-workers), and what makes requests bypass the cache (adapters, images). A setting at its usual value says nothing, so
-that versions of vLLM that lack it need no rule.
+computes the same function in another order (graphs, compilation, cascade attention, data and expert parallelism, the
+kernels that vLLM chooses by itself), what other parts of the manifest say (the KV's type, shapes, strides, attention
+backends, the split over workers), and what makes requests bypass the cache (adapters, images). A setting at its usual
+value says nothing, so that versions of vLLM that lack it need no rule. Environment variables, which choose kernels one
+by one, are put the other way round: those that are not known to change nothing count.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.switches import counted
 
 UNUSUAL_MODEL = {
     "quantization": "weights are rounded, or were before they were saved",
@@ -64,7 +66,50 @@ UNUSUAL_ENVIRONMENT = {
     "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE": (("", "fp32"), "sums are rounded"),
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (OFF, "another order of the elements inside a page"),
 }
-"""Variables: the values that change nothing, in lower case, and the reason."""
+"""Variables: the values that change nothing, in lower case, and the reason why others do. Those of vLLM that are not
+here and not in HARMLESS_VARIABLES count with every value: connectors/switches.py."""
+_HARMLESS_VARIABLES = """
+    VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_API_KEY
+    VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_BUILD_COMMIT
+    VLLM_BUILD_PIPELINE VLLM_CACHE_ROOT VLLM_CHAT_TEMPLATE_FUEL VLLM_CI_USE_S3
+    VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_COMPUTE_NANS_IN_LOGITS VLLM_CONFIGURE_LOGGING VLLM_CONFIG_ROOT
+    VLLM_CPU_CI_ENV VLLM_CPU_KVCACHE_SPACE VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND
+    VLLM_CUDART_SO_PATH VLLM_CUDA_COMPATIBILITY_PATH VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_DEBUG_DUMP_PATH
+    VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DEBUG_MFU_METRICS VLLM_DEBUG_WORKSPACE VLLM_DISABLE_COMPILE_CACHE
+    VLLM_DISABLE_LOG_LOGO VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_DIST_IDENT VLLM_DOCKER_BUILD_CONTEXT
+    VLLM_DO_NOT_TRACK VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_EC_SIDE_CHANNEL_HOST
+    VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_ENABLE_COHERE_API VLLM_ENABLE_CUDAGRAPH_GC
+    VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENABLE_STARTUP_PLAN VLLM_ENABLE_V1_MULTIPROCESSING
+    VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_FORCE_AOT_LOAD VLLM_GC_DEBUG
+    VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPU_NIC_PCIE_MAPPING
+    VLLM_GPU_SYNC_CHECK VLLM_HTTP_MAX_REQUEST_BODY_SIZE VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_IMAGE_TAG
+    VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_KV_CACHE_LAYOUT VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+    VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_LOGGING_COLOR VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_PREFIX
+    VLLM_LOGGING_STREAM VLLM_LOG_MODEL_INSPECTION VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_MAIN_CUDA_VERSION
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES
+    VLLM_MAX_STOP_STRINGS VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS
+    VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS
+    VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_MM_HASHER_ALGORITHM VLLM_MODEL_REDIRECT_PATH
+    VLLM_MOONCAKE_LOAD_RECV_THREADS VLLM_MOONCAKE_STORE_TIER_LOG VLLM_MQ_MAX_CHUNK_BYTES_MB
+    VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_NCCL_INCLUDE_PATH VLLM_NIC_SELECTION_VARS VLLM_NIXL_SIDE_CHANNEL_HOST
+    VLLM_NO_USAGE_STATS VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_P2P_MAX_PEERS
+    VLLM_P2P_SIDE_CHANNEL_HOST VLLM_PATTERN_MATCH_DEBUG VLLM_PLUGINS VLLM_PREFIX_CACHE_RETENTION_INTERVAL
+    VLLM_PROCESS_NAME_PREFIX VLLM_RAISE_ON_LOGIT_NANS VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RAY_BUNDLE_INDICES
+    VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS VLLM_RAY_EXTRA_ENV_VARS_TO_COPY
+    VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_PER_WORKER_GPUS VLLM_REQUEST_BODY_LOG_LEVEL VLLM_RPC_BASE_PATH
+    VLLM_RUST_FRONTEND_PATH VLLM_SERVER_DEV_MODE VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SKIP_P2P_CHECK
+    VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX VLLM_SYSTEM_START_DATE VLLM_TARGET_DEVICE
+    VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_TRACE_FUNCTION VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_USAGE_SOURCE
+    VLLM_USAGE_STATS_SERVER VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FASTOKENS VLLM_USE_FLASHINFER_SAMPLER
+    VLLM_USE_MODELSCOPE VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE
+    VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM VLLM_USE_RAY_V2_EXECUTOR_BACKEND VLLM_USE_RAY_WRAPPED_PP_COMM
+    VLLM_USE_RUST_BENCH VLLM_USE_RUST_FRONTEND VLLM_USE_SIMPLE_KV_OFFLOAD VLLM_USE_SPINLOOP_EXT
+    VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_V1_USE_OUTLINES_CACHE VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY
+    VLLM_WORKER_MULTIPROC_METHOD VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XGRAMMAR_CACHE_MB VLLM_XLA_CACHE_PATH
+"""
+HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
+"""Of vLLM 0.24 to 0.33: servers and their processes, logs, places, limits of requests, sampling, and what the manifest
+says otherwise (the order of KV's elements, images by their content)."""
 NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
     "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",
@@ -83,10 +128,8 @@ def unusual_of(model: Any) -> dict[str, str]:
 
 def unusual_around(vllm_config: Any, environ: Mapping[str, str]) -> dict[str, str]:
     """What is set beside the model, of the configuration and of `environ`, the process's environment variables."""
-    switches = {
-        name: environ[name] for name, (usual, _) in UNUSUAL_ENVIRONMENT.items()
-        if environ.get(name, "").strip().lower() not in usual
-    }
+    usual = {name: values for name, (values, _) in UNUSUAL_ENVIRONMENT.items()}
+    switches = counted(environ, ("VLLM_",), HARMLESS_VARIABLES, usual)
     return {**dict(_unusual(vllm_config, UNUSUAL_ENGINE)), **switches}
 
 

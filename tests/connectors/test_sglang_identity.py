@@ -103,9 +103,20 @@ def test_whatever_somebody_has_set_is_named_but_for_what_changes_no_byte() -> No
 def test_variables_that_say_where_things_lie_are_not_named() -> None:
     found = variables_set({
         "SGLANG_RUN_ID": "7", "SGLANG_TORCH_PROFILER_DIR": "/tmp", "SGLANG_KVDOCK": "1", "HOME": "/", "PATH": "/bin",
+        "SGLANG_LOG_MS": "1", "SGLANG_PORT": "1", "SGLANG_WARMUP_TIMEOUT": "9", "SGLANG_EMPTY": "",
         "SGLANG_OF_NEXT_YEAR": "1", "SGL_ENABLE_JIT_DEEPGEMM": "0",
     })
     assert found == {"SGLANG_OF_NEXT_YEAR": "1", "SGL_ENABLE_JIT_DEEPGEMM": "0"}
+
+
+@pytest.mark.parametrize("name", [
+    "SGLANG_OPT_USE_INKLING_FUSED_ATTN_PROLOGUE", "SGLANG_OPT_USE_INKLING_FUSED_LOG_TAU",
+    "SGLANG_OPT_USE_MINIMAX_FP8_Q_EPILOGUE", "SGLANG_OPT_SM120_DIRECT_SWA_KV", "SGLANG_DEBUG_REVERT_PR",
+    "SGLANG_OPT_CUDA_GRAPH_FILL_FAST_PATH", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "SGLANG_MOE_CONFIG_DIR",
+    "SGLANG_OF_NEXT_YEAR_WITH_SUPPORT", "SGLANG_LOG_SOFTMAX_FUSED", "SGLANG_TRACE_OF_A_MATRIX",
+])
+def test_switches_of_kernels_are_named_whatever_words_are_in_their_names(name: str) -> None:
+    assert variables_set({name: "1"}) == {name: "1"}
 
 
 def test_other_weights_settings_and_adapters_share_nothing(

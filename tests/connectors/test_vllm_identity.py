@@ -173,6 +173,28 @@ def test_switches_of_the_environment_that_change_kv_keep_engines_apart(name: str
     assert told(engine(), SOME_OTHER_VARIABLE=other) == told(engine())
 
 
+@pytest.mark.parametrize("name", [
+    "VLLM_OF_NEXT_YEAR", "VLLM_ROCM_USE_AITER_MHA", "VLLM_FUSED_LOG_TAU", "VLLM_DIRECT_FAST_PATH", "VLLM_DEBUG_REVERT",
+    "VLLM_TUNED_CONFIG_FOLDER", "VLLM_MARLIN_USE_ATOMIC_ADD", "VLLM_TEST_FORCE_LOAD_FORMAT", "FLASHINFER_OF_NEXT_YEAR",
+    "NVIDIA_TF32_OVERRIDE", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "K_SCALE_CONSTANT",
+])
+def test_switches_of_kernels_that_nobody_knows_keep_engines_apart(name: str) -> None:
+    assert len({told(engine(), **{name: value}) for value in ("0", "1")} | {told(engine())}) == 3
+    assert told(engine(), **{name: ""}) == told(engine())
+
+
+@pytest.mark.parametrize("name", [
+    "VLLM_PORT", "VLLM_HOST_IP", "VLLM_DP_RANK", "VLLM_LOGGING_LEVEL", "VLLM_LOG_STATS_INTERVAL", "VLLM_CACHE_ROOT",
+    "VLLM_DIST_IDENT", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_PLUGINS",
+    "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_OF_NEXT_YEAR_TIMEOUT_S", "LOCAL_RANK",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "TORCHDYNAMO_DISABLE",
+])
+def test_variables_of_processes_and_places_keep_nobody_apart(name: str) -> None:
+    assert told(engine(), **{name: "1"}) == told(engine())
+
+
 def test_a_configuration_is_the_same_wherever_it_was_saved() -> None:
     inner = {"hidden_size": 64, "auto_map": {"AutoConfig": "code.Config"}}
     hub = {"_name_or_path": "org/model", "transformers_version": "5", "text_config": {

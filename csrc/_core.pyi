@@ -96,6 +96,13 @@ class TenantView:
     grants: int
     quota_bytes: int | None  # None: no limit
     quota_chunks: int | None
+class NamespaceView:
+    namespace: int
+    digest: bytes
+    base: bytes
+    tenant: bytes
+    chunks: int  # records that are not FREE
+    left_ms: int | None  # when its last session left, so that it goes first after `grace_ms`; None: it does not
 
 # ------------------------------------------------------------------ curve (csrc/curve/, csrc/bind/curve.cpp)
 POOL_FACTORS: Final[list[float]]
@@ -137,13 +144,13 @@ class Table:
     def __init__(
         self, region: Mapping, *, pool_id: int, incarnation: int, limit_bytes: int, max_records: int, max_grants: int,
         ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
-        total_cap: float = 0.75, lock_inode: int = 0,
+        total_cap: float = 0.75, lock_inode: int = 0, grace_ms: int = 10_000,
     ) -> None: ...
     @staticmethod
     def adopt(
         region: Mapping, *, pool_id: int, lock_inode: int, segments: Sequence[tuple[int, int, int]], limit_bytes: int,
         ask_ms: int = 60_000, settle_ms: int = 3_000, suspect_ms: int = 6_000, session_cap: float = 0.5,
-        total_cap: float = 0.75,
+        total_cap: float = 0.75, grace_ms: int = 10_000,
     ) -> tuple[Table, dict[str, int]]:
         """Takes over what an earlier server of the pool left behind; the capacities are the region's.
 
@@ -177,16 +184,26 @@ class Table:
     # -- identity
     def add_namespace(
         self, digest: bytes, *, chunk_tokens: int, block_tokens: int, writers: int,
-        groups: Sequence[tuple[str, int, int]], tenant: bytes = ...,
+        groups: Sequence[tuple[str, int, int]], tenant: bytes = ..., base: bytes | None = None,
     ) -> int:
         """groups: (kind 'full'|'window', window_tokens, part_bytes). tenant: 16 bytes, whose it is; zeros, the default:
-        the server's own user's. Idempotent by digest; bad_argument if it is another tenant's. Drops idle namespaces if
-        it has to: table_full if there are none. A namespace's number is used again once it was dropped."""
+        the server's own user's. base: the digest of the same manifest and tenant without weights; None: `digest`.
+        Idempotent by digest; bad_argument if it is another tenant's or has another base. Drops idle namespaces if it
+        has to: table_full if there are none. A namespace's number is used again once it was dropped."""
+    def namespaces(self) -> list[NamespaceView]: ...
+    def empty_left(self, kept: int, max_chunks: int, tenant: bytes | None = None) -> int:
+        """Evicts at most `max_chunks` of namespaces that sessions have left, the oldest first, whenever that was, but
+        not of the `kept` latest. `tenant`: of its namespaces, `kept` or not. Returns how many went."""
     def has_namespace(self, digest: bytes) -> bool: ...
     def drop_idle_namespaces(self) -> list[int]:
         """Forgets the namespaces that have neither a session nor a chunk; returns the others."""
     def open_session(self, nonce: bytes, namespace: int, now_ms: int) -> int:
-        """Idempotent by nonce; id_reused when the nonce's session has another namespace."""
+        """Idempotent by nonce: a session that is open stays in its namespace; id_reused unless that has the same base.
+        """
+    def session_of(self, nonce: bytes) -> int: ...  # its id; 0: none is open
+    def move_session(self, session: int, namespace: int, now_ms: int) -> None:
+        """What it looks up and stores from now on is filed in that namespace, which has the same base: bad_argument for
+        another. What it was granted before stays as it is. A namespace that it was the last to use was left then."""
     def add_member(
         self, session: int, nonce: bytes, ranks: Sequence[int], scheduler: bool, now_ms: int, lock_offset: int = 0
     ) -> int:

@@ -20,6 +20,7 @@ BREAKS: Final = {
     "mismatched": "a reader found other bytes than were stored, so it was taken out of use",
     "unread": "a lower tier had loaded it for a request that ended first",
     "read": "it came from a lower tier for one request, and went with it",
+    "weights": "it was evicted first, because no engine had run its weights for a while",
     "being_stored": "another engine is storing it",
     "held_bytes": "the engine holds as much of the pool as it may",
     "pinning": "not every rank has page-locked the memory that it lies in",

@@ -144,6 +144,13 @@ void bind_views(py::module_& m) {
       .def_readonly("reservations", &SessionInfo::reservations)
       .def_readonly("held_bytes", &SessionInfo::held_bytes)
       .def_readonly("opened_ms", &SessionInfo::opened_ms);
+  py::class_<SpaceInfo>(m, "NamespaceView")
+      .def_readonly("namespace", &SpaceInfo::space)
+      .def_readonly("digest", &SpaceInfo::digest)
+      .def_readonly("base", &SpaceInfo::base)
+      .def_readonly("tenant", &SpaceInfo::tenant)
+      .def_readonly("chunks", &SpaceInfo::chunks)
+      .def_readonly("left_ms", &SpaceInfo::left_ms);
   using Seen = const TenantInfo&;
   auto limit = [](uint64_t quota) { return quota == kNoQuota ? std::nullopt : std::optional(quota); };
   py::class_<TenantInfo>(m, "TenantView")
@@ -238,10 +245,15 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("stats", call(&Table::stats))
       .def("check_integrity", call(&Table::check_integrity))
       .def("add_namespace", [](BoundTable& t, const Key& digest, uint32_t chunk_tokens, uint32_t block_tokens,
-                               uint32_t writers, const GroupSpecs& groups, const Id16& tenant) {
-        NewNamespace wanted{digest, tenant, chunk_tokens, block_tokens, writers, groups_of(groups)};
+                               uint32_t writers, const GroupSpecs& groups, const Id16& tenant,
+                               const std::optional<Key>& base) {
+        NewNamespace wanted{digest,       base.value_or(digest), tenant, chunk_tokens,
+                            block_tokens, writers,               groups_of(groups)};
         return call(&Table::add_namespace)(t, wanted);
-      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{});
+      }, "digest"_a, py::kw_only(), "chunk_tokens"_a, "block_tokens"_a, "writers"_a, "groups"_a, "tenant"_a = Id16{},
+         "base"_a = py::none())
+      .def("empty_left", call(&Chunks::empty_left), "kept"_a, "max_chunks"_a, "tenant"_a = py::none())
+      .def("namespaces", call(&Chunks::spaces));
 }
 
 void bind_tenants(py::class_<BoundTable>& c) {
@@ -264,6 +276,8 @@ void bind_tenants(py::class_<BoundTable>& c) {
 void bind_members(py::class_<BoundTable>& c) {
   c.def("drop_idle_namespaces", call(&Table::drop_idle_namespaces))
       .def("open_session", call(&Table::open_session), "nonce"_a, "namespace"_a, "now_ms"_a)
+      .def("session_of", call(&Members::session_of), "nonce"_a)
+      .def("move_session", call(&Table::move_session), "session"_a, "namespace"_a, "now_ms"_a)
       .def("add_member", [](BoundTable& t, uint64_t session, const Id16& nonce, std::vector<uint32_t> ranks,
                             bool scheduler, uint64_t now, uint64_t lock_offset) {
         return call(&Members::add_member)(t, session, {nonce, std::move(ranks), scheduler, lock_offset}, now);
@@ -371,12 +385,13 @@ void bind_census(py::module_& m) {
 
 py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
                 const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& segments, uint64_t limit_bytes,
-                uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap) {
+                uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms, double session_cap, double total_cap,
+                uint64_t grace_ms) {
   const auto& mapping = region.cast<const Mapping&>();
   std::vector<SegmentFacts> facts;
   for (auto& [id, offset, bytes] : segments) facts.push_back({id, SegmentState::kLive, offset, bytes});
   TableOptions options{pool_id, lock_inode, 0,          limit_bytes, 0,        0,
-                       ask_ms,  settle_ms,  suspect_ms, session_cap, total_cap};
+                       ask_ms,  settle_ms,  suspect_ms, session_cap, total_cap, grace_ms};
   Adoption found;
   std::unique_ptr<Table> table;
   {
@@ -400,16 +415,16 @@ std::vector<std::tuple<uint32_t, std::string, uint64_t, uint64_t>> stored_segmen
 void bind_making(py::class_<BoundTable>& c) {
   c.def(py::init([](py::object region, uint64_t pool_id, uint64_t incarnation, uint64_t limit_bytes,
                     uint64_t max_records, uint64_t max_grants, uint64_t ask_ms, uint64_t settle_ms, uint64_t suspect_ms,
-                    double session_cap, double total_cap, uint64_t lock_inode) {
+                    double session_cap, double total_cap, uint64_t lock_inode, uint64_t grace_ms) {
     TableOptions options{pool_id, lock_inode, incarnation, limit_bytes, max_records, max_grants,
-                         ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap};
+                         ask_ms,  settle_ms,  suspect_ms,  session_cap, total_cap,   grace_ms};
     return BoundTable{region, std::make_unique<Table>(region.cast<const Mapping&>(), options)};
   }), "region"_a, py::kw_only(), "pool_id"_a, "incarnation"_a, "limit_bytes"_a, "max_records"_a, "max_grants"_a,
       "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000, "session_cap"_a = 0.5, "total_cap"_a = 0.75,
-      "lock_inode"_a = 0)
+      "lock_inode"_a = 0, "grace_ms"_a = 10'000)
       .def_static("adopt", &adopt, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a, "segments"_a,
                   "limit_bytes"_a, "ask_ms"_a = 60'000, "settle_ms"_a = 3'000, "suspect_ms"_a = 6'000,
-                  "session_cap"_a = 0.5, "total_cap"_a = 0.75)
+                  "session_cap"_a = 0.5, "total_cap"_a = 0.75, "grace_ms"_a = 10'000)
       .def_static("stored_segments", &stored_segments, "region"_a, py::kw_only(), "pool_id"_a, "lock_inode"_a)
       .def_static("region_bytes", &Region::bytes_for, "max_records"_a, "max_grants"_a)
       .def_property_readonly("incarnation", [](const BoundTable& t) { return t.table->incarnation(); })

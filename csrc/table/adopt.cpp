@@ -36,7 +36,7 @@ Table::Table(const Mapping& memory, const TableOptions& options, const std::vect
              Adoption* found)
     : options_(options),
       region_(Region::open(memory, options)),
-      chunks_(region_),
+      chunks_(region_, options.grace_ms),
       members_(region_, chunks_.namespaces()),
       grants_(region_, members_, chunks_) {
   adopt(segments, found);
@@ -65,6 +65,7 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   grants.finish_discharged();
   KVDOCK_PAUSE("adopt.records_done");
   members_.restart(found->clock_ms);
+  chunks_.namespaces().restart(found->clock_ms);
   KVDOCK_PAUSE("adopt.taken_over");
 
   chunks.rebuild();

@@ -17,10 +17,12 @@ inline uint32_t body_crc(const TableHeader& h) {
   return span_crc(h, offsetof(TableHeader, geometry), offsetof(TableHeader, incarnation));
 }
 
-inline uint32_t body_crc(const Namespace& ns) { return span_crc(ns, offsetof(Namespace, chunk_tokens), sizeof ns); }
+inline uint32_t body_crc(const Namespace& ns) {
+  return span_crc(ns, offsetof(Namespace, chunk_tokens), offsetof(Namespace, left_ms));
+}
 
 inline uint32_t body_crc(const Session& s) {
-  return span_crc(s, offsetof(Session, space), offsetof(Session, rank_member));
+  return span_crc(s, offsetof(Session, nonce), offsetof(Session, filed));
 }
 
 inline uint32_t body_crc(const Member& m) {

@@ -18,6 +18,7 @@ struct TableOptions {
   uint64_t max_records, max_grants;
   uint64_t ask_ms, settle_ms, suspect_ms;
   double session_cap, total_cap;  // shares of limit_bytes that grants may pin
+  uint64_t grace_ms;  // how long a namespace that was left is kept like any other
 };
 
 // A segment as the table names it, or as the server that adopts it found it in memory.
@@ -91,6 +92,13 @@ struct Ready {  // a chunk that lookups find
 // A grant, and the ranks that are asked; none: the member that asked for the grant is.
 using Question = std::pair<uint64_t, std::vector<uint32_t>>;
 
+struct SpaceInfo {
+  uint32_t space;
+  Key digest, base;
+  Id16 tenant;
+  uint32_t chunks;
+  std::optional<uint64_t> left_ms;  // nullopt: it was not left
+};
 struct GrantInfo {
   uint64_t grant;
   GrantKind kind;

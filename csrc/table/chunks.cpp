@@ -11,10 +11,10 @@
 
 namespace kvdock {
 
-Chunks::Chunks(const Region& region)
+Chunks::Chunks(const Region& region, uint64_t grace_ms)
     : header_(region.header),
       segments_(region.segments),
-      spaces_(region),
+      spaces_(region, grace_ms),
       pages_(region),
       slots_(region.slabs, kMaxSlabs) {}
 
@@ -96,6 +96,27 @@ void Chunks::offer(uint32_t id) {
   const Record& r = record(id);
   list_of(id).add(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   info_[id].listed = true;
+  if (!info_[id].kept) list_in_space(id);
+}
+
+void Chunks::list_in_space(uint32_t id) {
+  uint32_t space = record(id).space;
+  if (space >= leaves_in_.size()) leaves_in_.resize(space + 1, kNone);
+  uint32_t& first = leaves_in_[space];
+  if (first == kNone) spaces_.left().set_has_leaves(space, true);
+  else info_[first].before = id;
+  info_[id].behind = first;
+  first = id;
+}
+
+void Chunks::unlist_in_space(uint32_t id) {
+  Info& in = info_[id];
+  uint32_t space = record(id).space;
+  if (in.before != kNone) info_[in.before].behind = in.behind;
+  else leaves_in_[space] = in.behind;
+  if (in.behind != kNone) info_[in.behind].before = in.before;
+  in.before = in.behind = kNone;
+  if (leaves_in_[space] == kNone) spaces_.left().set_has_leaves(space, false);
 }
 
 // Before anything changes by which it is listed.
@@ -107,6 +128,7 @@ void Chunks::unlist(uint32_t id) {
   list.remove(spaces_.shape_of(r.space), spaces_.tenant_of(r.space), info_[id].kind, leaf_of(id));
   bool of_priority = info_[id].priority != 0 && !info_[id].kept && !goes_first(id);
   if (of_priority && list.size() == 0) evictions_.erase(info_[id].priority);
+  if (!info_[id].kept) unlist_in_space(id);
   info_[id].listed = false;
 }
 
@@ -212,7 +234,9 @@ std::optional<uint32_t> Chunks::new_id(const NewChunk& chunk, uint32_t parts) {
   std::optional<uint32_t> id;
   for (int tries = 0; !(id = pages_.take(parts)) && chunk.makes_room() && tries < 64; ++tries) {
     auto victim = least(spaces_.shape_of(chunk.space));
-    if (!victim || record(victim->leaf.record).part_count != parts) break;  // it would not make room for this record
+    if (!victim) break;
+    bool makes_room = record(victim->leaf.record).part_count == parts;
+    if (!makes_room && victim->priority != kLeft) break;  // what nobody finds any more goes all the same
     evict_least(*victim);
   }
   if (id && *id >= info_.size()) info_.resize(pages_.end());

@@ -55,7 +55,7 @@ class Chunks {
     bool operator==(const Sums&) const = default;
   };
 
-  explicit Chunks(const Region& region);
+  Chunks(const Region& region, uint64_t grace_ms);
 
   Namespaces& namespaces() { return spaces_; }
   const ChangeLog& changes() const { return changes_; }
@@ -71,7 +71,10 @@ class Chunks {
   uint32_t uses_of(uint32_t id) const { return info_[id].uses; }  // by lookups, since this server's start
   // The last use of the chunk that was unused longest, of those that no engine holds; 0 if that is not known.
   uint64_t oldest_used_ms() const;
-  void set_now(uint64_t now_ms) { departures_.set_now(now_ms, header_.use_tick); }
+  void set_now(uint64_t now_ms) {
+    departures_.set_now(now_ms, header_.use_tick);
+    spaces_.set_now(now_ms);
+  }
   uint32_t chunks_in(uint32_t space) const { return space < records_in_.size() ? records_in_[space] : 0; }
   const Counters& counters() const { return counters_; }
   const Sums& sums() const { return sums_; }
@@ -135,6 +138,10 @@ class Chunks {
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
   bool can_evict() const;
+  // Of the namespaces that were left, whenever that was, but for the `kept` latest: the oldest first, at most max_chunks.
+  // Returns how many went. `tenant`: of its namespaces; `kept` is 0 then.
+  uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant);
+  std::vector<SpaceInfo> spaces();
   // About those that go next, `bytes` of them at most, by namespace. Duplicates are left out: their engine has them.
   std::map<uint32_t, std::vector<Key>> next_out(uint64_t bytes) const;
   void set_eviction(const std::string& policy);  // as make_policy(); looks at every chunk
@@ -184,7 +191,8 @@ class Chunks {
     uint32_t uses = 0;      // by lookups
     bool kept = false;      // not to be evicted until kept_until_ms
     uint16_t depth = 0;     // of a duplicate, in chunks of its chain as far as that was known
-    bool listed = false;    // in the list that list_of() names
+    bool listed = false;    // in the list that list_of() names; unless it is kept, in that of its namespace as well
+    uint32_t before = kNone, behind = kNone;  // there
     uint8_t kind = kNoKind; // what the policy takes it for
     int8_t priority = 0;    // what engines wish for it
   };
@@ -208,6 +216,8 @@ class Chunks {
   void drop_child(uint32_t space, const Key& parent);
   void offer(uint32_t id);
   void unlist(uint32_t id);
+  void list_in_space(uint32_t id);
+  void unlist_in_space(uint32_t id);
   bool may_go(uint32_t id) const;
   bool goes_first(uint32_t id) const;
   bool mark_counts(uint32_t id) const;
@@ -236,6 +246,7 @@ class Chunks {
   std::optional<Choice> least_in(int8_t priority, const LeafLists& leaves, uint32_t shape) const;
   template <class F>
   std::optional<Choice> first_duplicate(F&& first);
+  std::optional<Choice> first_of(const std::optional<LeftSpaces::Left>& left) const;
   std::optional<Choice> least(uint32_t shape);
   std::optional<Choice> least_with(std::optional<uint64_t> slot_bytes);
   bool evict_for(uint64_t bytes);
@@ -249,6 +260,7 @@ class Chunks {
   void check_pins(const ImpliedPins& implied) const;
   void check_index() const;
   void check_wishes() const;
+  void check_spaces() const;
 
   uint64_t& held_by(uint32_t session) {
     if (session >= held_by_.size()) held_by_.resize(session + 1);
@@ -277,6 +289,7 @@ class Chunks {
   std::vector<uint64_t> held_by_;                       // by session cell: bytes it pins
   uint64_t held_bytes_ = 0;
   std::vector<uint32_t> records_in_;                  // by namespace: records that are not FREE
+  std::vector<uint32_t> leaves_in_;  // by namespace: the first chunk that may go, but for kept ones; kNone: none may
   std::set<std::pair<uint64_t, uint32_t>> kept_until_;  // when, record: one for each kept record
   uint64_t kept_bytes_ = 0;
   std::unordered_map<uint32_t, uint64_t> wished_until_;   // by record: when a wish ends that has an end

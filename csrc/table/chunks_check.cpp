@@ -11,6 +11,27 @@ void Chunks::check(const ImpliedPins& implied) {
   check_pins(implied);
   check_index();
   check_wishes();
+  check_spaces();
+}
+
+// Each namespace lists what may go of it, but for what an administrator keeps.
+void Chunks::check_spaces() const {
+  std::vector<uint32_t> wanted(kMaxNamespaces), found(kMaxNamespaces);
+  for (uint32_t id = pages_.next_id(0); id < pages_.end(); id = pages_.next_id(id + 1))
+    if (info_[id].listed && !info_[id].kept) ++wanted[record(id).space];
+  std::vector<bool> has_leaves(kMaxNamespaces);
+  for (uint32_t space = 0; space < leaves_in_.size(); ++space) {
+    uint32_t before = kNone;
+    for (uint32_t id = leaves_in_[space]; id != kNone; before = id, id = info_[id].behind) {
+      const Info& in = info_[id];
+      require(in.listed && !in.kept && record(id).space == space, "a namespace lists what may not go", id);
+      require(in.before == before, "the list of what may go of a namespace is broken", id);
+      require(++found[space] <= wanted[space], "a namespace lists a chunk twice", id);
+    }
+    has_leaves[space] = found[space] != 0;
+  }
+  require(found == wanted, "a namespace does not list all that may go of it");
+  spaces_.check(has_leaves);
 }
 
 // I4, I7: bodies are as they were written, and sums by state are those of the records.

@@ -17,10 +17,10 @@ namespace kvdock {
 
 // room: a store needed its slot. ahead: the pool had too little free. quota: its tenant's. shrunk: its segment was
 // given back. cleared, deleted: an operator said so. mismatched: a reader found other bytes. unread: it was loaded from
-// a lower tier for a request that has gone. read: for one that has read it.
-enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read };
+// a lower tier for a request that has gone. read: for one that has read it. weights: nobody runs its weights any more.
+enum class Gone : uint8_t { room, ahead, quota, shrunk, cleared, deleted, mismatched, unread, read, weights };
 constexpr const char* kGoneNames[] = {
-    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read"};
+    "room", "ahead", "quota", "shrunk", "cleared", "deleted", "mismatched", "unread", "read", "weights"};
 
 struct Departure {
   Key key;

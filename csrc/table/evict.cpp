@@ -8,13 +8,18 @@ namespace kvdock {
 
 void Chunks::evict_one(uint32_t id) {
   const Record& r = record(id);
+  ++counters_.evicted_chunks;
+  if (spaces_.left().has(r.space)) {  // a policy learns nothing from it
+    take_out(id, spaces_.goes_first(r.space) ? Gone::weights : cause_);
+    next_.reset();
+    return;
+  }
   Chunk went = described(id);
   if (goes_first(id) && mark_counts(id)) policy_->set_aside(went);
   else policy_->evicted(went, header_.use_tick);
   unlist(id);
   info_[id].kind = kNoKind;
   take_out(id, cause_);
-  ++counters_.evicted_chunks;
   next_.reset();
 }
 
@@ -60,9 +65,18 @@ std::optional<Choice> Chunks::first_duplicate(F&& first) {
   return c;
 }
 
-// A duplicate, if there is one: it is worth nothing until its request ends.
+// Some chunk that may go of a namespace that was left: all of them are dead.
+std::optional<Choice> Chunks::first_of(const std::optional<LeftSpaces::Left>& left) const {
+  if (!left) return std::nullopt;
+  uint32_t id = leaves_in_[left->space];
+  return Choice{static_cast<double>(left->at_ms), leaf_of(id), info_[id].kind, kLeft};
+}
+
+// What nobody runs the weights of any more; then a duplicate, if there is one: it is worth nothing until its request
+// ends.
 std::optional<Choice> Chunks::least(uint32_t shape) {
   cause_ = Gone::room;  // a store has no record
+  if (auto c = first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()))) return c;
   if (auto c = first_duplicate([&] { return duplicates_.first_of_shape(shape); })) return c;
   for (auto& [priority, leaves] : evictions_)
     if (auto c = least_in(priority, leaves, shape)) return c;
@@ -72,12 +86,20 @@ std::optional<Choice> Chunks::least(uint32_t shape) {
 // Of all chunks, or of those of namespaces that have slots of that size.
 std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) {
   std::optional<Choice> best;
-  auto look = [&](const LeafLists& lists, auto&& least_of) {
+  auto look = [&](const auto& lists, auto&& least_of) {
     lists.for_each_shape([&](uint32_t shape) {
       if (slot_bytes && !spaces_.shape_has(shape, *slot_bytes)) return;
       if (auto c = least_of(shape); c && (!best || c->goes_before(*best))) best = c;
     });
   };
+  look(spaces_.left(), [&](uint32_t shape) {
+    return first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()));
+  });
+  if (best) return best;
+  look(spaces_.left(), [&](uint32_t shape) {
+    return first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()));
+  });
+  if (best) return best;
   look(duplicates_, [&](uint32_t shape) {
     return first_duplicate([&] { return duplicates_.first_of_shape(shape); });
   });
@@ -152,7 +174,8 @@ bool Chunks::evict_self_naming_chain(uint64_t bytes, const NewChunk& chunk) {
 // there is no other.
 bool Chunks::evict_of(uint32_t tenant) {
   cause_ = Gone::quota;
-  std::optional<Choice> c = first_duplicate([&] { return duplicates_.first_of_tenant(tenant); });
+  std::optional<Choice> c = first_of(spaces_.left().of_tenant(tenant, spaces_.left_until_ms()));
+  if (!c) c = first_duplicate([&] { return duplicates_.first_of_tenant(tenant); });
   for (auto it = evictions_.begin(); it != evictions_.end() && !c; ++it)
     c = it->second.of_tenant(tenant, *policy_, header_.use_tick);
   if (!c) c = kept_.of_tenant(tenant, *policy_, header_.use_tick);
@@ -209,6 +232,31 @@ uint32_t Chunks::evict(uint64_t target_room_bytes, uint32_t max_chunks) {
   return static_cast<uint32_t>(counters_.evicted_chunks - before);
 }
 
+uint32_t Chunks::empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant) {
+  cause_ = Gone::weights;
+  std::optional<uint32_t> number = tenant ? spaces_.tenants().find(*tenant) : std::nullopt;
+  if (tenant && !number) return 0;
+  uint32_t gone = 0;
+  for (; gone < max_chunks; ++gone) {
+    const LeftSpaces& all = spaces_.left();
+    auto c = first_of(number ? all.of_tenant(*number, UINT64_MAX) : all.before_the_last(kept));
+    if (!c) break;
+    evict_one(c->leaf.record);
+  }
+  return gone;
+}
+
+std::vector<SpaceInfo> Chunks::spaces() {
+  std::vector<SpaceInfo> out;
+  for (uint32_t space : spaces_.live()) {
+    const Namespace& ns = spaces_[space];
+    SpaceInfo info{space, ns.digest, ns.base, ns.tenant, chunks_in(space), std::nullopt};
+    if (spaces_.left().has(space)) info.left_ms = spaces_.left().left_at(space);
+    out.push_back(info);
+  }
+  return out;
+}
+
 bool Chunks::can_evict() const {
   auto some = [](auto& one) { return one.second.size() != 0; };
   return duplicates_.size() != 0 || std::any_of(evictions_.begin(), evictions_.end(), some);
@@ -220,6 +268,7 @@ std::map<uint32_t, std::vector<Key>> Chunks::next_out(uint64_t bytes) const {
   std::vector<Choice> leaves;
   for (auto& [priority, lists] : evictions_)
     lists.for_each_oldest(kSeen, [&, priority = priority](uint8_t kind, const Leaf& leaf) {
+      if (spaces_.left().has(record(leaf.record).space)) return;  // nobody will want it
       leaves.push_back({policy_->worth(kind, leaf.used, header_.use_tick), leaf, kind, priority});
     });
   std::sort(leaves.begin(), leaves.end(), [](const Choice& a, const Choice& b) { return a.goes_before(b); });

@@ -101,7 +101,7 @@ class Grants {
   uint64_t place_of(const Grant& g) const { return g.opened_ms * header_.max_grants + cell_of(g); }
   RequestKey key_of(const Grant& g) const { return {Members::session_id(g.session, g.session_use), g.kind, g.request}; }
   bool is_held(const Grant& g) const;
-  Usage& usage_of(const Grant& g) { return chunks_.namespaces().usage(members_.session(g.session).space); }
+  Usage& usage_of(const Grant& g) { return chunks_.namespaces().usage(members_.session(g.session).space()); }
   GrantInfo info_of(const Grant& g) const;
   void close(Grant& g);
   void free_lines(Grant& g);

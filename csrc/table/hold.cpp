@@ -47,7 +47,7 @@ LookupResult Table::hold(uint64_t session, uint64_t member, const Id16& request,
 // nullptr: none of them is READY, or there is no room for any.
 Grant* Table::hold_new(const Members::Asker& asker, const Id16& request, const std::vector<Key>& keys, uint64_t hash,
                        uint64_t now, LookupResult* out) {
-  uint32_t space = members_.session(asker.session).space;
+  uint32_t space = members_.session(asker.session).space();
   grants_.require_lines(static_cast<uint32_t>(keys.size()));
   Grant* g = nullptr;
   for (uint32_t i = 0; i < keys.size(); ++i) {

@@ -25,7 +25,7 @@ namespace kvdock {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr uint64_t kTableMagic = 0x31656c6261746b76ull;  // "vktable1"
-constexpr uint32_t kTableVersion = 4;
+constexpr uint32_t kTableVersion = 5;
 constexpr uint32_t kMaxNamespaces = 1024;
 constexpr uint32_t kMaxSessions = 16384;
 constexpr uint32_t kMaxMembers = 65536;
@@ -189,21 +189,26 @@ struct Namespace {
   uint32_t group_count;
   uint32_t spare;
   Key digest;
+  Key base;     // the digest of the same without weights; equal: it is that of the weights that engines start with
   Id16 tenant;  // whose it is; zeros: the server's own user's
   Group groups[kMaxGroups];
+  uint64_t left_ms;  // mutable, server clock: when a session left it last, as Namespaces::leave_session has it; 0: none
 };
 
 struct Session {
   uint64_t word;  // sealed: use << 1 | live
   uint32_t crc;
-  uint32_t space;
+  uint32_t spare;
   Id16 nonce;
   uint64_t opened_ms;
+  uint64_t filed;  // mutable: filed_word(): the namespace that its lookups and stores are filed in
   uint32_t rank_member[kMaxRanks];  // mutable: member cell or kNone
 
   bool live() const { return word & 1; }
   uint64_t use() const { return (word & kWordMask) >> 1; }
+  uint32_t space() const { return static_cast<uint32_t>(filed & kWordMask); }
 };
+constexpr uint64_t filed_word(uint32_t cell, uint32_t space) { return sealed(space, cell + 1); }
 
 enum class MemberState : uint64_t { kFree = 0, kLive = 1, kSuspect = 2, kDead = 3, kGone = 4 };
 constexpr const char* name_of(MemberState state) {
@@ -285,8 +290,8 @@ static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24)
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
-static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 336);
-static_assert(sizeof(Session) == 552 && sizeof(Member) == 88);
+static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 376);
+static_assert(sizeof(Session) == 560 && sizeof(Member) == 88);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
 static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);
 

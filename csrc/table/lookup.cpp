@@ -112,7 +112,7 @@ Grant* Table::current_lease(uint32_t session, const LookupCall& call) {
 
 LookupResult Table::lookup(uint64_t session, uint64_t member, const LookupCall& call, uint64_t now) {
   Members::Asker asker = members_.asker(session, member);
-  uint32_t space = members_.session(asker.session).space;
+  uint32_t space = members_.session(asker.session).space();
   const Namespace& ns = chunks_.namespaces()[space];
   if (call.keys.size() > kMaxKeys)
     throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxKeys);
@@ -178,7 +178,8 @@ uint32_t Table::who_stores(uint32_t space, const Key& key, uint64_t now) {
 
 bool Table::holds(const Promise& promise, uint64_t now) const {
   std::optional<uint32_t> session = members_.find_session(promise.session);
-  return session && now <= promise.until_ms && members_.is_live(promise.member) && members_.lives(*session);
+  if (!session || now > promise.until_ms || members_.session(*session).space() != promise.space) return false;
+  return members_.is_live(promise.member) && members_.lives(*session);
 }
 
 // Says how far others store the prefix whose first `hit` chunks are there, and promises what nobody does.

@@ -79,18 +79,24 @@ bool Members::lives(uint32_t session) const {
   return any;
 }
 
+uint64_t Members::session_of(const Id16& nonce) const {
+  for (auto& [cell, open] : open_)
+    if (sessions_[cell].nonce == nonce) return session_id(cell);
+  return 0;
+}
+
 uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
-  for (auto& [cell, open] : open_) {
-    if (!(sessions_[cell].nonce == nonce)) continue;
-    if (sessions_[cell].space != space)
-      throw TableError("id_reused", "the instance attached with another manifest", space, sessions_[cell].space);
-    return session_id(cell);
+  if (uint64_t known = session_of(nonce)) {
+    uint32_t filed = sessions_[session_cell(known)].space();
+    if (!spaces_.differ_in_weights_alone(space, filed))
+      throw TableError("id_reused", "the instance attached with another manifest", space, filed);
+    return known;
   }
   if (free_sessions_.empty()) throw TableError("table_full", "no session left", kMaxSessions);
   uint32_t cell = free_sessions_.back();
   free_sessions_.pop_back();
   Session& s = sessions_[cell];
-  s.space = space;
+  s.filed = filed_word(cell, space);
   s.nonce = nonce;
   s.opened_ms = now;
   std::fill(std::begin(s.rank_member), std::end(s.rank_member), kNone);
@@ -222,8 +228,18 @@ void Members::close_session(uint32_t cell) {
   }
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
-  spaces_.leave_session(sessions_[cell].space, session_id(cell));
+  spaces_.leave_session(sessions_[cell].space(), session_id(cell), Namespaces::Leaves::ended);
   free_sessions_.push_back(cell);
+}
+
+void Members::file_session(uint32_t cell, uint32_t space) {
+  uint32_t before = sessions_[cell].space();
+  if (before == space) return;
+  publish(sessions_[cell].filed, filed_word(cell, space));
+  KVDOCK_PAUSE("move.filed");
+  spaces_.enter_session(space, session_id(cell));
+  spaces_.leave_session(before, session_id(cell), Namespaces::Leaves::moved);
+  KVDOCK_PAUSE("move.left");
 }
 
 // ---- views
@@ -246,7 +262,7 @@ std::vector<uint32_t> Members::open_sessions(const std::optional<std::vector<uin
 
 std::vector<bool> Members::namespaces() const {
   std::vector<bool> out(kMaxNamespaces);
-  for (auto& [cell, open] : open_) out[sessions_[cell].space] = true;
+  for (auto& [cell, open] : open_) out[sessions_[cell].space()] = true;
   return out;
 }
 
@@ -273,10 +289,11 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
       free_sessions_.push_back(cell);
       continue;
     }
-    if (s.crc != body_crc(s) || s.space >= namespaces.size() || !namespaces[s.space])
+    bool filed = whole(s.filed, cell + 1) && s.space() < namespaces.size() && namespaces[s.space()];
+    if (s.crc != body_crc(s) || !filed)
       refuse_adoption("a session is damaged", cell);
     open_[cell];
-    spaces_.enter_session(s.space, session_id(cell));
+    spaces_.count_session(s.space(), session_id(cell));
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;
   }
@@ -329,7 +346,7 @@ void Members::check() const {
   require(open_.size() + free_sessions_.size() == kMaxSessions, "a session cell is lost", 0);
   require(member_count() + free_members_.size() == kMaxMembers, "a member cell is lost", 0);
   std::map<uint32_t, std::set<uint64_t>> in;  // by namespace
-  for (auto& [session, open] : open_) in[sessions_[session].space].insert(session_id(session));
+  for (auto& [session, open] : open_) in[sessions_[session].space()].insert(session_id(session));
   for (auto& [space, ids] : in)
     require(spaces_.only_session(space) == (ids.size() == 1 ? *ids.begin() : 0), "a namespace's sessions are counted "
             "wrongly", space);

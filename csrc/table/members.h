@@ -66,16 +66,18 @@ class Members {
   enum class Left { some, none };
   Left set_gone(uint32_t member);  // Left::none: the session has to be closed
   void close_session(uint32_t session);
+  void file_session(uint32_t session, uint32_t space);  // from now on
+  uint64_t session_of(const Id16& nonce) const;         // its id; 0: none is open
 
   size_t session_count() const { return open_.size(); }
   size_t member_count() const;
   // No other session is open in its namespace.
   bool is_alone(uint32_t session) const {
-    return spaces_.only_session(sessions_[session].space) == session_id(session);
+    return spaces_.only_session(sessions_[session].space()) == session_id(session);
   }
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
   bool of_one_tenant(uint32_t session, uint32_t other) const {
-    return spaces_.tenant_of(sessions_[session].space) == spaces_.tenant_of(sessions_[other].space);
+    return spaces_.tenant_of(sessions_[session].space()) == spaces_.tenant_of(sessions_[other].space());
   }
   // Cells. Of the named sessions those that are open; nullopt: all that are.
   std::vector<uint32_t> open_sessions(const std::optional<std::vector<uint64_t>>& named = std::nullopt) const;

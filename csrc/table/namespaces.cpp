@@ -13,10 +13,12 @@ std::optional<uint32_t> Namespaces::find(const Key& digest) const {
 }
 
 uint32_t Namespaces::add(const NewNamespace& wanted) {
-  const auto& [digest, tenant, chunk_tokens, block_tokens, writers, groups] = wanted;
+  const auto& [digest, base, tenant, chunk_tokens, block_tokens, writers, groups] = wanted;
   if (auto known = find(digest)) {
     if (!(entries_[*known].tenant == tenant))
       throw TableError("bad_argument", "the namespace is another tenant's", *known, "a digest that names its tenant");
+    if (!(entries_[*known].base == base))
+      throw TableError("bad_argument", "the namespace is of another manifest", *known, "a digest that names it");
     return *known;
   }
   if (block_tokens == 0 || chunk_tokens == 0 || chunk_tokens % block_tokens)
@@ -46,6 +48,8 @@ uint32_t Namespaces::add(const NewNamespace& wanted) {
   ns.writers = writers;
   ns.group_count = static_cast<uint32_t>(groups.size());
   ns.digest = digest;
+  ns.base = base;
+  ns.left_ms = 0;
   ns.tenant = tenant;
   ns.crc = body_crc(ns);
   publish(ns.word, sealed(1));
@@ -55,6 +59,7 @@ uint32_t Namespaces::add(const NewNamespace& wanted) {
 
 // The entry's body may change once its word is 0.
 void Namespaces::drop(uint32_t space) {
+  left_.come_back(space);
   publish(entries_[space].word, 0);
   shape_of_[space] = kNone;
   tenants_.leave(tenant_of_[space]);
@@ -78,16 +83,45 @@ void Namespaces::enter(uint32_t space) {
   tenant_of_[space] = tenants_.enter(entries_[space].tenant);
 }
 
-void Namespaces::enter_session(uint32_t space, uint64_t id) {
+void Namespaces::count_session(uint32_t space, uint64_t id) {
   ++usage(space).sessions;
   ++sessions_[space].count;
   sessions_[space].ids += id;
 }
 
-void Namespaces::leave_session(uint32_t space, uint64_t id) {
+void Namespaces::enter_session(uint32_t space, uint64_t id) {
+  count_session(space, id);
+  entries_[space].left_ms = 0;
+  left_.come_back(space);
+}
+
+void Namespaces::leave_session(uint32_t space, uint64_t id, Leaves how) {
   --usage(space).sessions;
   --sessions_[space].count;
   sessions_[space].ids -= id;
+  uint64_t& left_ms = entries_[space].left_ms;
+  if (how == Leaves::moved || has_weights(space) || left_ms != 0) left_ms = std::max<uint64_t>(1, now_ms_);
+  if (is_left(space)) left_.leave(space, shape_of_[space], tenant_of_[space], left_ms);
+}
+
+// A server may have been killed between a session's end and the note of it.
+void Namespaces::restart(uint64_t clock_ms) {
+  set_now(clock_ms);
+  for (uint32_t space : live()) {
+    uint64_t& left_ms = entries_[space].left_ms;
+    if (sessions_[space].count > 0) {
+      left_ms = 0;
+    } else if (left_ms != 0 || has_weights(space)) {
+      if (left_ms == 0 || left_ms > now_ms_) left_ms = std::max<uint64_t>(1, now_ms_);
+      left_.leave(space, shape_of_[space], tenant_of_[space], left_ms);
+    }
+  }
+}
+
+void Namespaces::check(const std::vector<bool>& has_leaves) const {
+  std::vector<bool> left(kMaxNamespaces);
+  for (uint32_t space : live()) left[space] = is_left(space);
+  left_.check(left, has_leaves);
 }
 
 uint32_t Namespaces::shape_number(const Namespace& ns) {

@@ -1,18 +1,20 @@
-// The namespaces of a pool, whose they are, and which of them make room for each other.
+// The namespaces of a pool, whose they are, which of them make room for each other, and which of them go first.
 //
 // Ownership: the entries lie in the region; their number and shapes are derived.
 // Invariants: a live entry never changes; an entry is dropped only while no session and no record names it, and may
 //   then be used again. A shape is the ascending list of the distinct slot sizes of a namespace's parts; live
-//   namespaces with equal lists have the same one, and a shape that none of them has may be used again.
+//   namespaces with equal lists have the same one, and a shape that none of them has may be used again. A namespace is
+//   left while no session is in it, if it is one with weights, or if a session moved out of it since one came into it.
 #pragma once
 
+#include "table/left_spaces.h"
 #include "table/region.h"
 #include "table/tenants.h"
 
 namespace kvdock {
 
 struct NewNamespace {
-  Key digest;
+  Key digest, base;  // as Namespace has them
   Id16 tenant;
   uint32_t chunk_tokens, block_tokens, writers;
   std::vector<Group> groups;
@@ -20,8 +22,9 @@ struct NewNamespace {
 
 class Namespaces {
  public:
-  explicit Namespaces(const Region& region) : entries_(region.spaces) {}
+  Namespaces(const Region& region, uint64_t grace_ms) : entries_(region.spaces), grace_ms_(grace_ms) {}
   void judge();  // adoption: takes over what is there, or refuses it; writes nothing
+  void restart(uint64_t clock_ms);  // … then it sees which ones were left
 
   // Idempotent by digest.
   uint32_t add(const NewNamespace& wanted);
@@ -39,10 +42,27 @@ class Namespaces {
   uint32_t tenant_of(uint32_t space) const { return tenant_of_[space]; }
   Usage& usage(uint32_t space) { return tenants_.usage(tenant_of_[space]); }  // its tenant's
 
+  // A digest of the same manifest and tenant.
+  bool differ_in_weights_alone(uint32_t space, uint32_t other) const {
+    return entries_[space].base == entries_[other].base;
+  }
+  bool has_weights(uint32_t space) const { return !(entries_[space].digest == entries_[space].base); }
+
+  // moved: to another namespace, because its engine runs other weights now.
+  enum class Leaves { ended, moved };
   void enter_session(uint32_t space, uint64_t id);
-  void leave_session(uint32_t space, uint64_t id);
+  void leave_session(uint32_t space, uint64_t id, Leaves how);
+  void count_session(uint32_t space, uint64_t id);  // adoption: it is in it
   // The id of the session that alone is open in it; 0: there is none, or more.
   uint64_t only_session(uint32_t space) const { return sessions_[space].count == 1 ? sessions_[space].ids : 0; }
+
+  void set_now(uint64_t now_ms) { now_ms_ = std::max(now_ms_, now_ms); }  // the server clock
+  LeftSpaces& left() { return left_; }
+  const LeftSpaces& left() const { return left_; }
+  // What was left by then goes first. Until the grace is over, an engine that runs those weights may come back.
+  uint64_t left_until_ms() const { return now_ms_ >= grace_ms_ ? now_ms_ - grace_ms_ : 0; }
+  bool goes_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
+  void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
 
   uint32_t shape_of(uint32_t space) const { return shape_of_[space]; }
   bool shape_has(uint32_t shape, uint64_t slot_bytes) const;
@@ -55,7 +75,13 @@ class Namespaces {
   void enter(uint32_t space);
   uint32_t shape_number(const Namespace& ns);
 
+  bool is_left(uint32_t space) const {
+    return has(space) && sessions_[space].count == 0 && entries_[space].left_ms != 0;
+  }
+
   Namespace* entries_;
+  uint64_t grace_ms_, now_ms_ = 0;
+  LeftSpaces left_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live
   std::vector<uint32_t> tenant_of_;
   std::vector<Sessions> sessions_;

@@ -21,7 +21,8 @@ constexpr uint8_t kKinds = 8;
 // Leaf::used of a duplicate: its tick above these bits, and in them how far its depth is from the greatest.
 constexpr int kDepthBits = 16;
 constexpr uint64_t kMaxDepth = (1u << kDepthBits) - 1;
-constexpr int8_t kDuplicates = INT8_MIN;  // their priority: below all that engines can wish
+// Below all that engines can wish: what is left of weights that nobody runs any more, then duplicates.
+constexpr int8_t kLeft = INT8_MIN, kDuplicates = kLeft + 1;
 
 constexpr uint8_t kNoKind = 0xff;  // of a record that is not READY
 

@@ -12,6 +12,10 @@ const Promise* Promises::find(uint32_t space, const Key& key) const {
 void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t now) {
   Name name{wanted.session, wanted.request};
   auto mine = promises_.find(name);
+  if (mine != promises_.end() && mine->second.space != wanted.space) {  // its session has moved since
+    forget(name, kMostKeysOf);
+    mine = promises_.end();
+  }
   if (mine != promises_.end()) mine->second.until_ms = now + kLastsMs;
   for (const Key& key : keys) {
     std::pair at_key{wanted.space, key};

@@ -91,7 +91,7 @@ void Table::repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, 
 ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now) {
   Members::Asker asker = members_.asker(session, member);
   chunks_.set_now(now);
-  uint32_t space = members_.session(asker.session).space;
+  uint32_t space = members_.session(asker.session).space();
   ReserveResult out;
   if (Grant* g = grants_.of_request(asker.session, GrantKind::kReservation, call.store)) {
     repeat_reservation(*g, call, now, &out);
@@ -119,7 +119,7 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
 // Reserves those keys that nobody has stored or reserved, until a limit is met. nullptr: there was none to reserve.
 Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& call, uint32_t groups, uint64_t now,
                               ReserveResult* out) {
-  uint32_t space = members_.session(asker.session).space;
+  uint32_t space = members_.session(asker.session).space();
   const Namespace& ns = chunks_.namespaces()[space];
   uint64_t tick = ++region_.header.use_tick, bytes = 0;
   for (uint32_t g = 0; g < ns.group_count; ++g)

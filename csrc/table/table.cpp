@@ -9,7 +9,7 @@ namespace kvdock {
 Table::Table(const Mapping& memory, const TableOptions& options)
     : options_(options),
       region_(Region::create(memory, options)),
-      chunks_(region_),
+      chunks_(region_, options.grace_ms),
       members_(region_, chunks_.namespaces()),
       grants_(region_, members_, chunks_) {
   members_.begin_empty();
@@ -52,7 +52,18 @@ std::vector<uint32_t> Table::drop_idle_namespaces() {
 
 uint64_t Table::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
   chunks_.namespaces().require(space);
+  chunks_.set_now(now);
   return members_.open_session(nonce, space, now);
+}
+
+void Table::move_session(uint64_t session, uint32_t space, uint64_t now) {
+  uint32_t cell = members_.session_cell(session);
+  chunks_.namespaces().require(space);
+  uint32_t filed = members_.session(cell).space();
+  if (!chunks_.namespaces().differ_in_weights_alone(space, filed))
+    throw TableError("bad_argument", "a session moves to a namespace of its own manifest", space, filed);
+  chunks_.set_now(now);
+  members_.file_session(cell, space);
 }
 
 // A lease is asked about first to the member that asked for it, then to the ranks; a reservation once it is closed.
@@ -219,7 +230,7 @@ std::vector<SessionInfo> Table::sessions(const std::optional<std::vector<uint64_
   for (uint32_t cell : members_.open_sessions(named)) {
     const Session& s = members_.session(cell);
     auto [leases, reservations] = grants_.count(cell);
-    out.push_back({members_.session_id(cell), s.nonce, s.space, leases, reservations, chunks_.held_bytes(cell),
+    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.held_bytes(cell),
                    s.opened_ms});
   }
   return out;
@@ -285,7 +296,7 @@ void Table::check_integrity() {
 void Table::check_tenants() {
   std::vector<Usage> counted = chunks_.count_usage();
   for (uint32_t cell : members_.open_sessions()) {
-    Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space));
+    Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space()));
     ++usage.sessions;
     usage.grants += static_cast<uint32_t>(grants_.held_by(cell).size());
   }

@@ -56,7 +56,11 @@ class Table {
   bool has_namespace(const Key& digest) { return chunks_.namespaces().find(digest).has_value(); }
   // Those without session and chunk are forgotten; returns the others.
   std::vector<uint32_t> drop_idle_namespaces();
+  // Idempotent by nonce: a session that is open stays in its namespace, which differs from `space` in weights alone.
   uint64_t open_session(const Id16& nonce, uint32_t space, uint64_t now);
+  // From now on what it looks up and stores is filed in that namespace, which differs from its present one in weights
+  // alone. Grants made before keep their chunks. TableError bad_argument.
+  void move_session(uint64_t session, uint32_t space, uint64_t now);
   std::vector<Question> heartbeat(uint64_t member, uint64_t now);
   void member_dead(uint64_t member, uint64_t now);
   void leave(uint64_t member);

@@ -39,6 +39,10 @@ class Tenants {
   uint32_t enter(const Id16& tenant);
   void leave(uint32_t number);
 
+  std::optional<uint32_t> find(const Id16& tenant) const {
+    auto at = numbers_.find(tenant);
+    return at == numbers_.end() ? std::nullopt : std::optional(at->second);
+  }
   Usage& usage(uint32_t number) { return tenants_[number].usage; }
   uint32_t end() const { return static_cast<uint32_t>(tenants_.size()); }  // every number is below it
 

@@ -16,12 +16,14 @@ UNKNOWN = b"\xff" * 32
 
 @dataclass
 class Space:
-    """A namespace: chunk length, writers, per group the window in tokens (None: full attention), whose it is."""
+    """A namespace: chunk length, writers, per group the window in tokens (None: full attention), whose it is. `base`:
+    the namespace of the same manifest without weights; None: it is one."""
 
     chunk_tokens: int
     writers: int
     windows: list[int | None]
     tenant: int = 0
+    base: int | None = None
 
     @property
     def full(self) -> set[int]:
@@ -79,17 +81,49 @@ class Refused(Exception):
 
 class Model:
     """`is_gone`: whether the table, which is asked first, has evicted a record. It chooses among leaves that were used
-    last at the same time, for no rule does."""
+    last at the same time, and among those of a namespace that was left, for no rule does."""
 
     def __init__(
-        self, spaces: list[Space], slots: int, session_cap: float, total_cap: float, is_gone: Callable[[Record], bool]
+        self, spaces: list[Space], slots: int, session_cap: float, total_cap: float, is_gone: Callable[[Record], bool],
+        grace_ms: int,
     ) -> None:
         self.spaces, self.slots, self.is_gone = spaces, slots, is_gone
         self.session_room, self.total_room = int(slots * session_cap), int(slots * total_cap)
         self.records: list[Record] = []
         self.grants: dict[int, Grant] = {}
         self.quotas: defaultdict[int, Quota] = defaultdict(Quota)
-        self.tick = 0
+        self.tick = self.now = 0
+        self.grace_ms = grace_ms
+        self.members: list[set[int]] = [set() for _ in spaces]
+        """By namespace: the engines that are in it."""
+        self.left_ms = [0] * len(spaces)
+        """When an engine left it last, if that counts; 0: it does not."""
+
+    # -- who runs which weights
+
+    def enter(self, space: int, engine: int) -> None:
+        self.members[space].add(engine)
+        self.left_ms[space] = 0
+
+    def leave(self, space: int, engine: int, *, moves: bool = False) -> None:
+        self.members[space].discard(engine)
+        if moves or self.spaces[space].base is not None or self.left_ms[space]:
+            self.left_ms[space] = max(1, self.now)
+
+    def move(self, before: int, after: int, engine: int) -> None:
+        if before != after:
+            self.enter(after, engine)
+            self.leave(before, engine, moves=True)
+
+    def restart(self) -> None:
+        """Of weights that no engine runs, the next server says that they were left, if the one before did not."""
+        for i, space in enumerate(self.spaces):
+            if space.base is not None and not self.members[i]:
+                self.left_ms[i] = self.left_ms[i] or max(1, self.now)
+
+    def left(self) -> dict[int, int]:
+        """When the namespaces were left in which no engine is."""
+        return {i: ms for i, ms in enumerate(self.left_ms) if ms and not self.members[i]}
 
     # -- questions
 
@@ -124,7 +158,14 @@ class Model:
             if r.state == "ready" and not self.pinners(r) and self.is_leaf(r) and bool(r.kept_until) == kept
             and (r.space, r.key) != (space, spare) and tenant in (None, self.spaces[r.space].tenant)
         ]
-        return min(free, key=lambda r: (r.last_used, not self.is_gone(r)), default=None)
+        dead = {i: ms for i, ms in self.left().items() if ms + self.grace_ms <= self.now and not kept}
+
+        def order(r: Record) -> tuple[object, ...]:
+            if r.space in dead:
+                return 0, dead[r.space], r.space, not self.is_gone(r)
+            return 1, r.last_used, not self.is_gone(r)
+
+        return min(free, key=order, default=None)
 
     def of_tenant(self, tenant: int) -> list[Record]:
         return [r for r in self.records if self.spaces[r.space].tenant == tenant]

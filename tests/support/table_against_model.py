@@ -16,17 +16,20 @@ from kvdock._core import Lookup, Mapping, Reservation, Table, TableError
 SLOT = 4096
 SLOTS = 24
 CHUNK, BLOCK = 16, 4
-SPACES = [Space(CHUNK, 2, [None]), Space(CHUNK, 1, [None, 24], tenant=1), Space(CHUNK, 1, [None], tenant=1)]
+SPACES = [
+    Space(CHUNK, 2, [None]), Space(CHUNK, 1, [None, 24], tenant=1), Space(CHUNK, 1, [None], tenant=1),
+    Space(CHUNK, 2, [None], base=0), Space(CHUNK, 2, [None], base=0),
+]
 TENANTS = [bytes(16), b"another tenant.."]
 SESSION_CAP, TOTAL_CAP = 0.6, 1.0
-SETTLE_MS, SUSPECT_MS = 3_000, 10**9
+SETTLE_MS, SUSPECT_MS, GRACE_MS = 3_000, 10**9, 2_000
 
 Path = tuple[int, ...]
 # A few trunks that share prefixes, so that stores and lookups meet.
 trunks = st.sampled_from([(0, 0, 0, 0, 0, 0), (0, 0, 1, 1), (1, 0, 1)])
 paths = st.tuples(trunks, st.integers(1, 6)).map(lambda t: t[0][: t[1]])
 sessions = st.integers(0, 3)
-spaces = st.integers(0, 2)
+spaces = st.integers(0, len(SPACES) - 1)
 seldom = st.integers(0, 7).map(lambda n: n == 5)
 
 
@@ -47,7 +50,7 @@ def new_table() -> tuple[Table, Mapping]:
     os.close(fd)
     table = Table(
         region, pool_id=1, incarnation=3, limit_bytes=SLOTS * SLOT, max_records=256, max_grants=64,
-        settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
+        settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP, grace_ms=GRACE_MS,
     )
     table.set_eviction("lru")  # whose order the model knows
     table.add_segment(0, SLOT, SLOTS * SLOT)
@@ -58,12 +61,12 @@ class TableAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.region = new_table()
-        self.model, self.now, self.serial = Model(SPACES, SLOTS, SESSION_CAP, TOTAL_CAP, self.is_gone), 0, 0
+        self.model, self.now, self.serial = Model(SPACES, SLOTS, SESSION_CAP, TOTAL_CAP, self.is_gone, GRACE_MS), 0, 0
         self.spaces = [
             self.table.add_namespace(
                 digest("space", i), chunk_tokens=s.chunk_tokens, block_tokens=BLOCK, writers=s.writers,
                 groups=[("full", 0, SLOT) if w is None else ("window", w, SLOT) for w in s.windows],
-                tenant=TENANTS[s.tenant],
+                tenant=TENANTS[s.tenant], base=None if s.base is None else digest("space", s.base),
             )
             for i, s in enumerate(SPACES)
         ]
@@ -76,7 +79,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.epochs: dict[tuple[int, int], int] = {}
         self.followed: dict[int, set[bytes]] = {}
         """By namespace: the keys that are there, by the changes that the table reported. Absent: begin anew."""
-        self.since = [0] * 3
+        self.since = [0] * len(SPACES)
         for i in range(4):
             self.attach(i)
 
@@ -87,6 +90,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.state[i] = ["live", "live"]
         space = self.spaces[self.session_space[i]]
         self.session[i] = self.table.open_session(digest("s", self.serial)[:16], space, self.now)
+        self.model.enter(self.session_space[i], i)
         self.member[i] = [self.present(i, rank) for rank in (0, 1)]
 
     def is_gone(self, r: Record) -> bool:
@@ -316,7 +320,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from([1, 1_000, 4_000, 61_000]))
     def time_passes(self, ms: int) -> None:
-        self.now += ms
+        self.now = self.model.now = self.now + ms
         self.table.tick(self.now)
         for g in self.model.grants.values():
             if g.kind == "reservation" and g.is_open and g.holders and self.now > g.deadline:
@@ -340,6 +344,13 @@ class TableAgainstModel(RuleBasedStateMachine):
                 self.model.close(g)
         self.model.settle()
 
+    @rule(i=st.integers(0, 1), space=st.sampled_from([0, 3, 4]))
+    def move(self, i: int, space: int) -> None:
+        """The engine runs other weights from now on."""
+        self.table.move_session(self.session[i], self.spaces[space], self.now)
+        self.model.move(self.session_space[i], space, i)
+        self.session_space[i] = space
+
     @rule(i=sessions, rank=st.integers(0, 1), really=seldom)
     def leave(self, i: int, rank: int, really: bool) -> None:
         if self.state[i][rank] == "live" and really:
@@ -354,10 +365,11 @@ class TableAgainstModel(RuleBasedStateMachine):
         before = self.table.stats()
         self.table, found = Table.adopt(
             self.region, pool_id=1, lock_inode=0, segments=[(0, SLOT, SLOTS * SLOT)], limit_bytes=SLOTS * SLOT,
-            settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP,
+            settle_ms=SETTLE_MS, suspect_ms=SUSPECT_MS, session_cap=SESSION_CAP, total_cap=TOTAL_CAP, grace_ms=GRACE_MS,
         )
         self.table.set_eviction("lru")
         self.followed.clear()
+        self.model.restart()
         for tenant, quota in self.model.quotas.items():  # quotas end with a server; the next one sets its own
             self.table.set_quota(
                 TENANTS[tenant], bytes=None if quota.slots == math.inf else int(quota.slots) * SLOT,
@@ -392,6 +404,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.state[i][rank] = "gone"
         self.died.pop((i, rank), None)
         if self.state[i] == ["gone", "gone"]:
+            self.model.leave(self.session_space[i], i)
             self.attach(i)
 
     # -- after every step
@@ -421,6 +434,15 @@ class TableAgainstModel(RuleBasedStateMachine):
             assert view.grants == sum(
                 bool(g.holders) and g.session in sessions_of for g in self.model.grants.values()
             )
+
+    @invariant()
+    def the_same_namespaces_were_left(self) -> None:
+        left = {view.namespace: view.left_ms for view in self.table.namespaces() if view.left_ms is not None}
+        wanted = {self.spaces[space]: at_ms for space, at_ms in self.model.left().items()}
+        assert left == wanted, f"{left} were left, wanted {wanted}"
+        assert [view.session for view in self.table.sessions()] == sorted(self.session, key=lambda one: one & 0xfffff)
+        filed = {view.session: view.namespace for view in self.table.sessions()}
+        assert [filed[one] for one in self.session] == [self.spaces[space] for space in self.session_space]
 
     @invariant()
     def who_follows_the_changes_knows_what_is_there(self) -> None:

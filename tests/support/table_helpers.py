@@ -20,11 +20,13 @@ def new_region(records: int = 4096) -> Mapping:
     return region
 
 
-def new_table(pool_bytes: int, *, segments: int = 1, records: int = 4096, region: Mapping | None = None) -> Table:
+def new_table(
+    pool_bytes: int, *, segments: int = 1, records: int = 4096, region: Mapping | None = None, grace_ms: int = 10_000
+) -> Table:
     """A table over `segments` equal segments, without caps."""
     table = Table(
         region or new_region(records), pool_id=1, incarnation=3, limit_bytes=pool_bytes, max_records=records,
-        max_grants=256, session_cap=1.0, total_cap=1.0,
+        max_grants=256, session_cap=1.0, total_cap=1.0, grace_ms=grace_ms,
     )
     for segment in range(segments):
         table.add_segment(segment, PAGE, pool_bytes // segments // PAGE * PAGE)

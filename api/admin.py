@@ -19,6 +19,7 @@ from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import NamespaceRecord, Registry
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.clears import Clears
 from kvdock.protocol import events as e
 from kvdock.protocol.admin_schemas import (
     ClearCache,
@@ -36,10 +37,8 @@ from kvdock.protocol.admin_schemas import (
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.wire_types import KEY_BYTES
 
-CLEAR_SLICE_RECORDS = 1024
 KEYS_SLICE = 256
 EVICT_SLICE = 16
-ALL_NAMESPACES = -1
 
 
 class Admin:
@@ -47,32 +46,27 @@ class Admin:
 
     def __init__(
         self, settings: Settings, *, pool: Pool, registry: Registry, quotas: Quotas, clock: ServerClock, bus: Bus,
-        forget_count: Callable[[], None],
+        clears: Clears, forget_count: Callable[[], None],
     ) -> None:
         """`forget_count` is called when chunks were taken out of use: what was counted is not right any more."""
         self._settings, self._pool, self._registry, self._clock = settings, pool, registry, clock
-        self._quotas, self._bus, self._forget_count = quotas, bus, forget_count
+        self._quotas, self._bus, self._clears, self._forget_count = quotas, bus, clears, forget_count
 
     async def clear(self, body: ClearCache) -> Cleared:
         """Raises ApiError(unknown_namespace)."""
-        space = ALL_NAMESPACES if body.namespace is None else self._namespace(body.namespace).table_id
-        chunks = cursor = 0
-        while cursor >= 0:
-            taken, cursor = self._pool.table.clear(space, cursor, CLEAR_SLICE_RECORDS)
-            chunks += taken
-            await asyncio.sleep(0)
+        spaces = [] if body.namespace is None else [self._namespace(body.namespace)]
+        chunks, told = await self._clears.clear(spaces, all_of_them=body.namespace is None)
         self._forget_count()
-        return Cleared(chunks=chunks)
+        return Cleared(chunks=chunks, untold=told.untold)
 
     async def delete(self, body: DeleteChunks) -> Deleted:
         """Raises ApiError: unknown_namespace, invalid_body."""
-        space = self._namespace(body.namespace).table_id
-        chunks = 0
-        for keys in _slices(key_bytes(body.keys)):
-            chunks += self._pool.table.delete(space, keys)
-            await asyncio.sleep(0)
+        space = self._namespace(body.namespace)
+        chunks, told = await self._clears.delete(space, key_bytes(body.keys), KEYS_SLICE * KEY_BYTES)
         self._forget_count()
-        return Deleted(chunks=chunks)
+        return Deleted(
+            chunks=chunks, tier_chunks=told.chunks, untold=told.untold, is_cleared=told.is_cleared
+        )
 
     async def evict(self, body: EvictChunks) -> Evicted:
         """Raises ApiError(bad_argument)."""

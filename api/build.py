@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kvdock.api.access.access_file import AccessFile
@@ -26,7 +27,9 @@ from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.desk import TierDesk
+from kvdock.api.tiers.clears import Clears
 from kvdock.api.views.contents import Contents
+from kvdock.api.tiers.owed import OwedFile
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.explain import Explainer
 from kvdock.api.views.history import Counters, RecentRequests
@@ -73,10 +76,13 @@ def build(
     quotas = Quotas(pool.table, default_quota(settings))
     counters, pulse = Counters(), Pulse(perf_ns)
     desk = TierDesk(
-        pool.table, registry, counters, has_mover=settings.has_tiers, room=lambda: (pool.free_bytes, pool.limit_bytes),
+    bus = bus or Bus(wall_s)
+    owed = OwedFile(Path(f"{settings.socket_path}.owed"))
+    clears = Clears(pool.table, registry, bus, owed, settings.tier_names)
+        pool.table, registry, counters, clears, has_mover=settings.has_tiers,
+        room=lambda: (pool.free_bytes, pool.limit_bytes),
         is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,
     )
-    bus = bus or Bus(wall_s)
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
     kv_log = KvLog(pool.table.all_changes, pool.table.ready, wall_s) if "kv_events" in settings.observers else None
@@ -102,10 +108,11 @@ def build(
     handlers = Handlers(
         service=CacheService(
             pool=pool, registry=registry, names=names, clock=clock, drain=drain, tally=tally,
-            quotas=quotas, desk=desk, bus=bus, kv_log=kv_log, heartbeat_s=settings.heartbeat_s,
+            quotas=quotas, desk=desk, clears=clears, bus=bus, kv_log=kv_log, heartbeat_s=settings.heartbeat_s,
         ),
         admin=Admin(
-            settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus, forget_count=contents.forget
+            settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus, clears=clears,
+            forget_count=contents.forget
         ),
         reports=reports, contents=contents,
         explainer=Explainer(tally.recent, registry, pool.table),

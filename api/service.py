@@ -32,6 +32,7 @@ from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import MemberRecord, Names, Registry, SessionRecord, digest16
 from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
+from kvdock.api.tiers.clears import Clears
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
@@ -52,7 +53,7 @@ class CacheService:
 
     def __init__(
         self, *, pool: Pool, registry: Registry, names: Names, clock: ServerClock, drain: Drain, tally: Tally,
-        quotas: Quotas, desk: TierDesk, bus: Bus, kv_log: KvLog | None, heartbeat_s: float,
+        quotas: Quotas, desk: TierDesk, clears: Clears, bus: Bus, kv_log: KvLog | None, heartbeat_s: float,
     ) -> None:
         """`heartbeat_s`: how often members are asked to send a heartbeat. `kv_log`: what routers are told, or None."""
         self._pool, self._table = pool, pool.table
@@ -61,7 +62,7 @@ class CacheService:
         self._drain = drain
         self._tally = tally
         self._quotas = quotas
-        self._desk = desk
+        self._desk, self._clears = desk, clears
         self._bus, self._kv_log = bus, kv_log
         self._heartbeat_s = heartbeat_s
 
@@ -139,7 +140,7 @@ class CacheService:
             questions=[s.GrantRanks(grant=grant_text(grant), ranks=ranks) for grant, ranks in questions],
             segments=self._pool.segment_count,
             retired=self._pool.removed.since(member.retired_before),
-            changes=None if body.changes_since is None else self._changes(session, body.changes_since),
+            changes=None if body.changes_since is None else self._followed(session, member, body.changes_since),
         )
 
     def leave(self, peer: Peer, session_id: str, member_id: str | None) -> None:
@@ -234,7 +235,9 @@ class CacheService:
 
     def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant)
-        quarantined = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
+        damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
+        quarantined = len(damaged) // KEY_BYTES
+        self._clears.damaged(session.namespace, damaged)
         self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
         return s.MismatchAnswer(quarantined=quarantined)
 
@@ -347,6 +350,7 @@ class CacheService:
         wanted, chunk_tokens = len(keys) // KEY_BYTES, session.namespace.manifest.chunk_tokens
         if len(names) != wanted:
             raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
+            self._check_edition(session, body.edition)
         for at, name in enumerate(names):
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
@@ -356,8 +360,16 @@ class CacheService:
         if self._kv_log is not None:
             self._kv_log.named(session.namespace.table_id, keys, names)
 
-    def _changes(self, session: SessionRecord, since: int) -> s.Changes:
-        seen, following, complete = self._table.changes(session.namespace.table_id, since, MAX_ENTRIES)
+    def _followed(self, session: SessionRecord, member: MemberRecord, since: int) -> s.Changes:
+        """A member that followed another namespace begins anew."""
+        space = session.namespace.table_id
+        if member.follows is not session.namespace:
+            member.follows = session.namespace
+            return s.Changes(changes=[], next=self._changes(space, 0).next, complete=False)
+        return self._changes(space, since)
+
+    def _changes(self, space: int, since: int) -> s.Changes:
+        seen, following, complete = self._table.changes(space, since, MAX_ENTRIES)
         return s.Changes(
             changes=[s.Change(key.hex(), is_there) for key, is_there in seen], next=following, complete=complete
         )
@@ -440,3 +452,11 @@ def _tenant_of(peer: Peer) -> str:
     if peer.tenant is None:
         raise ApiError("unauthenticated", "sessions belong to somebody", found=peer.name, wanted="an access token")
     return peer.tenant
+    def _check_edition(self, session: SessionRecord, edition: int | None) -> None:
+        """Refuses slots for chunks that the mover has found before the last clear or deletion:
+        ApiError(cleared_meanwhile)."""
+        if edition is not None and edition != (now := self._clears.edition(session.namespace)):
+            raise ApiError(
+                "cleared_meanwhile", "chunks of the namespace were cleared or deleted since", found=edition, wanted=now
+            )
+

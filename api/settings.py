@@ -149,7 +149,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_tiers(self) -> bool:
-        return bool(self.disk_path or self.redis_url or self.objects_url or self.mooncake_url)
+        return bool(self.tier_names)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """As the mover calls them, in the order in which it asks them."""
+        wanted = {
+            "disk": self.disk_path, "mooncake": self.mooncake_url, "redis": self.redis_url, "objects": self.objects_url,
+        }
+        return [name for name, where in wanted.items() if where]
 
     @property
     def observers(self) -> list[str]:

@@ -156,7 +156,8 @@ class Table:
 
         segments: (id, data_offset, data_bytes) of the live and retiring ones, as found in memory.
         Returns the table and what was found: clock_ms, and counts of chunks, dropped, aborted, replaced,
-        leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was changed."""
+        cleared, leases, reservations, sessions, members. TableError wrong_version or not_adoptable: nothing was
+        changed."""
     @staticmethod
     def stored_segments(region: Mapping, *, pool_id: int, lock_inode: int) -> list[tuple[int, str, int, int]]:
         """(id, 'live' | 'retiring' | 'gone', data_offset, data_bytes) of each. Raises what adopt raises."""
@@ -263,13 +264,21 @@ class Table:
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
     def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]: ...  # unpublished chunks go
-    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> int:  # chunks: counted from token 0
-        """Takes chunks of a lease, whose checksums did not match, out of use."""
-    def delete(self, namespace: int, keys: bytes) -> int: ...  # takes READY chunks out of use; returns how many
+    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> bytes:  # chunks: counted from token 0
+        """Takes chunks of a lease, whose checksums did not match, out of use; returns the keys of those that were."""
+    def delete(self, namespace: int, keys: bytes) -> int:
+        """Takes chunks out of use, also those that are being written; returns how many were READY."""
     def drop_unread(self, namespace: int, keys: bytes) -> int: ...  # those that are temporary and no lookup leased
     def clear(self, namespace: int, start: int, budget: int) -> tuple[int, int]:
         """Takes READY chunks of a namespace (-1: of all) out of use, looking at `budget` records from cursor
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
+    def raise_generation(self, namespace: int, least: int = 0) -> int:
+        """Clears the namespace at once: what it has is not found any more, and what is reserved is not published.
+        Raises its generation by one, or to `least` where that is more; does nothing if `least` is not 0 and not above it.
+        Returns the generation. The memory goes with clear_old()."""
+    def generation(self, namespace: int) -> int: ...
+    def clear_old(self, start: int, budget: int) -> tuple[int, int]:
+        """As clear(), for what raise_generation() has cleared."""
     def pin(self, namespace: int, keys: bytes, until_ms: int) -> int:
         """Keeps READY chunks of these keys from eviction until `until_ms` (0: no longer); returns how many it found."""
     def retain(self, namespace: int, keys: bytes, priority: int, until_ms: int) -> tuple[int, int]:

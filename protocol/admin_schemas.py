@@ -9,7 +9,7 @@ import msgspec
 from kvdock.protocol.reports import LeaseView
 from kvdock.protocol.schemas import Manifest, MemberView, SessionView
 from kvdock.protocol.usage import UseTotals
-from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Tenant
+from kvdock.protocol.wire_types import MAX_KEYS, Answer, Body, Hex64, Identity, Key, Name, Tenant
 
 MAX_PIN_S = 366 * 86400.0
 _Keys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
@@ -43,15 +43,19 @@ class Limits(Answer, kw_only=True):
 
 
 class ClearCache(Body, kw_only=True):
-    """Takes every chunk that is READY now out of use. Memory that engines still read is freed when they are done."""
+    """Takes every chunk that is READY now out of use, and what is being stored. Raises the namespace's generation, in
+    the pool and in lower tiers. Memory that engines still read is freed when they are done."""
 
     namespace: Key | None = None
-    """None: all namespaces."""
+    """None: all namespaces, also those that only lower tiers have."""
 
 
 class Cleared(Answer, kw_only=True):
     chunks: int
-    """Taken out of use by this call."""
+    """Taken out of use by this call, in the pool."""
+    untold: list[Name] = msgspec.field(default_factory=list)
+    """Lower tiers that could not be told. They are not used for what was cleared until they were, also by the next
+    server at the same socket."""
 
 
 class DeleteChunks(Body, kw_only=True):
@@ -61,7 +65,13 @@ class DeleteChunks(Body, kw_only=True):
 
 class Deleted(Answer, kw_only=True):
     chunks: int
-    """Taken out of use by this call; the other keys were not READY."""
+    """Taken out of use by this call, in the pool; the other keys were not READY."""
+    tier_chunks: int = 0
+    """Taken out of lower tiers, counted in each."""
+    untold: list[Name] = msgspec.field(default_factory=list)
+    """As in Cleared."""
+    is_cleared: bool = False
+    """More keys were deleted than tiers can name, so the whole namespace was cleared instead."""
 
 
 class EvictChunks(Body, kw_only=True):

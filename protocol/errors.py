@@ -49,6 +49,7 @@ CODES: dict[str, Code] = {
     "already_committed": Code(409, "The part was committed with another checksum"),
     "not_reserved": Code(422, "The part is not in the reservation"),
     "chain_mismatch": Code(409, "The key is stored under another parent"),
+    "cleared_meanwhile": Code(409, "Chunks of the namespace were cleared or deleted meanwhile"),
     "skip_misaligned": Code(422, "The skip is not a whole number of blocks"),
     "skip_exceeds_hit": Code(409, "The skip is longer than the hit"),
     "table_full": Code(507, "The chunk table has no room"),

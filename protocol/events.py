@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from kvdock.protocol.wire_types import Answer, Hex64
+from kvdock.protocol.wire_types import Answer, Hex64, Key
 
 
 class Event(Answer, kw_only=True, tag_field="kind", gc=False):  # no event is part of a cycle
@@ -244,6 +244,21 @@ class Shrunk(Event, kw_only=True, tag="shrunk"):
     allocated_bytes: int
 
 
+class GenerationRaised(Event, kw_only=True, tag="generation_raised"):
+    """A namespace was cleared, by a call here or at another server that shares a lower tier. Nothing that was stored in
+    it before is found from now on."""
+
+    namespace: Key
+    generation: int
+    """Of the pool, from now on."""
+
+
+class TiersUntold(Event, kw_only=True, tag="tiers_untold"):
+    """Something was cleared or deleted, and lower tiers could not be told. They are not used for it until they were."""
+
+    tiers: list[str]
+
+
 class LimitsChanged(Event, kw_only=True, tag="limits_changed"):
     """An operator has changed limits, or a settings file that was read again has."""
 
@@ -311,7 +326,7 @@ class Gap(Event, kw_only=True, tag="gap"):
 EVENTS: tuple[type[Event], ...] = (
     Attached, Suspect, Recovered, Dead, Left,
     LookedUp, Leased, Loaded, Cancelled, Reserved, Stored, Committed, Aborted, Refused,
-    Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, LimitsChanged,
+    Evicted, Mismatched, Quarantined, Freed, Grown, GrowthFailed, Shrunk, GenerationRaised, TiersUntold, LimitsChanged,
     Adopted, Ready, Reread, Draining, Ended,
 )
 

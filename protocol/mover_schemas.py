@@ -45,6 +45,29 @@ class Prefetched(Body, array_like=True):
     was_dropped: bool
 
 
+class Learned(Body, array_like=True):
+    """`[number, tier, namespace, generation, keys, is_shared]`: a tier has another generation than the pool, or other
+    servers have deleted keys. The tier is not used for the namespace until the server has said that it heard it.
+    `keys`: 32 bytes each. `is_shared`: other servers may have raised it, so what the pool has may be older."""
+
+    number: int
+    tier: Name
+    namespace: Key
+    generation: int
+    keys: bytes
+    is_shared: bool
+
+
+class Told(Body, array_like=True):
+    """`[number, tier, generation, chunks]`: a tier was told of an order. `generation`: the namespace's, from then on;
+    0: of several. `chunks`: so many were deleted from it."""
+
+    number: int
+    tier: Name
+    generation: int
+    chunks: int
+
+
 class MoverWords(Body, kw_only=True):
     """From the mover, whenever it has something to say."""
 
@@ -55,6 +78,8 @@ class MoverWords(Body, kw_only=True):
     tiers: list[TierView] | None = None
     """None: as before."""
     known: list[KnownKeys] = msgspec.field(default_factory=list)
+    learned: list[Learned] = msgspec.field(default_factory=list)
+    told: list[Told] = msgspec.field(default_factory=list)
     lists_all: bool = False
     """Every tier that is used says in `known` what it has: what is not known there need not be asked for."""
 
@@ -87,6 +112,34 @@ class Wanted(Answer, kw_only=True):
 class ServedNamespace(Answer, kw_only=True):
     namespace: Key
     manifest: Manifest
+    weights: str = ""
+    """That the engines run: with both, who attaches is in that namespace."""
+
+
+class Generation(Answer, array_like=True):
+    """`[namespace, generation, edition]`: what the pool has. `edition`: rises whenever chunks of the namespace were
+    cleared or deleted; the mover's reservations name it."""
+
+    namespace: Key
+    generation: int
+    edition: int
+
+
+class Order(Answer, kw_only=True):
+    """What tiers have to be told: a namespace was cleared, or `keys` of it were deleted. A tier is not used for the
+    namespace until it was told."""
+
+    number: int
+    namespace: str
+    """A key; "": all that the tier knows, but for those that `keys` names."""
+    tiers: list[Name]
+    least: int
+    """The generation that the pool has."""
+    keys: bytes = b""
+    """32 bytes each; empty: all of the namespace."""
+    groups: int = 0
+    """How many parts each chunk has: of so many groups, by so many writers."""
+    writers: int = 0
 
 
 class Leaving(Answer, array_like=True):
@@ -101,11 +154,19 @@ class MoverNews(Answer, kw_only=True):
 
     namespaces: list[ServedNamespace] | None = None
     """Those in which engines have a session now; None: as before."""
+    left: list[Key] = msgspec.field(default_factory=list)
+    """Of weights that no engine runs any more: what waits to be written of them is not written."""
+    generations: list[Generation] | None = None
+    """Of all namespaces that tiers serve, also of those in which no engine has a session; None: as before."""
     asked: list[Asked] = msgspec.field(default_factory=list)
     wanted: list[Wanted] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)
     """Tickets for which nobody waits any more."""
     leaving: list[Leaving] = msgspec.field(default_factory=list)
+    orders: list[Order] = msgspec.field(default_factory=list)
+    """Each is sent once to each mover, before anything that it might concern."""
+    heard: list[int] = msgspec.field(default_factory=list)
+    """Numbers of what was learned: the pool has followed, and `generations` says how."""
     is_draining: bool = False
     """The server ends soon: what waits to be written is written now."""
 

@@ -370,6 +370,8 @@ class ReserveHead(Carried, kw_only=True):
     """None if nothing was granted."""
     deadline_s: float
     present: list[int]
+    edition: int | None = None
+    """Of the server's mover alone: it fills the slots with what was stored before, which may be cleared meanwhile."""
     busy: list[int]
     """Chunks that another reservation is writing now."""
     limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib
+import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any, Final, TypeVar
 
+from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
 from kvdock.tiers.objects_url import Place, read_place
-from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     Outcome,
+    ReadOnly,
     StillRunning,
     TierError,
     ToLoad,
@@ -45,6 +49,8 @@ _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
 """No space, too large a file and quota, of Linux; what servers say."""
+
+_NAMESPACE_BYTES: Final = 32
 
 T = TypeVar("T")
 
@@ -70,6 +76,7 @@ class ObjectTier:
     """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
 
     name = NAME
+    poll_s = 5.0
 
     def __init__(self, place: Place, obstore: Any) -> None:
         """`obstore`: the module."""
@@ -79,6 +86,9 @@ class ObjectTier:
         self._loading, self._storing, self._asking = (asyncio.Semaphore(place.connections) for _ in range(3))
         self._lock = threading.Lock()
         self._objects = self._bytes = self._wear = 0
+        self._can_update = place.can_create
+        self._noted: dict[bytes, tuple[str | None, Note | None]] = {}
+        """Notes as they were read last, with the marks of their objects."""
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
 
@@ -126,6 +136,95 @@ class ObjectTier:
         for some, found in zip(asked, self._talk([ask(some) for some in asked], deadline), strict=True):
             outcomes += [found] * len(some) if isinstance(found, Outcome) else found
         return outcomes
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        """One GET each; a note that has not changed is not sent."""
+        def ask(namespace: bytes) -> Callable[[], Awaitable[tuple[Note | None, Any]]]:
+            return lambda: self._note(namespace)
+
+        found = self._talk([ask(namespace) for namespace in namespaces], deadline)
+        return [_known(one)[0] for one in found]
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        if self._place.read_only:
+            raise ReadOnly(NAME, "it is read over HTTP, which changes nothing")
+        while not deadline.is_over:
+            with self._locked(deadline):
+                (found,) = self._talk([lambda: self._try_to_change(namespace, change)], deadline)
+            if isinstance(found, Note):
+                return found
+            if isinstance(found, Outcome):
+                break
+        raise TierError(NAME, "the note of a namespace was not changed in time")
+
+    @contextlib.contextmanager
+    def _locked(self, deadline: Deadline) -> Iterator[None]:
+        """A folder cannot refuse to replace a file, so whoever changes notes there holds a lock."""
+        if self._place.folder is None:
+            yield
+            return
+        try:
+            fd = os.open(self._place.folder / "kvdock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierError(NAME, f"its lock cannot be opened: {error}") from error
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if deadline.is_over:
+                        raise TierError(NAME, "another server holds its lock") from None
+                    time.sleep(0.005)  # nothing tells when it is free
+            yield
+        finally:
+            os.close(fd)
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        if self._place.read_only:
+            raise ReadOnly(NAME, "it is read over HTTP, which lists nothing")
+        (found,) = self._talk([self._folders(f"kvdock/{VERSION}")], deadline)
+        if isinstance(found, Outcome):
+            raise TierError(NAME, "its namespaces were not listed in time")
+        names = [folder.rstrip("/").rpartition("/")[2] for folder in found]
+        return [bytes.fromhex(name) for name in names if len(name) == 2 * _NAMESPACE_BYTES]
+
+    def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        """Of each former generation the objects that one page of a list names."""
+        kept = f"{note.birth:016x}.{note.generation}"
+        (folders,) = self._talk([self._folders(folder_of(namespace).rstrip("/"))], deadline)
+        removed = 0
+        for folder in [] if isinstance(folders, Outcome) else folders:
+            if folder.rstrip("/").rpartition("/")[2] == kept:
+                continue
+            while not deadline.is_over:
+                (gone,) = self._talk([self._page_removed(folder)], deadline)
+                if not isinstance(gone, int) or not gone:
+                    break
+                removed += gone
+        return removed
+
+    def _folders(self, path: str) -> Callable[[], Awaitable[list[str]]]:
+        async def listed() -> list[str]:
+            async with self._asking:
+                found = await self._obstore.list_with_delimiter_async(self._store, path)
+                return [str(folder) for folder in found["common_prefixes"]]
+
+        return listed
+
+    def _page_removed(self, folder: str) -> Callable[[], Awaitable[int]]:
+        async def removed() -> int:
+            async with self._asking:
+                async for page in self._obstore.list(self._store, folder, chunk_size=DELETE_AT_ONCE):
+                    paths = [str(one["path"]) for one in page]
+                    try:
+                        await self._obstore.delete_async(self._store, paths)
+                    except FileNotFoundError:
+                        await asyncio.gather(*(self._delete_one(path) for path in paths))
+                    return len(paths)
+                return 0
+
+        return removed
 
     def usage(self) -> Usage:
         with self._lock:
@@ -183,6 +282,50 @@ class ObjectTier:
                 return int((await self._obstore.head_async(self._store, path))["size"])
             except FileNotFoundError:
                 return None
+
+    async def _note(self, namespace: bytes, *, is_asked_anew: bool = False) -> tuple[Note | None, Any]:
+        """The note, and what its object is told apart by when it is replaced."""
+        mark, known = (None, None) if is_asked_anew else self._noted.get(namespace, (None, None))
+        errors = self._obstore.exceptions
+        try:
+            async with self._asking:
+                options = {"if_none_match": mark} if mark else None
+                found = await self._obstore.get_async(self._store, name_of_note(namespace), options=options)
+                data = bytes(await found.bytes_async())
+        except FileNotFoundError:
+            return None, None
+        except errors.NotModifiedError:
+            return known, {"e_tag": mark}
+        try:
+            note: Note | None = Note.read(data)
+        except NoteError:
+            note = None  # it is begun anew
+        self._noted[namespace] = found.meta["e_tag"] if note is not None else None, note
+        return note, {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+
+    async def _try_to_change(self, namespace: bytes, change: Change) -> Note | None:
+        """None: somebody else has changed it meanwhile."""
+        before, mark = await self._note(namespace, is_asked_anew=True)
+        if (after := change(before)) == before:
+            return after
+        path, errors = name_of_note(namespace), self._obstore.exceptions
+        async with self._asking:
+            try:
+                if mark is None and self._can_create:
+                    await self._obstore.put_async(
+                        self._store, path, after.packed(), use_multipart=False, mode="create"
+                    )
+                    return after
+                if mark is not None and self._can_update:
+                    await self._obstore.put_async(self._store, path, after.packed(), use_multipart=False, mode=mark)
+                    return after
+            except (errors.AlreadyExistsError, errors.PreconditionError):
+                return None
+            except (errors.NotSupportedError, NotImplementedError):
+                self._can_update = False
+            await self._obstore.put_async(self._store, path, after.packed(), use_multipart=False)
+        # It could not refuse: of two who change it at the same moment the last one stays, and the other does it again.
+        return after if (await self._note(namespace, is_asked_anew=True))[0] == after else None
 
     async def _load(self, part: ToLoad) -> Loaded:
         name, length, pages = part
@@ -330,6 +473,12 @@ def _release(views: Sequence[memoryview]) -> None:
                 if time.monotonic() > until_s:
                     raise StillRunning(NAME, "obstore still reads pages of a store that was given up") from None
                 time.sleep(0.001)  # obstore says to nobody when it lets go of a buffer
+
+
+def _known(found: tuple[Note | None, Any] | Outcome) -> tuple[Note | None, Any]:
+    if isinstance(found, Outcome):
+        raise TierError(NAME, f"a question about a namespace was answered with {found.value!r}")
+    return found
 
 
 def _judge(error: BaseException) -> Outcome:

@@ -48,6 +48,8 @@ class Place:
     ranges: bool
     connections: int
     multipart_bytes: int
+    folder: Path | None = None
+    """Where the store is one that this machine sees."""
 
 
 def read_place(url: str, stores: Any) -> Place:
@@ -56,6 +58,7 @@ def read_place(url: str, stores: Any) -> Place:
     scheme, options = found.parts.scheme, found.options
     if found.user is not None:
         raise TierUrlError(f"{scheme}: found a user in the URL, wanted credentials in the environment")
+    folder = Path(unquote(found.parts.path)) if scheme == "file" else None
     connections, create = options.pop("connections", 16), options.pop("create", True)
     multipart_bytes = options.pop("multipart_mib", 64) * MIB
     try:
@@ -65,7 +68,7 @@ def read_place(url: str, stores: Any) -> Place:
     except Exception as error:  # of its own kinds, and of Python's
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
     is_http = scheme in ("http", "https")
-    return Place(store, is_http, create, not is_http, connections, multipart_bytes)
+    return Place(store, is_http, create, not is_http, connections, multipart_bytes, folder)
 
 
 def _local(found: TierUrl, stores: Any) -> Any:

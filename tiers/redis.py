@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
-from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
+from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
+from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
 from kvdock.tiers.redis_nodes import NAME, Address, Nodes, Settings, read_settings
 from kvdock.tiers.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
@@ -26,6 +27,10 @@ PIECE_BYTES: Final = 4 << 20
 answers three times as fast, since its allocator gives the memory of replies from 8 MiB on back at once."""
 LONGEST_VALUE: Final = 512 << 20
 """What Redis takes as one value."""
+
+NAMESPACES: Final = f"kvdock/{VERSION}/namespaces".encode()
+"""The set of those that have a note."""
+_SWEPT_AT_ONCE: Final = 512
 
 T = TypeVar("T")
 
@@ -79,12 +84,17 @@ class RedisTier:
     """See Tier for the verbs. usage() counts what was stored and deleted through this object."""
 
     name = NAME
+    poll_s = 1.0
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
         self._settings, self._nodes = settings, nodes
         self._threads = ThreadPoolExecutor(settings.connections, thread_name_prefix="kvdock-redis")
         self._lock = threading.Lock()
         self._objects = self._bytes = 0
+        self._noted: dict[bytes, tuple[bytes, Note]] = {}
+        """Notes as they were read last, with their heads."""
+        self._sweeping: dict[tuple[bytes, Address], bytes] = {}
+        """Where each server's keys are looked at next, by namespace."""
 
     def ask_for_life(self, deadline: Deadline) -> None:
         """Raises TierError."""
@@ -141,6 +151,126 @@ class RedisTier:
             if found is not None:
                 self._count(-1, -found)
         return outcomes
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        """Their heads first: where those are as before, so is the rest."""
+        keys = [name_of_note(namespace).encode() for namespace in namespaces]
+        heads = self._values(
+            [_Job(at, key, command(b"GETRANGE", key, b"0", b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES, _read_reply)
+             for at, key in enumerate(keys)], deadline,
+        )
+        found: list[Note | None] = [None] * len(keys)
+        changed = []
+        for at, (namespace, head) in enumerate(zip(namespaces, heads, strict=True)):
+            known_head, known = self._noted.get(namespace, (b"", None))
+            if head and head == known_head:
+                found[at] = known
+            elif head:
+                changed.append(at)
+        values = self._values(
+            [_Job(at, keys[at], command(b"GET", keys[at]), 0, _read_reply) for at in changed], deadline
+        )
+        for at, value in zip(changed, values, strict=True):
+            found[at] = note = _note_of(value)
+            if note is not None and value is not None:
+                self._noted[namespaces[at]] = value[:HEAD_BYTES], note
+        return found
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        key = name_of_note(namespace).encode()
+        try:
+            while not deadline.is_over:
+                note = self._try_to_change(namespace, key, change, deadline)
+                if note is not None:
+                    return note
+        except OutOfTime:
+            pass
+        except WireError as error:
+            raise TierError(NAME, str(error)) from error
+        raise TierError(NAME, "the note of a namespace was not changed in time")
+
+    def _try_to_change(self, namespace: bytes, key: bytes, change: Change, deadline: Deadline) -> Note | None:
+        """None: somebody else has changed it meanwhile."""
+        address = self._nodes.address_of(key, deadline)
+        wire = self._nodes.borrow(address, deadline)
+        try:
+            wire.send([*command(b"WATCH", key), *command(b"GET", key)], deadline)
+            _checked(wire.reply(deadline))
+            before = _note_of(_checked(wire.reply(deadline)))
+            after = change(before)
+            if after == before:
+                wire.send(command(b"UNWATCH"), deadline)
+                _checked(wire.reply(deadline))
+                done: Reply = []
+            else:
+                wire.send([*command(b"MULTI"), *command(b"SET", key, after.packed()), *command(b"EXEC")], deadline)
+                replies = [wire.reply(deadline) for _ in range(3)]
+                done = [_checked(reply) for reply in replies][-1]
+        except BaseException:
+            wire.close()
+            self._nodes.forget_slots()
+            raise
+        self._nodes.give_back(address, wire)
+        if done is None:
+            return None
+        if before is None:
+            self._values([_Job(0, NAMESPACES, command(b"SADD", NAMESPACES, namespace.hex().encode()), 0, _read_reply)],
+                         deadline)
+        return after
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        (found,) = self._values([_Job(0, NAMESPACES, command(b"SMEMBERS", NAMESPACES), 0, _read_reply)], deadline)
+        members = found if isinstance(found, list) else []
+        return [bytes.fromhex(member.decode()) for member in members if isinstance(member, bytes)]
+
+    def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        """Of the keys that one SCAN of each server names, those of former generations go."""
+        named = f"{folder_of(namespace)}{note.birth:016x}.{note.generation}/".encode()
+        kept = name_of_note(namespace).encode()
+        removed = 0
+        for address in self._nodes.addresses(deadline):
+            cursor = self._sweeping.get((namespace, address), b"0")
+            while not deadline.is_over:
+                match = folder_of(namespace).encode() + b"*"
+                try:
+                    reply: Any = self._nodes.ask(
+                        address, command(b"SCAN", cursor, b"MATCH", match, b"COUNT", b"%d" % _SWEPT_AT_ONCE), deadline
+                    )
+                    cursor, keys = reply
+                    gone = [key for key in keys if key != kept and not key.startswith(named)]
+                    if gone:
+                        pieces = [piece for key in gone for piece in command(b"UNLINK", key)]
+                        removed += self._unlink(address, pieces, len(gone), deadline)
+                except OutOfTime:
+                    cursor = b"0"
+                    break
+                if cursor == b"0":
+                    break
+            self._sweeping[namespace, address] = cursor
+            removed += cursor != b"0"
+        return removed
+
+    def _unlink(self, address: Address, pieces: list[bytes | memoryview], count: int, deadline: Deadline) -> int:
+        wire = self._nodes.borrow(address, deadline)
+        try:
+            wire.send(pieces, deadline)
+            done = sum(wire.reply(deadline) == 1 for _ in range(count))
+        except WireError as error:
+            wire.close()
+            raise TierError(NAME, str(error)) from error
+        except BaseException:
+            wire.close()
+            raise
+        self._nodes.give_back(address, wire)
+        return done
+
+    def _values(self, jobs: Sequence[_Job[Any]], deadline: Deadline) -> list[Any]:
+        """Their answers. Raises TierError unless all were given."""
+        answers = self._talk(jobs, deadline)
+        for job in jobs:
+            if isinstance(found := answers[job.at], Outcome):
+                raise TierError(NAME, f"a question about a namespace was answered with {found.value!r}")
+        return [answers[job.at] for job in jobs]
 
     def usage(self) -> Usage:
         with self._lock:
@@ -355,6 +485,20 @@ def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
     if isinstance(removed, ErrorReply):
         return removed
     return (length if isinstance(length, int) else 0) if removed == 1 else None
+
+
+def _note_of(value: Any) -> Note | None:
+    """What is no note is none: it is begun anew."""
+    try:
+        return Note.read(value) if isinstance(value, bytes) else None
+    except NoteError:
+        return None
+
+
+def _checked(reply: Reply) -> Reply:
+    if isinstance(reply, ErrorReply):
+        raise TierError(NAME, reply.text)
+    return reply
 
 
 def _read_reply(wire: Wire, deadline: Deadline) -> Reply | Any:

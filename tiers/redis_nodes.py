@@ -150,6 +150,13 @@ class Nodes:
             raise TierError(NAME, f"no server of the cluster has slot {slot}")
         return self._slots[slot]
 
+    def addresses(self, deadline: Deadline) -> list[Address]:
+        """All servers that have keys. Raises TierError, OutOfTime."""
+        if not self._settings.cluster:
+            return [self._settings.address]
+        self.address_of(b"", deadline)
+        return list(dict.fromkeys(self._slots.values()))
+
     def forget_slots(self) -> None:
         """A server has said that it has not, or not yet, what it had: ask before long."""
         self._stale = True

@@ -1,6 +1,6 @@
 """What a lower tier is: a place below the shared pool that keeps parts of chunks, on storage or at a store.
 
-The process that moves bytes between the pool and the tiers (it is neither the server nor an engine) calls six verbs.
+The process that moves bytes between the pool and the tiers (it is neither the server nor an engine) calls these verbs.
 They work on slots in place: what is stored is read from shared memory, and what is loaded is written there.
 
 Thread safety: any number of threads may call the verbs at the same time, but for close(), which comes last and alone.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
+from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record
 
 PAGE_BYTES: Final = 4096
@@ -33,6 +34,10 @@ class TierError(Exception):
     def __init__(self, tier: str, why: str) -> None:
         super().__init__(f"{tier}: {why}")
         self.tier, self.why = tier, why
+
+
+class ReadOnly(TierError):
+    """A tier works, and nothing in it can be changed."""
 
 
 class StillRunning(TierError):
@@ -120,6 +125,15 @@ class Lists(Protocol):
 
 
 @runtime_checkable
+class Sweeps(Protocol):
+    """A tier that has to be asked to remove what its notes do not name any more."""
+
+    def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        """Removes parts of the namespace that `note` does not name, as many as the deadline lets it; returns how many.
+        0: there is none left. Raises TierError."""
+
+
+@runtime_checkable
 class Registers(Protocol):
     """A tier whose library wants to know memory beforehand. Whoever maps segments of the pool tells such a tier."""
 
@@ -142,6 +156,9 @@ class Tier(Protocol):
 
     name: str
     """One word: "disk"."""
+    poll_s: float
+    """How often its notes are asked for, because other servers may have changed them; 0: nobody else uses its storage.
+    """
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """False also where the answer is not known by the deadline."""
@@ -155,6 +172,17 @@ class Tier(Protocol):
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
         """MISSING is as good as DONE: it is not there."""
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        """What the tier has noted of each (tiers/notes.py); None: nothing. Raises TierError also where it is not known
+        by the deadline."""
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        """Changes the namespace's note in one step, and returns it. Raises TierError where that is not known to have
+        been done (it may have been all the same), ReadOnly where it cannot be."""
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        """Those that have a note, as far as the tier can say. Raises TierError."""
 
     def usage(self) -> Usage:
         """At once: nothing is asked of others."""

@@ -68,6 +68,15 @@ SENTENCES: dict[type[e.Event], Sentence] = {
         logging.INFO, "segment %d removed: the pool has %s",
         lambda event: (event.segment, size(event.allocated_bytes)),
     ),
+    e.GenerationRaised: Sentence(
+        logging.INFO, "namespace %s was cleared: its generation is %d",
+        lambda event: (event.namespace[:12], event.generation),
+    ),
+    e.TiersUntold: Sentence(
+        logging.WARNING, "what was cleared is still in these lower tiers, which are not used for it until they were "
+        "told: %s",
+        lambda event: (", ".join(event.tiers),),
+    ),
     e.LimitsChanged: Sentence(
         logging.INFO, "limits changed: %s",
         lambda event: (", ".join(f"{name} {was} → {now}" for name, (was, now) in event.changed.items()),),

@@ -23,6 +23,7 @@ from typing import Literal, get_args
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
 from kvdock.api.tiers.ahead import Ahead
+from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.leaving import Leaving
 from kvdock.api.views.history import Counters
 from kvdock.protocol import mover_schemas as t
@@ -45,6 +46,8 @@ MOST_TICKETS = 4096
 """So many requests may wait at once; others compute."""
 MOST_KNOWN = 1 << 21
 """So many chunks are known to be in tiers, over all namespaces; beyond it tiers are asked."""
+MOST_KNOWN_NAMESPACES = 4096
+"""Each set of weights has one of its own; beyond it tiers are asked about those that were told of longest ago."""
 MOVER_STARTS = "the mover is being started"
 WaitOutcome = Literal["fulfilled", "shortened", "expired", "withdrawn"]
 """MoverView.waits says what they mean."""
@@ -84,7 +87,7 @@ class TierDesk:
     """`movers`: whether a mover was started for this server. `now_s`: a clock that never goes back."""
 
     def __init__(
-        self, table: Table, registry: Registry, counters: Counters, *, has_mover: bool,
+        self, table: Table, registry: Registry, counters: Counters, clears: Clears, *, has_mover: bool,
         room: Callable[[], tuple[int, int]], is_draining: Callable[[], bool], now_ms: Callable[[], int],
         now_s: Callable[[], float],
     ) -> None:
@@ -115,7 +118,9 @@ class TierDesk:
         self._fresh: dict[bytes, NamespaceRecord] = {}
         """Namespaces in which an engine has attached since the last news."""
         self._said_draining = False
-        self._known: dict[bytes, set[bytes]] = {}
+        self._known: OrderedDict[bytes, set[bytes]] = OrderedDict()
+        """The beginnings of the keys that tiers have, by namespace; the one that was told of longest ago first."""
+        self._has_forgotten = False
         self._lists_all = False
         self._news = asyncio.Event()
 
@@ -124,6 +129,8 @@ class TierDesk:
 
     # ---------------------------------------------------------------- for engines' calls
 
+        self._clears = clears
+        clears.wake, clears.on_cleared = self._news.set, self._cleared
     def attached(self, session: SessionRecord) -> None:
         """The mover learns of the namespace at once, also if the engine leaves at once."""
         if self.has_mover and not self.is_movers(session) and not session.tenant:
@@ -290,13 +297,18 @@ class TierDesk:
     async def news(self) -> t.MoverNews:
         """The next, at once where a request waits for it, else soon."""
         while True:
+        for learned in words.learned:
+            self._clears.learned(learned)
+        for told in words.told:
+            self._clears.told(told)
             try:
                 await asyncio.wait_for(self._news.wait(), NEWS_S)
             except TimeoutError:
                 self._end_late()
             self._news.clear()
             news = self._take_news()
-            says = news.asked or news.wanted or news.ended or news.leaving or news.namespaces is not None
+            says = bool(news.asked or news.wanted or news.ended or news.leaving or news.orders or news.heard)
+            says = says or news.namespaces is not None or news.generations is not None
             if says or news.is_draining != self._said_draining:
                 self._said_draining = news.is_draining
                 return news
@@ -309,6 +321,19 @@ class TierDesk:
         self.ahead.lost()
         for number in list(self._tickets):
             self._end(number, "shortened", is_told=True)
+    def _cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
+        """Chunks were cleared: tiers do not have them any more, and who waits for them waits in vain. None: all."""
+        if keys is None:
+            self._known.pop(space.digest, None)
+        elif (known := self._known.get(space.digest)) is not None:
+            known.difference_update(keys[at : at + t.KNOWN_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        for ticket in self._tickets.values():
+            if ticket.call.session.namespace is not space:
+                continue
+            asked = ticket.call.keys
+            if keys is None or any(keys[at : at + KEY_BYTES] in asked for at in range(0, len(keys), KEY_BYTES)):
+                ticket.is_done = True
+
         for grant in list(self._temporary):
             self.settled(grant)
         self._ended.clear()
@@ -328,6 +353,8 @@ class TierDesk:
         asked: list[t.Asked] = []
         left = FRAME_BYTES
         while self._asked and left > 0:
+        self._has_forgotten = False
+        self._clears.restarted()
             one = self._asked.popleft()
             self._asked_bytes -= len(one.keys)
             left -= len(one.keys)
@@ -337,7 +364,9 @@ class TierDesk:
         if self._asked:
             self._news.set()
         return t.MoverNews(
-            namespaces=self._namespaces(), asked=asked, wanted=self.ahead.news(left), ended=ended,
+            namespaces=self._namespaces(), left=[digest.hex() for digest in self._left],
+            generations=generations, orders=orders, heard=learned,
+            asked=asked, wanted=self.ahead.news(left), ended=ended,
             leaving=self._leaving.news(self._known) if self._is_any_open() else [], is_draining=self._is_draining(),
         )
 
@@ -358,6 +387,7 @@ class TierDesk:
     def _end_late(self) -> None:
         now_s = self._now_s()
         for number in [number for number, ticket in self._tickets.items() if ticket.until_s + GRACE_S < now_s]:
+        orders, generations, learned = self._clears.news()
             self._end(number, "expired")
 
     def _end(self, number: int, how: WaitOutcome, *, is_told: bool = False) -> None:

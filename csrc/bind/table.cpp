@@ -230,6 +230,9 @@ void bind_pool(py::class_<BoundTable>& c) {
       .def("delete", call(&Table::remove), "namespace"_a, "keys"_a)
       .def("drop_unread", call(&Table::drop_unread), "namespace"_a, "keys"_a)
       .def("clear", call(&Chunks::clear), "namespace"_a, "start"_a, "budget"_a)
+      .def("raise_generation", call(&Table::raise_generation), "namespace"_a, "least"_a = 0)
+      .def("generation", call(&Table::generation), "namespace"_a)
+      .def("clear_old", call(&Chunks::clear_old), "start"_a, "budget"_a)
       .def("pin", call(&Table::keep_chunks), "namespace"_a, "keys"_a, "until_ms"_a)
       .def("retain", [](BoundTable& t, uint32_t space, const std::vector<Key>& keys, int priority, uint64_t until_ms) {
         RetainResult done = call(&Table::retain)(t, space, keys, priority, until_ms);
@@ -333,7 +336,10 @@ void bind_grants(py::class_<BoundTable>& c) {
         return std::make_pair(std::move(out), next);
       }, "start"_a, "budget"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)
-      .def("mismatch", call(&Table::mismatch), "session"_a, "grant"_a, "chunks"_a)
+      .def("mismatch", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
+        std::vector<Key> keys = call(&Table::mismatch)(t, session, grant, chunks);
+        return py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
+      }, "session"_a, "grant"_a, "chunks"_a)
       .def("abort", call(&Table::abort), "session"_a, "grant"_a, "ranks"_a)
       .def("cancel", call(&Table::cancel), "session"_a, "member"_a, "grant"_a)
       .def("keep", call(&Table::keep), "member"_a, "grant"_a, "now_ms"_a)
@@ -399,7 +405,8 @@ py::tuple adopt(py::object region, uint64_t pool_id, uint64_t lock_inode,
     table = std::make_unique<Table>(mapping, options, facts, &found);
   }
   py::dict counts("clock_ms"_a = found.clock_ms, "chunks"_a = found.chunks, "dropped"_a = found.dropped,
-                  "aborted"_a = found.aborted, "replaced"_a = found.replaced, "leases"_a = found.leases,
+                  "aborted"_a = found.aborted, "replaced"_a = found.replaced, "cleared"_a = found.cleared,
+                  "leases"_a = found.leases,
                   "reservations"_a = found.reservations, "sessions"_a = found.sessions, "members"_a = found.members);
   return py::make_tuple(BoundTable{std::move(region), std::move(table)}, counts);
 }

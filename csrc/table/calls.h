@@ -29,7 +29,8 @@ struct SegmentFacts {
 };
 struct Adoption {  // what an adopting server found
   uint64_t clock_ms = 0;  // the earlier server's clock: the new one goes on from there
-  uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, leases = 0, reservations = 0, sessions = 0, members = 0;
+  uint32_t chunks = 0, dropped = 0, aborted = 0, replaced = 0, cleared = 0;
+  uint32_t leases = 0, reservations = 0, sessions = 0, members = 0;
 };
 
 // What made an answer shorter than it could have been.

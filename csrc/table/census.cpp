@@ -73,7 +73,7 @@ bool Census::is_there(uint32_t id, uint32_t stamp) const { return is_ready(id) &
 
 void Census::link(uint32_t id) {
   const Record& r = chunks_.record(id);
-  const KeyEntry* before = r.parent.names_chunk() ? chunks_.find(r.space, r.parent) : nullptr;
+  const KeyEntry* before = r.parent.names_chunk() ? chunks_.look(r.space, r.parent) : nullptr;
   if (!r.parent.names_chunk() || (before && before->ready == id)) nodes_.at(id) = {id, new_prefix(id), stamp(id), 0};
   else if (before && before->ready < end_) nodes_.at(id) = {before->ready, 1, stamp(id), stamp(before->ready)};
   SpaceCount& space = spaces_[r.space];

@@ -83,7 +83,9 @@ class Chunks {
   void drop_idle(const std::vector<bool>& used);
 
   // -- finding
-  const KeyEntry* find(uint32_t space, const Key& key) const { return index_.find(space, key); }
+  const KeyEntry* find(uint32_t space, const Key& key);  // takes out what was cleared
+  const KeyEntry* look(uint32_t space, const Key& key) const { return index_.find(space, key); }
+  bool was_cleared(const Record& r) const { return spaces_.was_cleared(r.space, r.generation()); }
   void prefetch_key(uint32_t space, const Key& key) const { index_.prefetch(space, key); }
   Record& record(uint32_t id) const { return pages_.at(id); }
   uint32_t records_end() const { return pages_.end(); }                           // ids are below it
@@ -152,6 +154,11 @@ class Chunks {
   // Of tenants that use more than their quota, down to it, at most max_chunks; returns how many went.
   uint32_t evict_over_quota(uint32_t max_chunks);
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
+  // Nobody finds what is in the namespace now. Takes nothing out: clear_old() does, in slices, and find().
+  void raise_generation(uint32_t space, uint64_t generation) {
+    spaces_.raise(space, generation, header_.last_generation);
+  }
+  Cleared clear_old(uint64_t start, uint32_t budget);
   // READY chunks, from place `start` on, some `budget` places; where the next call goes on, -1 after the last.
   std::pair<std::vector<Ready>, int64_t> ready(uint64_t start, uint32_t budget) const;
   Key parent_of(uint32_t space, const Key& key) const;  // the root's if it begins a sequence, or is not READY
@@ -218,6 +225,8 @@ class Chunks {
   void unlist(uint32_t id);
   void list_in_space(uint32_t id);
   void unlist_in_space(uint32_t id);
+  template <class F>
+  Cleared take_out_where(uint64_t start, uint32_t budget, F&& wanted);
   bool may_go(uint32_t id) const;
   bool goes_first(uint32_t id) const;
   bool mark_counts(uint32_t id) const;

@@ -16,6 +16,9 @@ void Chunks::Adopter::judge(const Region& region, const std::vector<SegmentFacts
   c.spaces_.judge();
   if (c.header_.last_generation >= kGenerations)
     refuse_adoption("the last generation is damaged", c.header_.last_generation, int64_t(kGenerations - 1));
+  for (uint32_t space : c.spaces_.live())
+    if (c.spaces_.cleared_through(space) > c.header_.last_generation)
+      refuse_adoption("a namespace was cleared of chunks that never were", space);
   judge_segments(segments);
   judge_slabs(region.slabs);
   bad_pages = c.pages_.judge();
@@ -71,6 +74,10 @@ void Chunks::Adopter::judge_record(uint32_t id) {
   c.info_[id].pages = static_cast<uint32_t>(bytes / kSlotAlign);
   live.push_back(id);
   if (r.state() != RecordState::kReady) return;
+  if (c.was_cleared(r)) {
+    cleared.push_back(id);
+    return;
+  }
   KeyEntry& e = c.index_.insert(r.space, r.key);
   uint32_t loser = e.ready;
   if (loser == kNone || c.record(loser).generation() < r.generation())
@@ -116,6 +123,8 @@ void Chunks::Adopter::quarantine_unfinished() {
   };
   found.replaced = static_cast<uint32_t>(older.size());
   for (uint32_t id : older) quarantine(id);
+  found.cleared = static_cast<uint32_t>(cleared.size());
+  for (uint32_t id : cleared) quarantine(id);
   for (uint32_t id : live) {
     if (c.record(id).state() != RecordState::kReserved) continue;
     quarantine(id);

@@ -96,10 +96,6 @@ std::optional<Choice> Chunks::least_with(std::optional<uint64_t> slot_bytes) {
     return first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()));
   });
   if (best) return best;
-  look(spaces_.left(), [&](uint32_t shape) {
-    return first_of(spaces_.left().of_shape(shape, spaces_.left_until_ms()));
-  });
-  if (best) return best;
   look(duplicates_, [&](uint32_t shape) {
     return first_duplicate([&] { return duplicates_.first_of_shape(shape); });
   });
@@ -303,18 +299,34 @@ void Chunks::set_eviction(const std::string& policy) {
 // ---- administration
 
 // In slices, so that no other call waits long.
-Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
-  if (space >= 0) spaces_.require(static_cast<uint32_t>(space));
+template <class F>
+Cleared Chunks::take_out_where(uint64_t start, uint32_t budget, F&& wanted) {
   uint32_t taken = 0;
   auto from = static_cast<uint32_t>(std::min<uint64_t>(start, pages_.end()));
   for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {
     if (budget-- == 0) return {taken, id};
     const Record& r = record(id);
-    if (r.state() != RecordState::kReady || (space >= 0 && r.space != space)) continue;
+    if (r.state() != RecordState::kReady || !wanted(r)) continue;
     take_out(id, Gone::cleared);
     ++taken;
   }
   return {taken, -1};
+}
+
+Cleared Chunks::clear(int64_t space, uint64_t start, uint32_t budget) {
+  if (space >= 0) spaces_.require(static_cast<uint32_t>(space));
+  return take_out_where(start, budget, [&](const Record& r) { return space < 0 || r.space == space; });
+}
+
+Cleared Chunks::clear_old(uint64_t start, uint32_t budget) {
+  return take_out_where(start, budget, [&](const Record& r) { return was_cleared(r); });
+}
+
+const KeyEntry* Chunks::find(uint32_t space, const Key& key) {
+  const KeyEntry* e = index_.find(space, key);
+  if (!e || e->ready == kNone || !was_cleared(record(e->ready))) return e;
+  take_out(e->ready, Gone::cleared);
+  return index_.find(space, key);
 }
 
 std::pair<std::vector<Ready>, int64_t> Chunks::ready(uint64_t start, uint32_t budget) const {
@@ -323,7 +335,7 @@ std::pair<std::vector<Ready>, int64_t> Chunks::ready(uint64_t start, uint32_t bu
   for (uint32_t id = pages_.next_id(from); id < pages_.end(); id = pages_.next_id(id + 1)) {
     if (budget-- == 0) return {std::move(found), id};
     const Record& r = record(id);
-    if (r.state() == RecordState::kReady) found.push_back({r.space, r.key, r.parent});
+    if (r.state() == RecordState::kReady && !was_cleared(r)) found.push_back({r.space, r.key, r.parent});
   }
   return {std::move(found), -1};
 }

@@ -213,6 +213,20 @@ void Grants::close_reservation(Grant& g) {
   });
 }
 
+// A session may have moved to another namespace since.
+std::vector<Grant*> Grants::reservations_in(uint32_t space) const {
+  std::vector<Grant*> out;
+  for (auto& [session, cells] : held_) {
+    for (uint32_t cell : cells) {
+      Grant& g = grants_[cell];
+      if (g.kind != GrantKind::kReservation || g.state() != GrantState::kOpen) continue;
+      const Line& first = blocks_[g.first_block].lines[0];
+      if (chunks_.record(first.record).space == space) out.push_back(&g);
+    }
+  }
+  return out;
+}
+
 void Grants::member_dead(uint32_t member) {
   for (Grant* g : held_by(members_.member(member).session)) {
     if (g->kind != GrantKind::kReservation) continue;

@@ -63,6 +63,7 @@ class Grants {
   // -- ending
   void discharge(Grant& g, std::span<const uint32_t> ranks);  // closes the grant when no holder is left
   void close_reservation(Grant& g);  // it publishes nothing from now on; its memory waits for the holders
+  std::vector<Grant*> reservations_in(uint32_t space) const;  // open ones that have chunks there
   void member_dead(uint32_t member);  // closes the reservations that it has not finished
   void member_gone(uint32_t member);  // D2
   void close_late(uint64_t now);      // reservations past their deadline

@@ -180,6 +180,8 @@ struct Group {
   uint64_t part_bytes;
 };
 
+constexpr uint64_t kMostGeneration = (1ull << 48) - 2;  // of a namespace: a sealed word has room for it
+
 struct Namespace {
   uint64_t word;  // sealed: 1 = live
   uint32_t crc;
@@ -193,6 +195,10 @@ struct Namespace {
   Id16 tenant;  // whose it is; zeros: the server's own user's
   Group groups[kMaxGroups];
   uint64_t left_ms;  // mutable, server clock: when a session left it last, as Namespaces::leave_session has it; 0: none
+  // mutable, sealed with the cell: how often it was cleared, as all who share its chunks count; and what was: records
+  // of these generations and below.
+  uint64_t generation;
+  uint64_t cleared_through;
 };
 
 struct Session {
@@ -290,7 +296,7 @@ static_assert(sizeof(StoredPart) == 32 && offsetof(StoredPart, committed) == 24)
 static_assert(sizeof(Record) == 112 && offsetof(Record, word) == 80 && offsetof(Record, last_used) == 104);
 static_assert(sizeof(Line) == 16 && sizeof(LineBlock) == 256);
 static_assert(sizeof(Grant) == 184 && offsetof(Grant, holders) == 80);
-static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 376);
+static_assert(sizeof(Group) == 16 && sizeof(Namespace) == 392);
 static_assert(sizeof(Session) == 560 && sizeof(Member) == 88);
 static_assert(sizeof(SegmentEntry) == 24 && sizeof(Slab) == 32 && sizeof(TableHeader) == 136);
 static_assert(offsetof(TableHeader, magic) == 0 && offsetof(TableHeader, version) == 8);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/pause.h"
 #include "table/body_crc.h"
 
 namespace kvdock {
@@ -50,6 +51,7 @@ uint32_t Namespaces::add(const NewNamespace& wanted) {
   ns.digest = digest;
   ns.base = base;
   ns.left_ms = 0;
+  ns.generation = ns.cleared_through = sealed(0, space + 1);
   ns.tenant = tenant;
   ns.crc = body_crc(ns);
   publish(ns.word, sealed(1));
@@ -143,6 +145,15 @@ bool Namespaces::shape_has(uint32_t shape, uint64_t slot_bytes) const {
   return std::binary_search(shapes_[shape].begin(), shapes_[shape].end(), slot_bytes);
 }
 
+// Two stores: what was cleared goes in any case, and a server killed between them has told nobody of the generation.
+void Namespaces::raise(uint32_t space, uint64_t generation, uint64_t cleared_through) {
+  Namespace& ns = entries_[space];
+  publish(ns.cleared_through, sealed(cleared_through, space + 1));
+  KVDOCK_PAUSE("clear.half");
+  publish(ns.generation, sealed(generation, space + 1));
+  KVDOCK_PAUSE("clear.raised");
+}
+
 void Namespaces::judge() {
   for (uint32_t i = 0; i < kMaxNamespaces; ++i) {
     const Namespace& ns = entries_[i];
@@ -153,6 +164,8 @@ void Namespaces::judge() {
     if (ns.writers * ns.group_count > kMaxParts) refuse_adoption("a namespace has too many parts", i);
     if (ns.block_tokens == 0 || ns.chunk_tokens == 0 || ns.chunk_tokens % ns.block_tokens)
       refuse_adoption("a namespace has impossible chunks", i);
+    if (!whole(ns.generation, i + 1) || !whole(ns.cleared_through, i + 1))
+      refuse_adoption("a namespace's generation is damaged", i);
     for (uint32_t g = 0; g < ns.group_count; ++g)
       if (ns.groups[g].part_bytes == 0 || ns.groups[g].kind > GroupKind::kWindow)
         refuse_adoption("a namespace has an impossible group", i);

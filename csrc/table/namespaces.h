@@ -64,6 +64,14 @@ class Namespaces {
   bool goes_first(uint32_t space) const { return left_.has(space) && left_.left_at(space) <= left_until_ms(); }
   void check(const std::vector<bool>& has_leaves) const;  // by number; TableError corrupt
 
+  uint64_t generation(uint32_t space) const { return entries_[space].generation & kWordMask; }
+  // A record of the namespace that has this generation, its own.
+  bool was_cleared(uint32_t space, uint64_t generation) const {
+    return generation <= cleared_through(space);
+  }
+  uint64_t cleared_through(uint32_t space) const { return entries_[space].cleared_through & kWordMask; }
+  void raise(uint32_t space, uint64_t generation, uint64_t cleared_through);
+
   uint32_t shape_of(uint32_t space) const { return shape_of_[space]; }
   bool shape_has(uint32_t shape, uint64_t slot_bytes) const;
 

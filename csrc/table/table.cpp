@@ -180,18 +180,21 @@ void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
   if (Grant* g = grants_.find(id); g && g->asker == cell) g->asked_ms = now;
 }
 
-uint32_t Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
+std::vector<Key> Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
-  if (!g) return 0;
+  if (!g) return {};
   std::set<uint32_t> wanted(chunks.begin(), chunks.end());
   std::vector<uint32_t> ids;
   grants_.for_each_line(*g, [&](const Line& line) {  // a lease with lines has a holder, so it pins its records
     if (!wanted.count(line.index)) return;
     if (chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
   });
-  uint32_t taken = take_out(std::move(ids), Gone::mismatched);
-  counters_.mismatches += taken;
-  return taken;
+  std::vector<Key> keys;
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  for (uint32_t id : ids) keys.push_back(chunks_.record(id).key);
+  counters_.mismatches += take_out(std::move(ids), Gone::mismatched);
+  return keys;
 }
 
 // ---- administration
@@ -205,10 +208,31 @@ uint32_t Table::take_out(std::vector<uint32_t> ids, Gone why) {
 
 uint32_t Table::remove(uint32_t space, const std::vector<Key>& keys) {
   chunks_.namespaces().require(space);
-  std::vector<uint32_t> ids;
-  for (const Key& k : keys)
-    if (const KeyEntry* e = chunks_.find(space, k); e && e->ready != kNone) ids.push_back(e->ready);
-  return take_out(std::move(ids), Gone::deleted);
+  std::vector<uint32_t> ready, reserved;
+  for (const Key& k : keys) {
+    const KeyEntry* e = chunks_.find(space, k);
+    if (!e) continue;
+    if (e->ready != kNone) ready.push_back(e->ready);
+    if (e->reserved != kNone) reserved.push_back(e->reserved);
+    promises_.drop(space, k);
+  }
+  take_out(std::move(reserved), Gone::deleted);  // its writer's commit publishes nothing
+  return take_out(std::move(ready), Gone::deleted);
+}
+
+uint64_t Table::raise_generation(uint32_t space, uint64_t least) {
+  chunks_.namespaces().require(space);
+  uint64_t now = chunks_.namespaces().generation(space);
+  if (least > kMostGeneration || now >= kMostGeneration)
+    throw TableError("bad_argument", "a namespace's generation is out of range", int64_t(least),
+                     int64_t(kMostGeneration));
+  if (least != 0 && least <= now) return now;
+  chunks_.raise_generation(space, std::max(now + 1, least));
+  for (Grant* g : grants_.reservations_in(space)) {
+    drop_promises(*g);
+    grants_.close_reservation(*g);
+  }
+  return chunks_.namespaces().generation(space);
 }
 
 uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms) {

@@ -82,7 +82,8 @@ class Table {
   AllChanges all_changes(uint64_t since, size_t at_most);
   void withdraw(uint64_t session, const Id16& request);  // what the request's lookups have promised
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
-  uint32_t mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
+  // Returns the keys of what it took out.
+  std::vector<Key> mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
   // -- stores
   ReserveResult reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now);
@@ -109,7 +110,16 @@ class Table {
   void done(uint64_t member, uint64_t grant, const std::vector<uint32_t>& ranks);  // no ranks: the asker is done
 
   // -- administration: none of it discharges a holder (I6)
+  // READY and RESERVED; counts the READY ones.
   uint32_t remove(uint32_t space, const std::vector<Key>& keys);
+  // Raises the namespace's generation by one, or to `least` where that is more; not where `least` is not above it,
+  // unless it is 0. From then on nothing that was there is found, and what is reserved is not published. Returns the
+  // generation. TableError bad_argument.
+  uint64_t raise_generation(uint32_t space, uint64_t least);
+  uint64_t generation(uint32_t space) {
+    chunks_.namespaces().require(space);
+    return chunks_.namespaces().generation(space);
+  }
   uint32_t keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64_t until_ms);  // 0: no longer
 
   // -- views

@@ -80,6 +80,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.followed: dict[int, set[bytes]] = {}
         """By namespace: the keys that are there, by the changes that the table reported. Absent: begin anew."""
         self.since = [0] * len(SPACES)
+        self.generations = [0] * len(SPACES)
         for i in range(4):
             self.attach(i)
 
@@ -261,7 +262,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         g = self.model.grants[grant]
         index = data.draw(st.sampled_from(sorted(g.lines)))
         was_ready = g.lines[index].state == "ready"
-        assert self.table.mismatch(g.session, grant, [index]) == int(was_ready)
+        assert self.table.mismatch(g.session, grant, [index]) == (g.lines[index].key if was_ready else b"")
         if was_ready:
             self.model.remove(g.lines[index])
 
@@ -269,11 +270,12 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(space=spaces, path=paths)
     def delete(self, space: int, path: Path) -> None:
-        r = self.model.find(space, keys_of(path)[-1], "ready")
+        """Also what is being written: its commit publishes nothing of it."""
+        r, begun = (self.model.find(space, keys_of(path)[-1], state) for state in ("ready", "reserved"))
         assert self.table.delete(self.spaces[space], b"") == 0  # no keys are no chunks
         assert self.table.delete(self.spaces[space], keys_of(path)[-1]) == int(r is not None)
-        if r:
-            self.model.remove(r)
+        for gone in filter(None, (r, begun)):
+            self.model.remove(gone)
 
     @rule(space=spaces, path=paths, ms=st.sampled_from([0, 2_000]))
     def keep(self, space: int, path: Path, ms: int) -> None:
@@ -294,6 +296,34 @@ class TableAgainstModel(RuleBasedStateMachine):
             count, cursor = self.table.clear(self.spaces[space] if space >= 0 else -1, cursor, budget)
             taken += count
         assert taken == len(doomed)
+        for r in doomed:
+            self.model.remove(r)
+
+    @rule(space=spaces, least=st.integers(0, 5), really=seldom)
+    def raise_generation(self, space: int, least: int, really: bool) -> None:
+        """All that is there is cleared at once, before anything was taken out."""
+        if not really:
+            return
+        was, before = self.generations[space], self.table.stats()["ready_chunks"]
+        self.generations[space] = max(was + 1, least) if least == 0 or least > was else was
+        assert self.table.raise_generation(self.spaces[space], least) == self.generations[space]
+        assert self.table.generation(self.spaces[space]) == self.generations[space]
+        if self.generations[space] == was:
+            return
+        for g in self.model.grants.values():
+            is_open = g.kind == "reservation" and g.is_open and g.holders
+            if is_open and any(r.space == space for r in g.lines.values()):
+                self.model.close(g)
+        self.model.settle()
+        doomed = [r for r in self.model.records if r.state == "ready" and r.space == space]
+        assert self.table.stats()["ready_chunks"] == before, "it takes two stores, not a walk"
+        for r in doomed[::2]:
+            assert self.table.state_of(self.spaces[space], r.key) != "ready"  # that takes it out
+        cursor, taken = 0, 0
+        while cursor >= 0:
+            count, cursor = self.table.clear_old(cursor, 3)
+            taken += count
+        assert taken == len(doomed[1::2])
         for r in doomed:
             self.model.remove(r)
 
@@ -375,7 +405,8 @@ class TableAgainstModel(RuleBasedStateMachine):
                 TENANTS[tenant], bytes=None if quota.slots == math.inf else int(quota.slots) * SLOT,
                 chunks=None if quota.chunks == math.inf else int(quota.chunks),
             )
-        assert (found["dropped"], found["replaced"]) == (0, 0)
+        assert (found["dropped"], found["replaced"], found["cleared"]) == (0, 0, 0)
+        assert [self.table.generation(space) for space in self.spaces] == self.generations
         assert (found["chunks"], found["aborted"]) == (before["ready_chunks"], before["reserved_chunks"])
         for g in self.model.grants.values():
             if g.kind == "reservation" and g.is_open and g.holders:

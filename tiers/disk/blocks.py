@@ -15,12 +15,15 @@ from zlib import crc32
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, pages_bytes
 
-LOG_VERSION: Final = 1
+LOG_VERSION: Final = 2
 MARK_BYTES: Final = 16
 MARK_AT: Final = HEADER_BYTES
 """Where a record's block has it."""
-KEY_BYTES: Final = 66
+KEY_BYTES: Final = 86
+NAMESPACE_BYTES: Final = 32
+"""With the namespace a key in the tier's maps begins."""
 _MAGIC: Final = b"kvdock disk log\0"
+_KEY: Final = struct.Struct("<32s32sBBIQQ")  # namespace, key, group, writer, deletion, birth, generation
 _SEGMENT: Final = struct.Struct("<16sIIQQ16s")  # magic, version, 0, sequence, capacity, mark
 _RECORD: Final = struct.Struct("<16sQB")  # mark, offset, kind
 _CRC: Final = struct.Struct("<I")
@@ -77,11 +80,14 @@ def read_record(block: bytes | memoryview, mark: bytes, offset: int) -> tuple[Ki
 
 def key_of(name: PartName) -> bytes:
     """KEY_BYTES bytes that name the part in this tier's maps."""
-    return b"%b%b%c%c" % (name.namespace, name.key, name.group, name.writer)
+    return _KEY.pack(
+        name.namespace, name.key, name.group, name.writer, name.deletion, name.birth, name.generation
+    )
 
 
 def name_of(key: bytes) -> PartName:
-    return PartName(key[:32], key[32:64], key[64], key[65])
+    namespace, chunk, group, writer, deletion, birth, generation = _KEY.unpack(key)
+    return PartName(namespace, chunk, group, writer, birth, generation, deletion)
 
 
 def record_bytes(length: int) -> int:

@@ -18,9 +18,9 @@ from kvdock.tiers.disk.blocks import KEY_BYTES
 from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Another one's index is made anew from the log."""
-ROW_BYTES: Final = 160
+ROW_BYTES: Final = 192
 """What a row takes of storage at most, free room in its page counted."""
 _BATCH_ROWS: Final = 512
 """In one transaction: what it writes to SQLite's own log has a bound."""

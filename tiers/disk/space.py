@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -26,6 +26,8 @@ from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, pages_by
 
 KEPT_SHARE: Final = 0.25
 NEVER: Final = Deadline()
+_DROPPED_AT_ONCE: Final = 4096
+"""So many parts are forgotten before others are let in."""
 LOOK_S: Final = 0.05
 """How often a thread that waits for others looks at its deadline, which others may cancel."""
 
@@ -50,13 +52,14 @@ class Space:
 
     # ------------------------------------------------------------------ opening
 
-    def fill(self, rows: Sequence[Row]) -> list[tuple[int, int]]:
-        """Takes over what the index knows. Returns the places (sequence, offset) that the log does not have."""
+    def fill(self, rows: Sequence[Row], is_named: Callable[[bytes], bool]) -> list[tuple[int, int]]:
+        """Takes over what the index knows. Returns the places (sequence, offset) that the log does not have, or whose
+        parts nobody can name any more."""
         strays = []
         for row in rows:
             segment = self._log.segments.get(row.sequence)
             end = row.offset + record_bytes(row.length)
-            if segment is None or end > segment.size_bytes:
+            if segment is None or end > segment.size_bytes or not is_named(row.key):
                 strays.append((row.sequence, row.offset))
                 continue
             self._put(row.key, Entry(segment, row.offset, row.length, row.checksum, row.used))
@@ -65,7 +68,7 @@ class Space:
             self._uses = max(self._uses, row.used)
         return strays
 
-    def scan_tail(self, *, all_of_it: bool) -> int:
+    def scan_tail(self, is_named: Callable[[bytes], bool], *, all_of_it: bool) -> int:
         """Takes over what stands in the log behind what the index knows, or all of it; returns how many parts.
 
         Earlier segments of which nothing is known any more are emptied. Raises OSError, TierError.
@@ -76,14 +79,16 @@ class Space:
             if segment.sequence < newest and not segment.entries and not all_of_it:
                 self._log.wipe(segment)
             elif segment.sequence >= newest or all_of_it:
-                found += self._scan(segment)
+                found += self._scan(segment, is_named)
         self._current = max(self._log.segments.values(), key=lambda segment: segment.sequence, default=None)
         return found
 
-    def _scan(self, segment: Segment) -> int:
+    def _scan(self, segment: Segment, is_named: Callable[[bytes], bool]) -> int:
         rows, strays = [], []
         for offset, record in self._log.scan(segment, segment.end_bytes):
             key = key_of(record.name)
+            if not is_named(key):
+                continue
             older = self.entries.get(key)
             if older is not None:  # the process ended while it was copied; one of the two must never come back
                 self._log.mark_deleted(older.segment, older.offset, Record(record.name, older.length, older.checksum))
@@ -105,6 +110,17 @@ class Space:
         if entry is not None:
             del entry.segment.entries[key]
         return entry
+
+    def drop_where(self, is_dropped: Callable[[bytes], bool]) -> None:
+        """Forgets parts. Their rows and bytes go with their segments, and segments of which nothing is left go first.
+        """
+        with self.changed:
+            keys = list(self.entries)
+        dropped = [key for key in keys if is_dropped(key)]
+        for begin in range(0, len(dropped), _DROPPED_AT_ONCE):
+            with self.changed:
+                for key in dropped[begin : begin + _DROPPED_AT_ONCE]:
+                    self.drop(key)
 
     # ------------------------------------------------------------------ reading
 

@@ -13,13 +13,15 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvdock.tiers.disk.blocks import Kind, key_of, name_of, read_record
+from kvdock.tiers.disk.blocks import NAMESPACE_BYTES, Kind, key_of, name_of, read_record
 from kvdock.tiers.disk.folder import TIER, FolderLock
 from kvdock.tiers.disk.index import ROW_BYTES, Index
 from kvdock.tiers.disk.io import THREADS, Io, Transfer, raise_if_lost, takes_direct
 from kvdock.tiers.disk.log import Entry, Log
+from kvdock.tiers.disk.notes import DiskNotes
 from kvdock.tiers.disk.space import Space
 from kvdock.tiers.disk.stores import Stores
+from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage, pages_bytes
 
@@ -68,9 +70,13 @@ class DiskTier:
     each part. `bytes_used` are the bytes allocated to files."""
 
     name = TIER
+    poll_s = 0.0
 
-    def __init__(self, lock: FolderLock, io: Io, log: Log, index: Index, limit_bytes: int) -> None:
+    def __init__(
+        self, lock: FolderLock, io: Io, log: Log, index: Index, notes: DiskNotes, limit_bytes: int
+    ) -> None:
         self._lock, self._io, self._log, self._index, self._limit_bytes = lock, io, log, index, limit_bytes
+        self._notes = notes
         self._space = Space(log, index, io)
 
     @classmethod
@@ -93,9 +99,9 @@ class DiskTier:
                 undo.callback(log.close)
                 index, rows, why = Index.open(folder / "index.db", sizes.wal_bytes)
                 undo.callback(index.close)
-                tier = cls(lock, io, log, index, limit_bytes)
-                index.remove(tier._space.fill(rows))
-                found = tier._space.scan_tail(all_of_it=bool(why))
+                tier = cls(lock, io, log, index, DiskNotes(folder), limit_bytes)
+                index.remove(tier._space.fill(rows, tier._is_named))
+                found = tier._space.scan_tail(tier._is_named, all_of_it=bool(why))
                 if why and found:
                     _log.warning("the index in %s was made anew from the log, %d parts: %s", folder, found, why)
                 undo.pop_all()
@@ -154,10 +160,31 @@ class DiskTier:
             left = [at for at, key in zip(left, keys, strict=True) if key in claimed]
         return outcomes
 
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        self._lock.require()
+        return [self._notes.of(namespace) for namespace in namespaces]
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        """What the note does not name any more is forgotten at once; its bytes go with their segments."""
+        self._lock.require()
+        before = self._notes.of(namespace)
+        note = self._notes.change(namespace, change)
+        if note != before:
+            self._space.drop_where(lambda key: key.startswith(namespace) and not note.names(name_of(key)))
+        return note
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        return self._notes.namespaces()
+
+    def _is_named(self, key: bytes) -> bool:
+        """Whether somebody may ask for the part. In a namespace without a note nobody has asked for any yet."""
+        note = self._notes.of(key[:NAMESPACE_BYTES])
+        return note is None or note.names(name_of(key))
+
     def listed(self) -> Iterator[PartName]:
         with self._space.changed:
             keys = list(self._space.entries)
-        return map(name_of, keys)
+        return map(name_of, filter(self._is_named, keys))
 
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used

@@ -18,8 +18,9 @@ from kvdock.tiers.mooncake import library as codes
 from kvdock.tiers.mooncake.library import TIER, Library, Unended
 from kvdock.tiers.mooncake.settings import MooncakeSettings
 from kvdock.tiers.mooncake.workers import Names, Verb, Workers
+from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
 
 _GROUP_PARTS: Final = 32
 _GROUP_BYTES: Final = (2 << 20, 32 << 20)
@@ -30,6 +31,7 @@ _PIECE_BYTES: Final = 4 << 20
 """A part that goes through memory of the tier's own goes in such pieces."""
 _RIVAL_S: Final = 1.0
 """How long a store waits for another process that stores the same part."""
+_NOTE_TRIES: Final = 100
 _BEGINNINGS: Final = 3
 """How often a store tries to begin anew, where others store and delete the same part, or the store evicts it."""
 _ABSENT: Final = frozenset({codes.ABSENT, codes.BEING_WRITTEN, codes.LEASE_OVER})
@@ -61,6 +63,7 @@ class MooncakeTier:
     its deadline has overtaken, before it raises StillRunning."""
 
     name = TIER
+    poll_s = 1.0
 
     def __init__(self, settings: MooncakeSettings, library: Library, patience_s: float) -> None:
         self._settings, self._library, self._patience_s = settings, library, patience_s
@@ -156,6 +159,88 @@ class MooncakeTier:
         answers: list[Outcome | None] = [None] * len(names)
         self._run([remove(some) for some in _slices(len(names))], deadline)
         return [answer or Outcome.LATE for answer in answers]
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        def ask(at: int, key: str) -> Callable[[Verb, Own], None]:
+            def job(verb: Verb, own: Own) -> None:
+                with self._names.held([key], verb):
+                    found[at] = self._read_note(key, own)
+
+            return job
+
+        found: list[Note | Outcome | None] = [Outcome.LATE] * len(namespaces)
+        self._run([ask(at, name_of_note(namespace)) for at, namespace in enumerate(namespaces)], deadline)
+        return [self._said(one) for one in found]
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        """The store has no call that replaces an object in one step: of two servers that change a note at the same
+        moment one may find that the other's stayed, and changes that."""
+        key = name_of_note(namespace)
+        done: list[Note | Outcome | None] = [Outcome.LATE]
+
+        def job(verb: Verb, own: Own) -> None:
+            with self._names.held([key], verb):
+                for _ in range(_NOTE_TRIES):
+                    verb.check()
+                    before = self._read_note(key, own)
+                    after = change(before)
+                    if after == before or (self._write_note(key, after, own, before is not None)
+                                           and self._read_note(key, own) == after):
+                        done[0] = after
+                        return
+                    verb.pause(0.005)
+
+        self._run([job], deadline)
+        note = self._said(done[0])
+        assert note is not None
+        return note
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        """The store does not say."""
+        return []
+
+    def _said(self, found: Note | Outcome | None) -> Note | None:
+        if isinstance(found, Outcome):
+            raise TierError(TIER, "a question about a namespace was not answered in time")
+        return found
+
+    def _read_note(self, key: str, own: Own) -> Note | None:
+        """What is no note is none: it is begun anew. Raises TierError."""
+        (code,) = self._library.begin_reads([key])
+        if code != codes.DONE:
+            if code in _ABSENT:
+                return None
+            raise TierError(TIER, f"{key} cannot be read (code {code})")
+        try:
+            if self._library.read(key, own.address, HEAD_BYTES, 0) != HEAD_BYTES:
+                return None
+            length = Note.length(own.view)
+            if self._library.read(key, own.address, length, 0) != length:
+                return None
+            return Note.read(own.view[:length])
+        except NoteError:
+            return None
+        finally:
+            self._library.end_reads([key])
+
+    def _write_note(self, key: str, note: Note, own: Own, is_there: bool) -> bool:
+        packed = note.packed()
+        if is_there:
+            self._remove([key])
+        (code,) = self._library.begin_writes([key], [len(packed)])
+        if code == codes.THERE:  # damaged, or another server's
+            self._remove([key])
+            return False
+        if code != codes.DONE:
+            if code == codes.INVALID:
+                self._library.revoke_writes([key])
+                return False
+            raise TierError(TIER, f"{key} cannot be written (code {code})")
+        own.view[: len(packed)] = packed
+        if self._library.write(key, own.address, len(packed), 0) != len(packed):
+            self._library.revoke_writes([key])
+            return False
+        return self._library.end_writes([key]) == [codes.DONE]
 
     def usage(self) -> Usage:
         """Counts what this process has stored and not seen go: others store there too, and the store evicts. It is

@@ -115,3 +115,6 @@ class Settled:
 
     def discard(self, key: bytes) -> None:
         self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        self._keys.clear()

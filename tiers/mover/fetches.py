@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from kvdock.protocol.mover_schemas import BATCH_BYTES, Promised
 from kvdock.protocol.schemas import Abort, Commit, GrantedChunk, PartDone, Reserve, ReserveAnswer
 from kvdock.protocol.wire_types import MAX_ENTRIES
 from kvdock.shm.errors import AttachError, ShmError
+from kvdock.tiers.mover.agreed import NOTE_S, Agreed, Agreement
 from kvdock.tiers.mover.lanes import Lane
 from kvdock.tiers.mover.places import Place
 from kvdock.tiers.record import PartName
@@ -62,6 +63,8 @@ class Fetch:
     deadline: Deadline = field(init=False)
     loaded: int = 0
     """Chunks that it has published."""
+    agreed: Agreed | None = None
+    """What it names parts by, at the tier that it loads from."""
 
     def __post_init__(self) -> None:
         self.deadline = Deadline(self.wait_s)
@@ -85,15 +88,16 @@ class Fetches:
     """`promise`, `ended`: tell the server. `lacked`: a tier has no such chunks, or damaged ones."""
 
     def __init__(
-        self, lanes: Sequence[Lane], client: Client, *, promise: Callable[[Promised], None],
+        self, lanes: Sequence[Lane], client: Client, agreement: Agreement, *, promise: Callable[[Promised], None],
         ended: Callable[[Fetch], None], lacked: Callable[[Lane, Sequence[bytes]], None],
         batch_bytes: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lanes, self._client, self._batch_bytes = lanes, client, batch_bytes
+        self._lanes, self._client, self._batch_bytes, self._agreement = lanes, client, batch_bytes, agreement
         self._promise, self._ended, self._lacked, self._clock = promise, ended, lacked, clock
         self._threads = ThreadPoolExecutor(THREADS, "kvdock-fetch")
         self._ahead = ThreadPoolExecutor(1, "kvdock-ahead")
         self._readers = ThreadPoolExecutor(DEPTH * THREADS, "kvdock-read")
+        self._asking = ThreadPoolExecutor(2 * THREADS, "kvdock-agree")
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, Fetch] = {}
@@ -116,6 +120,13 @@ class Fetches:
         if fetch is not None:
             fetch.deadline.cancel()
 
+    def drop(self, digest: bytes, keys: Container[bytes] | None = None) -> None:
+        """What of these chunks is on its way is of no use any more. None: all of the namespace."""
+        with self._lock:
+            for fetch in self._running:
+                if fetch.place.digest == digest and (keys is None or any(key in keys for key in fetch.keys)):
+                    fetch.deadline.cancel()
+
     def is_busy(self, place: Place) -> bool:
         with self._lock:
             return any(fetch.place is place for fetch in self._running)
@@ -125,7 +136,7 @@ class Fetches:
             fetches = list(self._running)
         for fetch in fetches:
             fetch.deadline.cancel()
-        for threads in (self._threads, self._ahead, self._readers):
+        for threads in (self._threads, self._ahead, self._readers, self._asking):
             threads.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------------ a fetch's thread
@@ -159,13 +170,19 @@ class Fetches:
         if lane.breaker.is_open or fetch.deadline.is_over:
             return []
         place, missing = fetch.place, fetch.keys[fetch.hit :]
-        per_chunk = [place.names(key) for key in missing]
+        agreed = fetch.agreed = self._agreement.awaited(lane, place.digest, fetch.deadline)
+        if agreed is None:
+            return []
+        per_chunk = [place.names(agreed.note, key) for key in missing]
         names = [name for names in per_chunk for name in names]
         left_s = fetch.deadline.left_s
         most_s = max(EXISTS_S, EXISTS_SHARE * left_s) if fetch.ticket else AHEAD_EXISTS_S
+        holds = self._asking.submit(self._agreement.holds, lane, place.digest, agreed, Deadline(min(most_s, left_s)))
         try:
             answers = lane.exists(names, Deadline(min(most_s, left_s)))
         except TierError:
+            return []
+        if not holds.result():
             return []
         self._lacked(lane, [name.key for name, is_there in zip(names, answers, strict=True) if not is_there])
         has, found = iter(answers), []
@@ -252,7 +269,7 @@ class Fetches:
         body = Reserve(
             session=attachment.session, member=attachment.member, store=f"fetch-{next(self._numbers)}",
             parent=fetch.keys[first - 1].hex() if first else None, keys=b"".join(keys), groups=groups,
-            temporary=bool(fetch.ticket),
+            temporary=bool(fetch.ticket), edition=fetch.agreed.edition if fetch.agreed is not None else None,
         )
         try:
             granted = self._client.reserve(body)
@@ -316,14 +333,15 @@ class Fetches:
         self, fetch: Fetch, lane: Lane, attachment: Attachment, keys: Sequence[bytes], chunks: list[GrantedChunk]
     ) -> dict[tuple[int, int, int], int]:
         """Checksums of the parts (index, group, writer) that were loaded and are what they say."""
-        place = fetch.place
+        place, agreed = fetch.place, fetch.agreed
+        assert agreed is not None
         wanted: list[tuple[int, int, int]] = []
         loads: list[ToLoad] = []
         try:
             for chunk in chunks:
                 for part in chunk.parts:
                     pages = place.pages(attachment, part.segment, part.offset, part.length)
-                    name = PartName(place.digest, keys[chunk.index], part.group, part.writer)
+                    name = agreed.note.name(place.digest, keys[chunk.index], part.group, part.writer)
                     wanted.append((chunk.index, part.group, part.writer))
                     loads.append(ToLoad(name, part.length, pages))
         except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
@@ -338,6 +356,9 @@ class Fetches:
                 log.error("%s: %s is damaged: it is a miss, and deleted", lane.name, load.name.text())
                 lane.delete([load.name])
                 self._lacked(lane, [load.name.key])
+        if not self._agreement.holds(lane, place.digest, agreed, Deadline(min(NOTE_S, fetch.deadline.left_s))):
+            log.info("%s: what came was cleared meanwhile, and is dropped", lane.name)
+            return {}
         return {at: sums[load.name] for at, load in zip(wanted, loads, strict=True) if load.name in sums}
 
     def _read(self, fetch: Fetch, lane: Lane, loads: Sequence[ToLoad]) -> tuple[dict[PartName, int], list[ToLoad]]:

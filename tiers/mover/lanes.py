@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdock.datapath.checksum import checksum
+from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     Outcome,
+    ReadOnly,
     StillRunning,
+    Sweeps,
     Tier,
     TierError,
     ToLoad,
@@ -148,7 +151,7 @@ class Lane:
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
-            for kind, threads in (("ask", 2), ("load", 4), ("store", 2), (PROBE, 1))
+            for kind, threads in (("ask", 2), ("note", 2), ("load", 4), ("store", 2), (PROBE, 1))
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
@@ -196,6 +199,29 @@ class Lane:
             self._call("ask", deadline, lambda: self.tier.delete(names, deadline), _failure)
         except TierError as error:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
+
+    def remove(self, names: Sequence[PartName], deadline: Deadline) -> None:
+        """LaneOff, TierError."""
+        self._call("note", deadline, lambda: self.tier.delete(names, deadline), lambda _: "")
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        """LaneOff, TierError."""
+        return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        """LaneOff, TierError, ReadOnly."""
+        return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        """LaneOff, TierError, ReadOnly."""
+        return self._call("note", deadline, lambda: self.tier.namespaces(deadline), lambda _: "")
+
+    def swept(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        """How many parts of former generations were removed. LaneOff, TierError."""
+        tier = self.tier
+        if not isinstance(tier, Sweeps):
+            return 0
+        return self._call("note", deadline, lambda: tier.sweep(namespace, note, deadline), lambda _: "")
 
     def expected_s(self, more_bytes: int) -> float:
         """Until so many bytes more would have been loaded, behind those that are being loaded."""
@@ -262,6 +288,8 @@ class Lane:
             found = run()
         except StillRunning as error:
             self._lost(error)
+            raise
+        except ReadOnly:
             raise
         except TierError as error:
             self._fail(kind, error.why)

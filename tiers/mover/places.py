@@ -15,6 +15,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity, Sessi
 from kvdock.protocol.mover_schemas import ServedNamespace
 from kvdock.protocol.schemas import Changes, Manifest
 from kvdock.protocol.tier_schemas import MOVER_LABEL
+from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import pages_bytes
 
@@ -40,10 +41,10 @@ class Place:
     def chunk_bytes(self) -> int:
         return sum(group.part_bytes for group in self.manifest.groups) * self.manifest.writers
 
-    def names(self, key: bytes, groups: Sequence[int] | None = None) -> list[PartName]:
-        """The names of a chunk's parts: of all, or those of some groups."""
+    def names(self, note: Note, key: bytes, groups: Sequence[int] | None = None) -> list[PartName]:
+        """The names of a chunk's parts at a tier whose note this is: of all, or those of some groups."""
         wanted = range(len(self.manifest.groups)) if groups is None else groups
-        return [PartName(self.digest, key, group, writer) for group in wanted for writer in self.ranks]
+        return [note.name(self.digest, key, group, writer) for group in wanted for writer in self.ranks]
 
     def pages(self, attachment: Attachment, segment: int, offset: int, length: int) -> memoryview:
         """A slot's whole pages. Raises what attaching a segment raises."""

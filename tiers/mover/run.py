@@ -18,17 +18,20 @@ from kvdock.protocol.mover_schemas import (
     KNOWN_BYTES,
     Asked,
     KnownKeys,
+    Learned,
     Leaving,
     MoverConfig,
     MoverNews,
     MoverWords,
     Prefetched,
     Promised,
+    Told,
     Wanted,
 )
 from kvdock.protocol.reports import TierView
 from kvdock.protocol.schemas import Changes
 from kvdock.tiers.mover.admission import MOST_GONE, AskCounts, cut
+from kvdock.tiers.mover.agreed import Agreement
 from kvdock.tiers.mover.fetches import Fetch, Fetches
 from kvdock.tiers.mover.lanes import Lane
 from kvdock.tiers.mover.line import Line
@@ -54,12 +57,15 @@ class Mover:
         self._client = Client(config.address)
         self._places = Places(self._client, config.instance_prefix + secrets.token_hex(4), self._changed, clock)
         self._asks = AskCounts(config.asks)
+        self._agreement = Agreement(
+            lambda: [place.digest for place in self._places.all()], self._learned, self._told, clock
+        )
         self._opening = OpeningTiers(config)
         self._lanes: list[Lane] = []
         self._writers: dict[str, WriteBehind] = {}
         self._fetches = Fetches(
-            self._lanes, self._client, promise=self._promise, ended=self._fetch_ended, lacked=self._lacked,
-            batch_bytes=config.batch_bytes,
+            self._lanes, self._client, self._agreement, promise=self._promise, ended=self._fetch_ended,
+            lacked=self._lacked, batch_bytes=config.batch_bytes,
         )
         self._lock = threading.Lock()
         self._words = MoverWords()
@@ -84,8 +90,8 @@ class Mover:
     def _use(self, tier: Tier) -> None:
         lane = Lane(tier, clock=self._clock, lost=_end_process)
         writer = WriteBehind(
-            lane, self._places, self._client, self._config.queue_bytes, batch_bytes=4 * self._config.batch_bytes,
-            stored=self._stored,
+            lane, self._places, self._agreement, self._client, self._config.queue_bytes,
+            batch_bytes=4 * self._config.batch_bytes, stored=self._stored,
         )
         if isinstance(tier, Lists):
             known: dict[bytes, list[bytes]] = {}
@@ -97,6 +103,7 @@ class Mover:
         self._writers[lane.name] = writer
         self._lanes.append(lane)
         self._lanes.sort(key=lambda one: self._opening.order.index(one.name))
+        self._agreement.use(lane)
         writer.start()
         self._places.hear_all()
         log.info("the tier %s is used", lane.name)
@@ -109,7 +116,8 @@ class Mover:
         if (now_s := self._clock()) - self._reported_s >= REPORT_S:
             self._reported_s, words.tiers = now_s, self._reports()
         words.lists_all = all(isinstance(lane.tier, Lists) for lane in self._lanes)
-        if words.tiers is not None or words.promised or words.ended or words.prefetched or words.known:
+        says = words.promised or words.ended or words.prefetched or words.known or words.learned or words.told
+        if words.tiers is not None or says:
             self._line.say(words)
 
     def _reports(self) -> list[TierView]:
@@ -130,8 +138,22 @@ class Mover:
         return sorted(reports, key=lambda report: self._opening.order.index(report.name))
 
     def _follow(self, news: MoverNews) -> None:
+        for order in news.orders:
+            self._agreement.order(order)
+            if order.namespace:
+                self._drop(bytes.fromhex(order.namespace), list(cut(order.keys)) or None)
+        if news.generations is not None:
+            for digest in self._agreement.follow(news.generations):
+                self._drop(digest)
+        self._agreement.heard(news.heard)
         if news.namespaces is not None:
             self._places.follow(news.namespaces)
+        if news.left:
+            left = [bytes.fromhex(one) for one in news.left]
+            self._places.left(left)
+            for digest in left:
+                self._drop(digest)
+            self._agreement.wake()
         for ticket in news.ended:
             self._fetches.cancel(ticket)
         if news.leaving:
@@ -143,6 +165,12 @@ class Mover:
         if news.is_draining:
             for writer in self._writers.values():
                 writer.drain(self._config.drain_s)
+
+    def _drop(self, digest: bytes, keys: list[bytes] | None = None) -> None:
+        """These chunks were cleared: what is under way of them, in either direction, is of no use. None: all."""
+        self._fetches.drop(digest, keys)
+        for writer in self._writers.values():
+            writer.drop(digest, keys)
 
     def _asked(self, asked: Asked) -> None:
         place = self._places.of(bytes.fromhex(asked.namespace))
@@ -208,6 +236,18 @@ class Mover:
         with self._lock:
             self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
 
+    def _learned(self, learned: Learned) -> None:
+        if learned.keys:
+            self._drop(bytes.fromhex(learned.namespace), list(cut(learned.keys)))
+        with self._lock:
+            self._words.learned.append(learned)
+        self._line.wake()
+
+    def _told(self, told: Told) -> None:
+        with self._lock:
+            self._words.told.append(told)
+        self._line.wake()
+
     def _lacked(self, lane: Lane, keys: Sequence[bytes]) -> None:
         self._writers[lane.name].forget(keys)
 
@@ -220,6 +260,7 @@ class Mover:
             writer.close()
         self._places.close()
         for lane in self._lanes:
+        self._agreement.close()
             lane.close(Deadline(CLOSE_S))
         self._client.close()
 

@@ -20,6 +20,7 @@ from kvdock.protocol.schemas import Part
 from kvdock.protocol.tier_schemas import Hold
 from kvdock.shm.errors import ShmError
 from kvdock.tiers.mover.admission import Settled
+from kvdock.tiers.mover.agreed import Agreed, Agreement
 from kvdock.tiers.mover.lanes import Lane
 from kvdock.tiers.mover.places import Place, Places
 from kvdock.tiers.record import Record
@@ -38,10 +39,10 @@ class WriteBehind:
     One thread writes."""
 
     def __init__(
-        self, lane: Lane, places: Places, client: Client, most_bytes: int, *, batch_bytes: int,
+        self, lane: Lane, places: Places, agreement: Agreement, client: Client, most_bytes: int, *, batch_bytes: int,
         stored: Callable[[bytes, Sequence[bytes]], None], clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stored, self._batch_bytes = stored, batch_bytes
+        self._stored, self._batch_bytes, self._agreement = stored, batch_bytes, agreement
         self._lane, self._places, self._client, self._most_bytes, self._clock = lane, places, client, most_bytes, clock
         self._waiting: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
         self._leaving: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()
@@ -92,6 +93,19 @@ class WriteBehind:
             for key in keys:
                 self._settled.discard(key)
 
+    def drop(self, digest: bytes, keys: Sequence[bytes] | None = None) -> None:
+        """What waits of these chunks was cleared. None: all of the namespace."""
+        with self._wake:
+            if keys is None:
+                names = [name for name in (*self._waiting, *self._leaving) if name[0] == digest]
+                self._settled.clear()
+            else:
+                names = [(digest, key) for key in keys]
+            for name in names:
+                self._leaving.pop(name, None)
+                self.waiting_bytes -= self._waiting.pop(name, 0)
+                self._settled.discard(name[1])
+
     def drain(self, seconds: float) -> None:
         """The server is about to end: what waits is written, for so long at most, and nothing more is taken."""
         with self._wake:
@@ -113,9 +127,9 @@ class WriteBehind:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            place, keys = batch
+            place, agreed, keys = batch
             try:
-                rests = not self._write(place, keys)
+                rests = not self._write(place, agreed, keys)
             except Exception:  # without this thread nothing would be written any more
                 log.exception("chunks could not be written to %s", self._lane.name)
                 rests = True
@@ -124,7 +138,7 @@ class WriteBehind:
             if rests:
                 time.sleep(REST_S)  # whoever does not answer is not asked all the time
 
-    def _next(self) -> tuple[Place, list[bytes]] | None:
+    def _next(self) -> tuple[Place, Agreed, list[bytes]] | None:
         """Some chunks of one place: what leaves the pool first, then what has waited longest. None: it is over."""
         with self._wake:
             while True:
@@ -134,13 +148,15 @@ class WriteBehind:
                     return None
                 if queue and not self._lane.breaker.is_open:
                     digest = next(iter(queue))[0]
-                    place = self._places.of(digest)
-                    keys = self._taken(queue, digest)
-                    if place is not None:
+                    if self._places.of(digest) is not None and self._agreement.of(self._lane, digest) is None:
+                        digest = next((one for one, _ in queue if self._agreement.of(self._lane, one)), b"")
+                    place, agreed = self._places.of(digest), self._agreement.of(self._lane, digest)
+                    if place is None and digest:
+                        self._lane.counters["left_out_namespace_gone"] += len(self._taken(queue, digest))
+                        continue
+                    if place is not None and agreed is not None:
                         self._writing = place
-                        return place, keys
-                    self._lane.counters["left_out_namespace_gone"] += len(keys)
-                    continue
+                        return place, agreed, self._taken(queue, digest)
                 self._wake.wait(REST_S)
 
     def _taken(self, queue: OrderedDict[tuple[bytes, bytes], int], digest: bytes) -> list[bytes]:
@@ -157,9 +173,10 @@ class WriteBehind:
             self.waiting_bytes -= self._waiting.pop(name, 0)
         return keys
 
-    def _write(self, place: Place, keys: list[bytes]) -> bool:
-        """False: somebody did not answer, and a pause is due."""
-        keys = self._lacked(place, keys)
+    def _write(self, place: Place, agreed: Agreed, keys: list[bytes]) -> bool:
+        """False: somebody did not answer, and a pause is due. `agreed` is older than any lease of the chunks, so
+        what is cleared after that has a name that nobody asks for any more."""
+        keys = self._lacked(place, agreed, keys)
         attachment = place.session.attachment
         if not keys:
             return True
@@ -167,13 +184,13 @@ class WriteBehind:
             self._lane.counters["left_out_no_server"] += len(keys)
             return False
         try:
-            return self._write_leased(place, attachment, keys)
+            return self._write_leased(place, agreed, attachment, keys)
         finally:
             attachment.release()
 
-    def _lacked(self, place: Place, keys: list[bytes]) -> list[bytes]:
+    def _lacked(self, place: Place, agreed: Agreed, keys: list[bytes]) -> list[bytes]:
         """Those that the tier does not have."""
-        names = [place.names(key, [0])[0] for key in keys]
+        names = [place.names(agreed.note, key, [0])[0] for key in keys]
         try:
             has = self._lane.exists(names, Deadline(BATCH_S / 10))
         except TierError:
@@ -183,7 +200,7 @@ class WriteBehind:
                 self._settled.add(key)
         return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
 
-    def _write_leased(self, place: Place, attachment: Attachment, keys: list[bytes]) -> bool:
+    def _write_leased(self, place: Place, agreed: Agreed, attachment: Attachment, keys: list[bytes]) -> bool:
         body = Hold(
             session=attachment.session, member=attachment.member, keys=b"".join(keys),
             request=f"{self._lane.name}-{next(self._numbers)}",
@@ -199,7 +216,7 @@ class WriteBehind:
             return True
         is_held = attachment.grants.begin(held.lease)
         try:
-            return not is_held or self._store(place, attachment, keys, held.chunks)
+            return not is_held or self._store(place, agreed, attachment, keys, held.chunks)
         finally:
             self._client.release_later(held.lease, attachment.session, [0])
             if is_held:
@@ -209,14 +226,16 @@ class WriteBehind:
             except (ServerUnavailable, ApiError) as error:
                 place.session.lost(attachment, error)
 
-    def _store(self, place: Place, attachment: Attachment, keys: list[bytes], chunks: list[list[Part]]) -> bool:
+    def _store(
+        self, place: Place, agreed: Agreed, attachment: Attachment, keys: list[bytes], chunks: list[list[Part]]
+    ) -> bool:
         """A chunk's part of group 0, which exists() asks about, comes last."""
         stores: list[ToStore] = []
         of_key: list[bytes] = []
         try:
             for key, parts in zip(keys, chunks, strict=True):
                 for part in sorted(parts, key=lambda part: (part.group, part.writer), reverse=True):
-                    name = next(n for n in place.names(key, [part.group]) if n.writer == part.writer)
+                    name = agreed.note.name(place.digest, key, part.group, part.writer)
                     pages = place.pages(attachment, part.segment, part.offset, part.length)
                     stores.append(ToStore(Record(name, part.length, part.checksum_value), pages))
                     of_key.append(key)
@@ -231,6 +250,8 @@ class WriteBehind:
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
         self._lane.counters["left_out_failed"] += len(bad)
         good = [key for key in keys if key in of_key and key not in bad]
+        if self._agreement.of(self._lane, place.digest) != agreed:
+            return True  # cleared meanwhile: nobody finds them
         with self._wake:
             for key in good:
                 self._settled.add(key)

@@ -1,0 +1,86 @@
+"""The notes of the disk tier: one small file, written anew as a whole and durable before anybody relies on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kvdock.tiers.disk.folder import TIER
+from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError
+from kvdock.tiers.tier import TierError
+
+_log: Final = logging.getLogger(__name__)
+_NAMESPACE_BYTES: Final = 32
+_LENGTH: Final = struct.Struct("<I")
+
+
+class DiskNotes:
+    """Safe for threads. A file that cannot be read is taken for none: the notes are begun anew, so what the log holds
+    is not found again."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        self._path, self._lock = folder / "notes", threading.Lock()
+        self._notes: dict[bytes, Note] = {}
+        try:
+            self._notes = dict(_read(self._path.read_bytes()))
+        except FileNotFoundError:
+            pass
+        except NoteError as error:
+            _log.error("%s is damaged, so what the tier has is not found any more: %s", self._path, error)
+
+    def of(self, namespace: bytes) -> Note | None:
+        return self._notes.get(namespace)
+
+    def namespaces(self) -> list[bytes]:
+        return list(self._notes)
+
+    def change(self, namespace: bytes, change: Change) -> Note:
+        """Durable when it returns. Raises TierError; nothing has changed then."""
+        with self._lock:
+            before = self._notes.get(namespace)
+            if (after := change(before)) == before:
+                return after
+            notes = {**self._notes, namespace: after}
+            try:
+                self._write(b"".join(
+                    namespace + _LENGTH.pack(len(packed := note.packed())) + packed for namespace, note in notes.items()
+                ))
+            except OSError as error:
+                raise TierError(TIER, f"{self._path} cannot be written: {error}") from error
+            self._notes = notes
+            return after
+
+    def _write(self, data: bytes) -> None:
+        new = self._path.with_suffix(".new")
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _read(data: bytes) -> Iterator[tuple[bytes, Note]]:
+    """Raises NoteError."""
+    at = 0
+    while at < len(data):
+        begin = at + _NAMESPACE_BYTES + _LENGTH.size
+        if len(data) < begin + HEAD_BYTES:
+            raise NoteError(f"it ends in the midst of a note, at byte {len(data)}")
+        (length,) = _LENGTH.unpack_from(data, begin - _LENGTH.size)
+        yield data[at : at + _NAMESPACE_BYTES], Note.read(data[begin : begin + length])
+        at = begin + length

@@ -26,10 +26,10 @@ from kvdock.api.pool.quotas import Quotas, default_quota
 from kvdock.api.pool.registry import Names, Registry
 from kvdock.api.service import CacheService
 from kvdock.api.settings import Settings
-from kvdock.api.tiers.desk import TierDesk
 from kvdock.api.tiers.clears import Clears
-from kvdock.api.views.contents import Contents
+from kvdock.api.tiers.desk import TierDesk
 from kvdock.api.tiers.owed import OwedFile
+from kvdock.api.views.contents import Contents
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.explain import Explainer
 from kvdock.api.views.history import Counters, RecentRequests
@@ -75,10 +75,10 @@ def build(
     drain = Drain(settings, pool, now_s)
     quotas = Quotas(pool.table, default_quota(settings))
     counters, pulse = Counters(), Pulse(perf_ns)
-    desk = TierDesk(
     bus = bus or Bus(wall_s)
     owed = OwedFile(Path(f"{settings.socket_path}.owed"))
     clears = Clears(pool.table, registry, bus, owed, settings.tier_names)
+    desk = TierDesk(
         pool.table, registry, counters, clears, has_mover=settings.has_tiers,
         room=lambda: (pool.free_bytes, pool.limit_bytes),
         is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,

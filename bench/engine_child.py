@@ -17,7 +17,7 @@ from typing import Any
 from kvdock.client.client import Client
 from kvdock.protocol.tier_schemas import MOVER_LABEL
 
-START_S = 150.0
+START_S = 300.0
 END_S = 30.0
 PINNED_S = 60.0
 CPU_SLOWER = 5

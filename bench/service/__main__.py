@@ -129,7 +129,7 @@ def engine_options(chosen: argparse.Namespace, engines: int) -> dict[str, Any]:
     longest = chosen.longest * chosen.block_tokens // trace.BLOCK_TOKENS
     common = {
         "max_model_len": longest + 512, "max_num_seqs": 16, "enable_prefix_caching": True,
-        "enforce_eager": not chosen.graphs,
+        "enforce_eager": chosen.eager or chosen.device == "cpu",
     }
     if chosen.device == "cpu":
         return common | {
@@ -266,7 +266,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--disk-address", help="of a kvdock server with a tier on disk; without it one is started")
     parser.add_argument("--shape", type=json.loads, default={}, metavar="JSON",
                         help="what its configuration has otherwise than Llama 3 8B's")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs instead of eager mode")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation")
     parser.add_argument("--settle-s", type=float, default=4.0, help="from the start of engines to the first request")
     parser.add_argument("--gpus", type=int, default=1, help="engines are spread over so many")
     parser.add_argument("--rounds", type=int, default=5, help="that are counted, of together and together4")

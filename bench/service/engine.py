@@ -29,8 +29,7 @@ def build(said: dict[str, Any]) -> Any:
     from vllm import LLM
 
     options = {
-        "skip_tokenizer_init": True, "seed": 0, "enforce_eager": True, "disable_log_stats": True, **said["engine"],
-        **transfer(said),
+        "skip_tokenizer_init": True, "seed": 0, "disable_log_stats": True, **said["engine"], **transfer(said),
     }
     if isinstance(said["model"], str):
         return LLM(model=said["model"], **options)

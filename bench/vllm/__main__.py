@@ -1,17 +1,22 @@
 """vLLM with kvdock, beside vLLM's own CPU offload (native) and without a connector (none), on one machine.
 
-    python -m bench.vllm                 loads, decode
+    python -m bench.vllm                 loads, decode, samples
     python -m bench.vllm serving         preemption, concurrent
-    python -m bench.vllm MODE …          some of the four
+    python -m bench.vllm MODE …          some of the five
 
     loads       time to first token: of a new prompt, from host memory (blocks in order and shuffled), of a local hit;
-                and how long after it a new prompt can be hit by others
+                and how long after it a new prompt can be hit by others. Twice: with CUDA graphs, and eager;
+                loads_beside has each figure of the one beside its peers
     decode      tokens a second of running requests beside loads and beside stores
+    samples     one request for 16 samples of a prompt of 8k tokens that is in host memory: blocks that are held,
+                tokens that are loaded, times to the first token
     preemption  two requests in a pool of 10 blocks: one is preempted and loaded, and the text is the same
     concurrent  50 requests with shared prefixes in a small pool: texts and log-probabilities
 
-Prints one JSON object. Each engine is a process of its own and they take turns; the first two modes want some 26 GiB
-of GPU memory for each of the three. Without a GPU, `--device cpu --model FOLDER` with a tiny model shows that it works.
+Engines have CUDA graphs and compilation, as vLLM has them; --eager leaves both out. Prints one JSON object. Each engine
+is a process of its own and they take turns; the first three modes want some 26 GiB of GPU memory for each of the three
+engines, less with `--scale '{"gpu_gib": 5}'`. Without a GPU all is eager, and `--device cpu --model FOLDER` with a tiny
+model shows that it works.
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ from kvdock import _core
 
 Mode = Callable[[dict[str, Child], Scale, int], dict[str, Any]]
 MODES: dict[str, Mode] = {
-    "loads": times.loads, "decode": times.decode, "preemption": outputs.preemption, "concurrent": outputs.concurrent,
+    "loads": times.loads, "decode": times.decode, "samples": times.samples, "preemption": outputs.preemption,
+    "concurrent": outputs.concurrent,
 }
-GROUPS = {"timed": ("loads", "decode"), "preemption": ("preemption",), "concurrent": ("concurrent",)}
+GROUPS = {"timed": ("loads", "decode", "samples"), "preemption": ("preemption",), "concurrent": ("concurrent",)}
 """Modes that share their engines."""
 COMMANDS = {"serving": ("preemption", "concurrent")}
 POOL_BYTES = {"cuda": 28 << 30, "cpu": 1 << 30}
@@ -91,7 +97,8 @@ def run(setting: Setting, chosen: Sequence[str], until: float) -> dict[str, Any]
         if not left:
             continue
         try:
-            with engines(setting, group, wanted_engines(setting, group)) as children:
+            name = f"{group}-eager" if setting.eager else group
+            with engines(setting, name, wanted_engines(setting, group)) as children:
                 figures[f"engines_{group}"] = {kind: child.facts for kind, child in children.items()}
                 while left:
                     if (began := time.monotonic()) > until:
@@ -104,6 +111,17 @@ def run(setting: Setting, chosen: Sequence[str], until: float) -> dict[str, Any]
     return figures
 
 
+def beside(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Times of the loads mode by what was measured, then by way and engine: {"8192_load_ms": {"kvdock_graphs": …}}."""
+    found: dict[str, dict[str, float]] = {}
+    for way, measured in figures.items():
+        for name, value in measured.items():
+            kind, _, what = name.partition("_")
+            if kind in KINDS and name.endswith("_ms"):
+                found.setdefault(what, {})[f"{kind}_{way}"] = value
+    return found
+
+
 def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -113,9 +131,10 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", type=Path, help="folder of a model; needed with --device cpu")
     parser.add_argument("--runner", choices=("v1", "v2"), default="v2", help="vLLM's model runner")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs and compilation")
     parser.add_argument("--poll-s", type=float, default=0.001, help="sleep between idle steps, as vLLM does; 0: none")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's, as JSON")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="no mode begins later")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="no mode begins later")
     parser.add_argument("--logs", type=Path, default=Path("out"), help="folder for the engines' logs")
     parser.add_argument("--scale", type=json.loads, default={}, metavar="JSON",
                         help='other sizes than the usual ones, as {"lens": [2048], "reps": 3}: bench/vllm/children.py')
@@ -145,25 +164,36 @@ def main(arguments: list[str]) -> int:
         return 2
     modes = [mode for name in chosen.modes or GROUPS["timed"] for mode in COMMANDS.get(name, (name,))]
     chosen.logs.mkdir(parents=True, exist_ok=True)
+    until, eager = time.monotonic() + chosen.limit_s, chosen.eager or chosen.device == "cpu"
+    try:
+        figures = {"arguments": arguments, **measured(chosen, modes, until, eager=eager)}
+        if "loads" in modes and not eager:  # once more
+            again = measured(chosen, ["loads"], until, eager=True)
+            figures |= {"engines_timed_eager": again.get("engines_timed"), "loads_eager": again["loads"]}
+            figures["loads_beside"] = beside({"graphs": figures["loads"], "eager": again["loads"]})
+            modes = [*modes, "loads_eager"]
+    except RuntimeError as error:
+        print(f"bench.vllm: {error}; --address names one that runs already", file=sys.stderr)
+        return 2
+    print(json.dumps(figures))
+    return int(any("error" in figures[mode] for mode in modes))
+
+
+def measured(chosen: argparse.Namespace, modes: Sequence[str], until: float, *, eager: bool) -> dict[str, Any]:
+    """The figures of run(), at a server that holds nothing, or at the one that --address names. RuntimeError when none
+    starts."""
     with ExitStack() as stack:
         address = chosen.address
         if address is None:
             from bench.serving import ServerProcess  # imports the server, which an engine's Python may lack
 
-            try:
-                server = ServerProcess("serve", pool_bytes=POOL_BYTES[chosen.device], growth="ahead")
-            except RuntimeError as error:
-                print(f"bench.vllm: {error}; --address names one that runs already", file=sys.stderr)
-                return 2
+            server = ServerProcess("serve", pool_bytes=POOL_BYTES[chosen.device], growth="ahead")
             address = stack.enter_context(server).unix
-        setting = Setting(
+        return run(Setting(
             scale=replace(Scale() if chosen.device == "cuda" else CPU_SCALE, **chosen.scale), device=chosen.device,
             address=address, runner=chosen.runner, poll_s=chosen.poll_s, logs=chosen.logs, model=chosen.model,
-            namespace=f"bench-{time.time_ns()}", connector=chosen.connector,
-        )
-        figures = {"arguments": arguments, **run(setting, modes, time.monotonic() + chosen.limit_s)}
-    print(json.dumps(figures))
-    return int(any("error" in figures[mode] for mode in modes))
+            namespace=f"bench-{time.time_ns()}", connector=chosen.connector, eager=eager,
+        ), modes, until)
 
 
 if __name__ == "__main__":

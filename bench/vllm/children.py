@@ -62,13 +62,17 @@ class Scale:
     stored: int = 1024
     """Length of the new prompts in the decode mode."""
     stored_interval_s: float = 0.2
+    samples: int = 16
+    """Of one request, in the samples mode; `sampled`: tokens of its prompt, beside the tail; `sampled_new`: of each."""
+    sampled: int = 8192
+    sampled_new: int = 16
 
 
 CPU_SCALE = Scale(
     dtype="float32", backend="", block=32, chunk=64, batched=256, check_dtype="float32", preempt_seeds=2,
     preempt_new=150, requests=12, request_blocks=24, prefixes=3, prefix_least=64, prefix_most=256, tail_least=8,
     tail_most=48, new=40, lens=(128, 512), reps=2, decoders=4, decoded=100, feed=512, feed_prompts=6,
-    feed_interval_s=0.02, stored=128, stored_interval_s=0.02,
+    feed_interval_s=0.02, stored=128, stored_interval_s=0.02, samples=4, sampled=256, sampled_new=4,
 )
 """Shows that the benchmark works, with a tiny model and no GPU. Its figures mean nothing."""
 
@@ -88,6 +92,8 @@ class Setting:
     namespace: str
     connector: dict[str, Any]
     """Further kv_connector_extra_config of kvdock."""
+    eager: bool
+    """Without CUDA graphs and compilation."""
 
     @property
     def vocabulary(self) -> int:
@@ -110,7 +116,10 @@ def described(setting: Setting, kind: str, *, layers: int, dtype: str, chunk: in
     """The argument of bench/vllm/engine.py; `engine` goes to LLM(…)."""
     scale = setting.scale
     environment: dict[str, str] = {}
-    common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": scale.batched, "block_size": scale.block}
+    common: dict[str, Any] = {
+        "dtype": dtype, "max_num_batched_tokens": scale.batched, "block_size": scale.block,
+        "enforce_eager": setting.eager,
+    }
     if setting.on_gpu:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if setting.runner == "v2" else "0"
         # The size of the KV memory is given; vLLM uses this share only to check how much memory is free.

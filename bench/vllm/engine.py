@@ -101,7 +101,7 @@ class Engine:
 
         imported = time.perf_counter()
         self.torch, self.poll_s = torch, said["poll_s"]
-        options = {"skip_tokenizer_init": True, "seed": 0, "enforce_eager": True, **said["engine"], **transfer(said)}
+        options = {"skip_tokenizer_init": True, "seed": 0, **said["engine"], **transfer(said)}
         if isinstance(said["model"], str):
             self.llm = LLM(model=said["model"], **options)
         else:
@@ -121,6 +121,8 @@ class Engine:
             "kind": said["kind"], "import_s": imported - began, "build_s": time.perf_counter() - imported,
             "async_scheduling": bool(getattr(self.core, "async_scheduling", False)),
             "blocks": self.core.vllm_config.cache_config.num_gpu_blocks,
+            "graphs": self.core.vllm_config.compilation_config.cudagraph_mode.name,
+            "compilation": self.core.vllm_config.compilation_config.mode.name,
             "runner_v2": bool(getattr(self.core.vllm_config, "use_v2_model_runner", False)),
         }
 
@@ -175,6 +177,27 @@ class Engine:
             "ttft_s": first - began, "first_at_s": first, "idle_s": time.perf_counter() - began,
             "cached": outputs[0].num_cached_tokens,
         }
+
+    def samples(self, ids: Prompt, count: int, tokens: int) -> dict[str, Any]:
+        """One request for `count` samples. `blocks_peak`: the most blocks that requests held after a step."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind as Kind
+
+        self.serial += 1
+        pool, peak, first_s = self.core.scheduler.kv_cache_manager.block_pool, 0, dict[int, float]()
+        began_s = time.perf_counter()
+        self.engine.add_request(str(self.serial), {"prompt_token_ids": ids}, SamplingParams(
+            n=count, max_tokens=tokens, temperature=1.0, seed=self.serial, ignore_eos=True, detokenize=False,
+            output_kind=Kind.DELTA,
+        ))
+        while self.engine.has_unfinished_requests():
+            outputs, now_s = self.step(), time.perf_counter()
+            peak = max(peak, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one is nobody's
+            for completion in (one for output in outputs for one in output.outputs if one.token_ids):
+                first_s.setdefault(completion.index, now_s - began_s)
+        took_s = time.perf_counter() - began_s
+        self.drain()
+        return {"ttft_s": sorted(first_s.values()), "took_s": took_s, "blocks_peak": peak}
 
     def batch(self, prompts: list[Prompt], tokens: int, order: list[int], logprobs: int | None = 5) -> dict[str, Any]:
         """All requests at once, added in the order `order`; `runs` are in the order of `prompts`."""

@@ -69,6 +69,39 @@ def loads(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
     return figures
 
 
+def samples(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
+    """One request for several samples of a prompt that is in host memory and not on the GPU, by engine; without a
+    connector it is computed. Medians: `blocks_peak` blocks were held at a time, `loads` loads brought `loaded_tokens`;
+    `ttft_first_ms` and `ttft_last_ms`, until the first sample has its first token and until all have; `took_ms`, until
+    all have ended."""
+    source = random.Random("samples")
+    taken: dict[str, list[float]] = defaultdict(list)
+    for rep in range(-1, scale.reps):  # the first compiles kernels and does not count
+        ids = prompt(random.Random(f"samples/{rep}"), vocabulary, scale.sampled + TAIL)
+        for kind in source.sample(sorted(engines), len(engines)):
+            engine = engines[kind]
+            first_token(engine, ids, scale.sampled // scale.chunk if kind == "kvdock" else 0)
+            engine.do("forget", order="in_order", seed=rep)
+            seen = engine.do("samples", ids=ids, count=scale.samples, tokens=scale.sampled_new)
+            if len(seen["ttft_s"]) != scale.samples:
+                raise Failed(f"{kind}: {len(seen['ttft_s'])} of {scale.samples} samples have a token")
+            found = {
+                "blocks_peak": seen["blocks_peak"], "ttft_first_ms": seen["ttft_s"][0] * 1e3,
+                "ttft_last_ms": seen["ttft_s"][-1] * 1e3, "took_ms": seen["took_s"] * 1e3,
+                "loads": seen["counts"].get("loads", 0), "loaded_tokens": seen["counts"].get("loaded_tokens", 0),
+            }
+            for name, value in found.items():
+                if rep >= 0:
+                    taken[f"{kind}_{name}"].append(value)
+    figures: Figures = {
+        "samples": scale.samples, "prompt_tokens": scale.sampled + TAIL,
+        "blocks_of_the_prompt": -(-(scale.sampled + TAIL) // scale.block),
+    }
+    figures |= {name: statistics.median(values) for name, values in taken.items()}
+    say(f"samples: {figures}")
+    return figures
+
+
 def decode(engines: Engines, scale: Scale, vocabulary: int) -> Figures:
     """Tokens a second of running requests: alone, beside requests that are loaded, beside ones that are computed and
     stored. Losses are shares of the same engine's rate alone (mean of before and after)."""

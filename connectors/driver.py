@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Protocol
 
 from kvdock.connectors.await_tiers import AwaitTiers
@@ -30,6 +31,7 @@ from kvdock.connectors.compute_once import ASK_S, ComputeOnce
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.load_cost import LoadOrCompute
+from kvdock.connectors.load_once import LoadOnce
 from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.requests import Fetch, StoreOffer
@@ -62,7 +64,8 @@ class Driver:
     verified as soon as it is there, so that the next lookup can promise it. `statistics`: counts chunks, or None.
     `patience`: how long a lookup waits for its answer; None: it is Pending until the answer is there. `once`: how long
     a request waits for what another engine computes, `tiers`: for what lower tiers have; None: it does not. `cost`:
-    says which hits are computed instead; None: none is. `declined`: called for each request whose hit is not loaded,
+    says which hits are computed instead; None: none is. `loads`: how long a request waits for what another one loads
+    (load_ended says when it has come); None: it does not. `declined`: called for each request whose hit is not loaded,
     with the reason and the tokens of the hit."""
 
     def __init__(
@@ -70,7 +73,7 @@ class Driver:
         verifies_all: bool = False, statistics: ChunkStatistics | None = None, patience: Patience | None = None,
         once: ComputeOnce | None = None, tiers: AwaitTiers | None = None, cost: LoadOrCompute | None = None,
         declined: Callable[[str, str, int], None] = lambda request_id, why, tokens: None,
-        clock: Callable[[], float] = time.perf_counter,
+        loads: LoadOnce | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler, self.statistics, self.patience = scheduler, statistics, patience
         self._waits: list[tuple[Wait, Callable[[str], Any]]] = []
@@ -79,7 +82,7 @@ class Driver:
             self._waits.append((once, scheduler.being_stored))
         if tiers is not None:
             self._waits.append((tiers, scheduler.pending))
-        self._verifies_all, self._cost, self._tell_declined = verifies_all, cost, declined
+        self._verifies_all, self._cost, self._tell_declined, self._loads = verifies_all, cost, declined, loads
         self._answered, self._limits, self._clock = answered, limits, clock
         self._declined: set[str] = set()
         self._worth: set[str] = set()
@@ -107,7 +110,7 @@ class Driver:
         `finished`."""
         if request_id in self._declined:
             return Miss()
-        if self._rests(request_id):
+        if self._waits_for_load(request_id, tokens, local_tokens) or self._rests(request_id):
             return Pending()
         wanted = self._limits.shortened(tokens, local_tokens)
         found = self._found(request_id, wanted, local_tokens)
@@ -135,6 +138,18 @@ class Driver:
         if self.statistics is not None:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
+
+    def _waits_for_load(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> bool:
+        """Whether the request waits for what another one loads. It needs no answer for that, and may have none."""
+        if self._loads is None:
+            return False
+        least = max(1, self._limits.min_load_tokens)
+        keys_of = partial(self.scheduler.keys_of, request_id, tokens)
+        if self._loads.waits(request_id, keys_of, local_tokens, least):
+            return True
+        if self._loads.takes_back(request_id):
+            self._drop_question(request_id)
+        return False
 
     def _why_not(self, request_id: str, tokens: int) -> str:
         """Why a hit of `tokens` is not loaded: "short" (there are too few), "dear" (to load them takes longer than to
@@ -178,9 +193,16 @@ class Driver:
         """The engine has planned a step; `is_idle`: one that computes nothing."""
         if self.patience is not None:
             self.patience.step(is_idle)
+        if self._loads is not None:
+            self._loads.step()
 
     def drop_lookup(self, request_id: str) -> None:
-        """As SchedulerConnector has it."""
+        """As SchedulerConnector has it. What the request has loaded, if anything, the engine's own cache has now."""
+        self._drop_question(request_id)
+        if self._loads is not None:
+            self._loads.admitted(request_id)
+
+    def _drop_question(self, request_id: str) -> None:
         self._forget_question(request_id)
         self._cancel(self.scheduler.drop_lookup(request_id))
 
@@ -262,14 +284,26 @@ class Driver:
                 wait([awaited], max(0.0, end_s - self._clock()))
 
     def begin_load(
-        self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int
+        self, request_id: str, block_ids: GroupBlocks, local_tokens: int, hit_tokens: int, *, is_shared: bool = False
     ) -> tuple[Attachment, LoadPlan] | None:
-        """As SchedulerConnector has it. The caller releases the attachment."""
+        """As SchedulerConnector has it. The caller releases the attachment. `is_shared`: the engine's own cache has
+        from now on what is loaded."""
         self._forget_question(request_id)
         begun = self.scheduler.begin_load(request_id, block_ids, local_tokens, hit_tokens)
         if self.statistics is not None and begun is not None:
             self.statistics.load_begun(request_id, local_tokens, hit_tokens)
+        if self._loads is not None and begun is not None and not is_shared:
+            known = self.scheduler.known_keys(request_id)
+            self._loads.begins(request_id, known[1] if known is not None else (), local_tokens, hit_tokens)
         return begun
+
+    def load_ended(self, request_id: str, valid_tokens: int | None = None, *, is_shared: bool = False) -> None:
+        """In the engine's thread: a load has brought all that it was to bring, or the tokens up to `valid_tokens`.
+        `is_shared`: the engine's own cache has it before the next lookup; else drop_lookup says when."""
+        if self._loads is not None:
+            self._loads.ended(request_id, valid_tokens)
+            if is_shared:
+                self._loads.shared(request_id)
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:
         """Some rank has the tokens up to `valid_tokens` only."""
@@ -328,6 +362,8 @@ class Driver:
             if isinstance(one, AwaitTiers) and one.is_waiting(request_id):
                 self._stop_waiting(request_id)
             one.forget(request_id)
+        if self._loads is not None:
+            self._loads.forget(request_id)
         owed = self.scheduler.stores.owes(request_id)
         if owed is not None:  # after the reservations of what was offered
             self._storing.run(self.scheduler.stores.withdraw, owed.attachment, request_id, owed)

@@ -23,6 +23,7 @@ from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_outcomes import EngineOutcomes
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.limits import UNLIMITED, LoadLimits
+from kvdock.connectors.load_once import LoadOnce
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
 from kvdock.connectors.requests import ChunkObserver, StoreOffer
@@ -83,6 +84,8 @@ class EngineConnector:
         self.statistics = ChunkStatistics(manifest.chunk_tokens) if settings.chunk_statistics else None
         self.session, self.worker = open_worker(settings, manifest, identity, layouts, stream=stream)
         tiers = AwaitTiers(settings.tier_wait_s, None, time.perf_counter)
+        has_windows = any(group.window_tokens for group in manifest.groups)
+        loads = LoadOnce(manifest.chunk_tokens, time.perf_counter, whole=has_windows)
         self._traceparents: dict[str, str] = {}
         self._tokens = _KnownByTokens(manifest.chunk_tokens)
         self.scheduler = SchedulerConnector(
@@ -92,6 +95,7 @@ class EngineConnector:
         self._driver = Driver(
             self.scheduler, answered=lambda _seconds: self._tell(), limits=limits, statistics=self.statistics,
             tiers=tiers, declined=lambda request_id, why, tokens: self._outcomes.declined(request_id, why, tokens),
+            loads=loads,
         )
         self._outcomes = EngineOutcomes(self._driver.ended, time.perf_counter)
         self._news = threading.Condition()
@@ -141,6 +145,9 @@ class EngineConnector:
             loads, self._loads = self._loads, []
             stores, self._stores = self._stores, []
         self._outcomes.step(loads)
+        for done, _ in loads:
+            self._driver.load_ended(done.request_id, done.valid_tokens, is_shared=True)
+        self._driver.step(is_idle=False)
         return Progress(tuple(done for done, _ in loads), tuple(stores))
 
     def finished(self, request_id: str) -> None:

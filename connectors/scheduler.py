@@ -273,6 +273,14 @@ class SchedulerConnector:
             if request is not None:
                 request.is_valid_to(valid_tokens // self.chunk_tokens)  # ranks tell one by one
 
+    def keys_of(self, request_id: str, tokens: Sequence[int]) -> Sequence[bytes]:
+        """Those of the whole chunks of `tokens` that are asked for; () while the server is lost."""
+        with self._lock:
+            request = self._requests.known(request_id, tokens)
+            if request is None:
+                return ()
+            return request.chain.keys[: min(len(tokens) // self.chunk_tokens, request.ceiling)]
+
     def known_keys(self, request_id: str) -> tuple[Attachment, tuple[bytes, ...]] | None:
         """Those of the request's chunks, from its first; None when nobody looked for it or stored it."""
         with self._lock:

@@ -45,6 +45,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
+from kvdock.connectors.vllm.own_cache import own_cache_of
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.scheduler import VllmScheduler
@@ -327,6 +328,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
             is_beside=is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
             namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
+            own_cache=own_cache_of(self._config, self._groups, hash_tokens),
         )
         self._scheduler.start()
         for request in self._waiting:

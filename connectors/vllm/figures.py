@@ -40,6 +40,11 @@ METRICS: Mapping[str, Metric] = {
     "waits_withdrawn": Metric("counter", "Requests whose other engine ended, died or gave up before all was stored."),
     "waits_stalled": Metric("counter", "Requests that waited for another engine and saw nothing more being stored."),
     "waits_expired": Metric("counter", "Requests that waited for another engine for as long as they may."),
+    "load_wait_seconds": Metric("seconds", "Time that a request waited for what another one was loading."),
+    "load_waits_fulfilled": Metric("counter", "Loads that a request waited for and took from vLLM's own cache."),
+    "load_waits_failed": Metric("counter", "Loads that a request waited for and that failed, or whose request ended."),
+    "load_waits_expired": Metric("counter", "Loads that a request waited for as long as they are expected to take."),
+    "load_waits_missed": Metric("counter", "Loads that a request waited for and did not find in vLLM's own cache."),
 }
 """By name without prefix: `load_bytes` is vllm:kvdock_load_bytes_total."""
 

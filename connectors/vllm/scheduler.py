@@ -28,6 +28,7 @@ from kvdock.connectors.driver import Driver
 from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.load_cost import LoadOrCompute
+from kvdock.connectors.load_once import LoadOnce
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
@@ -43,6 +44,7 @@ from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
 from kvdock.connectors.vllm.hints import Hints
 from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.outcomes import Outcomes
+from kvdock.connectors.vllm.own_cache import OwnCache
 from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
@@ -62,13 +64,14 @@ class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
     says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
-    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens; `is_beside`: others load, too."""
+    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens; `is_beside`: others load, too.
+    `own_cache`: of vLLM, None if requests do not find there what others load."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
         hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        own_cache: OwnCache | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
@@ -93,11 +96,12 @@ class VllmScheduler:
         self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
+        self._own_cache = own_cache if settings.load_once else None
         self._driver = Driver(
             self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
             verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
             statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
-            cost=self._cost, declined=self._declined, tiers=tiers,
+            cost=self._cost, declined=self._declined, tiers=tiers, loads=self._load_once(steps_ahead, clock),
         )
         self._early = EarlyQuestions(self._expect)
         self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
@@ -117,6 +121,18 @@ class VllmScheduler:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
         changed = self._announcer.changed if self._announcer is not None else None
         self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+
+    def _load_once(self, steps_ahead: int, clock: Callable[[], float]) -> LoadOnce | None:
+        if self._own_cache is None:
+            return None
+        return LoadOnce(
+            self._chunk_tokens, clock, whole=self._own_cache.whole, lost_tokens=self._own_cache.lost_tokens,
+            steps_ahead=steps_ahead, shares=self._shares, count=partial(self.figures.waited, "load_"),
+        )
+
+    def _shares(self, loader: str, other: str, tokens: int) -> bool:
+        assert self._own_cache is not None, "nobody waits"
+        return self._own_cache.shares(self._tracked[loader].request, self._tracked[other].request, tokens)
 
     def _declined(self, request_id: str, why: str, tokens: int) -> None:
         self.figures.add(f"declined_{why}", 1)
@@ -240,7 +256,9 @@ class VllmScheduler:
             self._budget.take(request)
             self._loaded_into |= tracked.given
         columns = whole_blocks(self._groups, table, hit)
-        begun = self._driver.begin_load(request.request_id, columns, tracked.local_tokens, hit)
+        begun = self._driver.begin_load(
+            request.request_id, columns, tracked.local_tokens, hit, is_shared=not tracked.is_async
+        )
         if begun is None:  # the server went away since it was promised: the workers report a failed load
             plan = failing(self._groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit)
             self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
@@ -375,10 +393,12 @@ class VllmScheduler:
             self.loads_failed()
         for request_id, (tokens, seconds) in report.took_s.items():
             self._outcomes.loaded(request_id, seconds)
+            self._driver.load_ended(request_id)
             if self._cost is not None:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
             self._driver.load_failed(request_id, valid)
+            self._driver.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)
             self.figures.add("load_failures", 1)
         for store_id in self._stores.read(report.stores):

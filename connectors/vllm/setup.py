@@ -35,6 +35,9 @@ class Settings(EngineSettings):
     compute_once: float = 0.0
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
     would take; 0: not at all (connectors/compute_once.py)."""
+    load_once: bool = True
+    """A request waits for what another one of this engine is loading, and takes it from vLLM's own prefix cache,
+    instead of loading it as well (connectors/load_once.py)."""
     chunk_tokens: int = 128
     """What is stored and found as one; rounded up to whole blocks."""
     load_async: bool = True

@@ -83,13 +83,13 @@ class SchedEngine:
     `extra`: settings of the connector. `late`: a step computes when the next one is launched, as a GPU may, and loads
     that do not wait for it come before it; for engines in lockstep that overlap. `events`: KV cache events are
     published, at an endpoint of this process. `algorithm`: of vLLM's hashes of blocks. `step_s`: how long a step takes
-    that computes something. An `address` of "" is no connector."""
+    that computes something. `policy`: vLLM's, of whom it schedules first. An `address` of "" is no connector."""
 
     def __init__(
         self, address: str, *, windows: Sequence[int | None] = (None,), blocks: int = 64, budget: int = 256,
         seqs: int = 8, prefix_caching: bool = True, sizes: Sequence[int] = (), overlap: bool = False, runner: int = 1,
         events: bool = False, algorithm: str = "sha256", step_s: float = 0.0, late: bool = False,
-        states: str = "align", exports: bool = False, hash_tokens: int = 0, **extra: Any,
+        states: str = "align", exports: bool = False, hash_tokens: int = 0, policy: Any = "fcfs", **extra: Any,
     ) -> None:
         self._states, self._exports = states, exports
         self.hash_tokens = hash_tokens or gcd(*(sizes or (BLOCK,)))
@@ -121,7 +121,7 @@ class SchedEngine:
                 ),
                 scheduler_config=SchedulerConfig(
                     max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=LONGEST,
-                    is_encoder_decoder=False, async_scheduling=overlap, watermark=0.0,
+                    is_encoder_decoder=False, async_scheduling=overlap, watermark=0.0, policy=policy,
                 ),
                 cache_config=CacheConfig(
                     block_size=gcd(*self.sizes), enable_prefix_caching=prefix_caching,
@@ -346,10 +346,10 @@ class SchedEngine:
         self.scheduler.kv_event_publisher.shutdown()
 
     def _remembered(self) -> int:
-        """How much is still known of lookups: nothing when all requests have ended."""
-        half = self.half
+        """How much is still known of lookups and loads: nothing when all requests have ended."""
+        half, once = self.half, self.half._driver._loads
         lookups = (half._driver._questions, half._driver._checks, half._early._open, half._early._waiting)
-        return sum(map(len, lookups))
+        return sum(map(len, lookups + ((once._loads, once._by_key, once._waits) if once is not None else ())))
 
     def _forward(self, out: Any) -> ModelRunnerOutput:
         if not self._is_connected:

@@ -1,0 +1,221 @@
+"""How long a request waits for a load that another request of this engine has under way, instead of loading it as well.
+
+Requests that come together and lack the same prefix, as the samples of one prompt do, would each load it into blocks of
+their own. The first one loads. A request whose next missing chunk is part of that load waits until the engine's own
+prefix cache has it, and loads or computes itself what is left.
+
+Such a wait is short. It ends when the load has taken MOST_TIMES as long as loads of its length take, counted from its
+begin, and at once when it fails or when its request ends; the next request to be looked up loads then, and the others
+wait for that one. Nobody waits for a load that takes much longer than a load of what the two have in common. A request
+that has waited in vain loads itself, and does not wait again.
+
+Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdock.connectors.load_cost import LoadCost
+
+MOST_TIMES = 4.0
+"""How long a load is waited for, in times of what loads of its length take: others may load beside it."""
+SLACK_S = 0.02
+"""It is waited for that much longer."""
+LEAST_STEPS = 2
+"""So many steps, and those under way when it began, may pass before its end is known, however long they take."""
+FAIR_TIMES = 2.0
+"""A load is waited for if what is left of it takes at most so many times as long as loading what is in common."""
+FIRST_FIXED_S, FIRST_TOKEN_S = 0.05, 2e-5
+"""What a load is expected to take before any was seen: seconds, and seconds for each token."""
+MOST_IN_VAIN = 3
+"""After so many loads that failed a request waits for none."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """`keys`: of its chunks, of which the first one is chunk number `first`. `step`: the number of that in which it
+    began. `why_over`: "" while it is under way."""
+
+    request_id: str
+    keys: Sequence[bytes]
+    first: int
+    local_tokens: int
+    hit_tokens: int
+    began_s: float
+    takes_s: float
+    step: int
+    why_over: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.keys)
+
+    def common_end(self, keys: Sequence[bytes], chunk: int) -> int:
+        """Up to which chunk `keys` are the load's, which has their `chunk`: each key stands for all before it."""
+        low, high = chunk + 1, min(self.end, len(keys))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] == self.keys[middle - 1 - self.first]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+@dataclass
+class _Wait:
+    """`load`: None when the last one has ended. `wanted_tokens`: from token 0 on, what is to be at hand then."""
+
+    load: _Load | None = None
+    wanted_tokens: int = 0
+    began_s: float = 0.0
+    in_vain: int = 0
+    is_old: bool = False
+    """A load failed that the request has waited for: what it was answered before may name the same damage."""
+
+
+class LoadOnce:
+    """`shares`: whether the engine's own cache, which has the first so many tokens of the first request, has them for
+    the second one as well. `whole`: it has what was loaded only for who has all of it in common, as windows make it.
+    `lost_tokens`: at the end of what it has, that many are computed again all the same. `steps_ahead`: how many steps
+    are under way when another one is planned. `count`: called when a wait ends, with its outcome ("fulfilled",
+    "failed", "expired", "missed") and its seconds."""
+
+    def __init__(
+        self, chunk_tokens: int, clock: Callable[[], float], *, whole: bool, lost_tokens: int = 0, steps_ahead: int = 0,
+        shares: Callable[[str, str, int], bool] = lambda loader, other, tokens: True,
+        count: Callable[[str, float], None] = lambda how, seconds: None,
+    ) -> None:
+        self._chunk_tokens, self._clock, self._whole, self._lost_tokens = chunk_tokens, clock, whole, lost_tokens
+        self._shares, self._count, self._least_steps = shares, count, steps_ahead + LEAST_STEPS
+        self._cost, self._steps = LoadCost(), 0
+        self._loads: dict[str, _Load] = {}
+        """By request, the loads whose end is not known."""
+        self._by_key: dict[bytes, _Load] = {}
+        """The newest load of each chunk, of those that are waited for."""
+        self._waits: dict[str, _Wait] = {}
+
+    # ------------------------------------------------------------------ loads
+
+    def begins(self, request_id: str, keys: Sequence[bytes], local_tokens: int, hit_tokens: int) -> None:
+        """A load of the tokens [local_tokens, hit_tokens) begins, for a request whose chunks have `keys`."""
+        self._over(request_id, "failed")
+        first, end = local_tokens // self._chunk_tokens, hit_tokens // self._chunk_tokens
+        load = _Load(
+            request_id, keys[first:end], first, local_tokens, hit_tokens, self._clock(),
+            self._takes_s(hit_tokens - local_tokens), self._steps,
+        )
+        self._loads[request_id] = load
+        self._by_key.update(dict.fromkeys(load.keys, load))
+
+    def ended(self, request_id: str, valid_tokens: int | None = None) -> None:
+        """The request's load has brought the tokens up to `valid_tokens`, None: all. The engine may take a while to put
+        them into its cache."""
+        load = self._loads.get(request_id)
+        if load is not None and valid_tokens is not None and valid_tokens < load.hit_tokens:
+            self._over(request_id, "damaged")
+        elif load is not None:
+            self._cost.loaded(load.hit_tokens - load.local_tokens, self._clock() - load.began_s)
+
+    def shared(self, request_id: str) -> None:
+        """The engine's own cache has what the request has loaded."""
+        self._over(request_id, "missed")
+
+    def _over(self, request_id: str, why: str) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is not None and not load.why_over:
+            self._is_waited_for_no_more(load, why)
+
+    def _is_waited_for_no_more(self, load: _Load, why: str) -> None:
+        load.why_over = why
+        for key in load.keys:
+            if self._by_key.get(key) is load:
+                del self._by_key[key]
+
+    def step(self) -> None:
+        """The engine has planned a step."""
+        self._steps += 1
+
+    # ------------------------------------------------------------------ waits
+
+    def waits(
+        self, request_id: str, keys_of: Callable[[], Sequence[bytes]], local_tokens: int, least_tokens: int = 1
+    ) -> bool:
+        """Whether the request, whose first `local_tokens` tokens the engine's own cache has, waits. `keys_of`: makes
+        the keys of its chunks. It waits for no less than `least_tokens`."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.load is not None:
+            if local_tokens < wait.wanted_tokens and not self._is_over(wait.load):
+                return True
+            self._end(wait, local_tokens)
+        if not self._by_key or (wait is not None and wait.in_vain >= MOST_IN_VAIN):
+            return False
+        found = self._to_wait_for(request_id, keys_of(), local_tokens, least_tokens)
+        if found is None:
+            return False
+        if wait is None:
+            wait = self._waits[request_id] = _Wait()
+        wait.load, wait.wanted_tokens = found
+        wait.began_s = self._clock()
+        return True
+
+    def _to_wait_for(
+        self, request_id: str, keys: Sequence[bytes], local_tokens: int, least_tokens: int
+    ) -> tuple[_Load, int] | None:
+        """A load, and up to which token it is of use to the request."""
+        chunk = local_tokens // self._chunk_tokens
+        load = self._by_key.get(keys[chunk]) if chunk < len(keys) else None
+        if load is None or load.request_id == request_id or self._is_over(load):
+            return None
+        end = load.common_end(keys, chunk)
+        if self._whole and end < load.end:
+            return None
+        wanted = min(end * self._chunk_tokens, load.hit_tokens - self._lost_tokens)
+        left_s = load.began_s + load.takes_s - self._clock()
+        if wanted - local_tokens < least_tokens or left_s > FAIR_TIMES * self._takes_s(wanted - local_tokens):
+            return None
+        return (load, wanted) if self._shares(load.request_id, request_id, end * self._chunk_tokens) else None
+
+    def _takes_s(self, tokens: int) -> float:
+        seen_s = self._cost.seconds(tokens)
+        return seen_s if seen_s is not None else FIRST_FIXED_S + FIRST_TOKEN_S * tokens
+
+    def _is_over(self, load: _Load) -> bool:
+        has_had_its_steps = self._steps - load.step > self._least_steps
+        has_had_its_time = self._clock() - load.began_s > MOST_TIMES * load.takes_s + SLACK_S
+        if not load.why_over and has_had_its_steps and has_had_its_time:
+            self._is_waited_for_no_more(load, "expired")
+        return bool(load.why_over)
+
+    def _end(self, wait: _Wait, local_tokens: int) -> None:
+        assert wait.load is not None, "nobody waits"
+        why, wait.load = wait.load.why_over, None
+        if local_tokens >= wait.wanted_tokens:
+            how = "fulfilled"
+        elif why in ("expired", "missed"):
+            how, wait.in_vain = why, MOST_IN_VAIN
+        else:
+            how, wait.in_vain, wait.is_old = "failed", wait.in_vain + 1, wait.is_old or why == "damaged"
+        self._count(how, self._clock() - wait.began_s)
+
+    def takes_back(self, request_id: str) -> bool:
+        """Whether what the request was answered is to be asked anew, once for each load that failed."""
+        wait = self._waits.get(request_id)
+        is_old = wait is not None and wait.is_old
+        if wait is not None:
+            wait.is_old = False
+        return is_old
+
+    def admitted(self, request_id: str) -> None:
+        """The engine runs the request, with what its own cache has and, if it had loaded, with that: others find it."""
+        self.shared(request_id)
+        wait = self._waits.pop(request_id, None)
+        if wait is not None and wait.load is not None:
+            self._end(wait, wait.wanted_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, was aborted or preempted."""
+        self._over(request_id, "failed")
+        self._waits.pop(request_id, None)

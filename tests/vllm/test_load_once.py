@@ -1,0 +1,145 @@
+"""Requests that come together and lack the same prefix cause one load, under real Schedulers and in whole engines.
+
+Real Schedulers of vLLM 0.24 and 0.33: tests/vllm/support/load_once_scenarios.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_helpers import ServerProcess
+from schedulers import Schedulers, every_mode, every_version
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+STORED = 128
+"""Tokens of the scenarios' prompt that are found: whole chunks, in blocks of 16."""
+ALL, NONE = 8 * STORED, 8 * 10
+"""What eight requests load, and the blocks that they hold, when each loads for itself."""
+ONE, TWO = [None], [None, 48]
+WAITING = ["WAITING_FOR_REMOTE_KVS", "WAITING", "WAITING", "WAITING"]
+
+every_policy = pytest.mark.parametrize("policy", ["fcfs", "priority"])
+
+
+def run(schedulers: Schedulers, version: str, scenario: str, address: str, **named: object) -> dict[str, Any]:
+    found = schedulers.run(version, scenario, address, module="load_once_scenarios", **named)
+    wrong = ("bad_reads", "wrong_tokens", "unfinished", "held", "remembered")
+    assert {name: found[name] for name in wrong} == dict.fromkeys(wrong, 0)
+    return found
+
+
+# ---------------------------------------------------------------------- vLLM's schedulers
+
+
+@pytest.mark.every_minor
+@every_version
+@every_mode
+@pytest.mark.parametrize(("overlap", "runner"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("own", [0, 5], ids=["samples", "prompts"])
+def test_eight_requests_that_come_together_load_their_prefix_once(
+    version: str, load_async: bool, overlap: bool, runner: int, own: int, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(
+        schedulers, version, "together", server.unix, own=own, load_async=load_async, overlap=overlap, runner=runner
+    )
+    assert found["loaded"] == STORED
+    assert found["peak"] <= 8 + 8 * 2, "the prefix's blocks once, and each request's own"
+    assert found["outcomes"] == ({"fulfilled": 7} if load_async else {}), "what one step loads the next finds at once"
+
+
+@every_version
+@pytest.mark.parametrize("how", [{"load_once": False}, {"prefix_caching": False}], ids=["off", "no prefix cache"])
+def test_each_loads_for_itself_without_the_setting_or_without_vllms_prefix_cache(
+    version: str, how: dict[str, object], server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "together", server.unix, **how)
+    assert (found["loaded"], found["peak"], found["outcomes"]) == (ALL, NONE, {})
+
+
+@every_version
+def test_who_comes_while_a_prefix_is_being_loaded_waits_for_it(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "together", server.unix, load_steps=40, after=5)
+    assert (found["loaded"], found["outcomes"]) == (STORED, {"fulfilled": 7})
+
+
+@every_version
+@every_policy
+@pytest.mark.parametrize("windows", [ONE, TWO], ids=["1group", "2groups"])
+def test_if_the_loaders_request_is_aborted_one_other_loads(
+    version: str, policy: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "loader_goes", server.unix, "aborted", policy=policy, windows=windows)
+    assert found["waiting"] == WAITING
+    assert found["loads"] == 2 and found["loaded"] == 2 * STORED
+    assert found["outcomes"] == {"failed": 3, "fulfilled": 2}
+
+
+@every_version
+@pytest.mark.parametrize("overlap", [False, True])
+def test_if_the_load_is_damaged_no_other_loads_the_damage(
+    version: str, overlap: bool, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "loader_goes", server.unix, "damaged", overlap=overlap)
+    assert found["waiting"] == WAITING
+    assert found["loads"] == 1
+
+
+@every_version
+def test_a_slow_load_is_waited_for_no_longer_than_a_multiple_of_what_is_expected(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "loader_goes", server.unix, "slow")
+    assert found["waiting"] == WAITING
+    assert (found["before"], found["after"]) == (1, 4)
+    assert found["outcomes"] == {"expired": 3}
+
+
+@pytest.mark.every_minor
+@every_version
+@every_policy
+def test_requests_that_have_nothing_to_load_are_not_held_up_by_those_who_wait(
+    version: str, policy: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    found = run(schedulers, version, "others_go_on", server.unix, policy=policy)
+    assert found["waiting"] == WAITING
+    assert found["loads"] == 1
+
+
+@every_version
+def test_other_salts_are_other_prefixes(version: str, server: ServerProcess, schedulers: Schedulers) -> None:
+    found = run(schedulers, version, "salted", server.unix)
+    assert found["loaded"] == 2 * STORED and found["outcomes"] == {"fulfilled": 2}
+
+
+@every_version
+def test_a_request_that_reads_no_prefix_cache_does_not_wait(
+    version: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    assert run(schedulers, version, "one_reads_no_cache", server.unix)["outcomes"] == {}
+
+
+@every_version
+@pytest.mark.parametrize(("windows", "shared", "loads"), [(ONE, 100, 1), (TWO, 100, 2), (TWO, 140, 1)])
+def test_behind_windows_only_who_shares_all_of_a_load_waits_for_it(
+    version: str, windows: list[int | None], shared: int, loads: int, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    """Of a window its end alone is loaded, which is of no use to who shares less."""
+    found = run(schedulers, version, "longer", server.unix, shared=shared, windows=windows)
+    assert (found["loads"], found["outcomes"]) == (loads, {"fulfilled": 1} if loads == 1 else {})
+
+
+@pytest.mark.every_minor
+@every_version
+@every_policy
+def test_a_crowd_is_as_quick_as_when_each_loads_for_itself(
+    version: str, policy: str, server: ServerProcess, schedulers: Schedulers
+) -> None:
+    once, each = (
+        run(schedulers, version, "crowd", server.unix, policy=policy, load_once=is_on) for is_on in (True, False)
+    )
+    assert once["loaded"] == STORED and each["loaded"] > 8 * STORED
+    assert once["steps"] <= each["steps"] and once["first"] <= each["first"]

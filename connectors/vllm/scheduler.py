@@ -33,11 +33,12 @@ from kvdock.connectors.patience import Patience
 from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import EngineSession, ServerEpoch, SessionObserver
+from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.arrivals import Unscheduled
 from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.attached import Attached
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
@@ -115,7 +116,9 @@ class VllmScheduler:
         self._loaded_into: set[int] = set()  # those of them that no step writes before a load has ended
         self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
         self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
-        self._epochs: dict[int, ServerEpoch] = {}  # of the workers
+        self._attached = Attached(ranks)
+        self.unfit = ""
+        """Why nothing may be loaded (unfit.py)."""
 
     def start(self) -> None:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
@@ -182,9 +185,9 @@ class VllmScheduler:
         tracked.is_async = self._load_async and self._budget.fits(request)
         if self._has_states and not tracked.is_async:
             return 0, False  # as states.py has it
-        if (self._fails_closed or not tracked.is_async) and not self._is_attached_everywhere():
-            # vLLM has no way back from such a load: it had better not fail. Workers say so with their first steps.
-            return (None if self._built < FIRST_STEPS else 0), False
+        if not self._attached.everywhere(self._session.attachment):
+            # Such a load fails, and vLLM has no way back from some. Workers say so with their first steps.
+            return (None if self._built < FIRST_STEPS + 2 * self._steps_ahead else 0), False
         if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
             return None, False
         if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
@@ -199,16 +202,9 @@ class VllmScheduler:
             tracked.table = None
             self._connector.stores.offer_anew([request_id])
 
-    def _is_attached_everywhere(self) -> bool:
-        """Every worker has said that it is attached to what this side is."""
-        attachment = self._session.attachment
-        return (
-            attachment is not None and len(self._epochs) == self._ranks
-            and set(self._epochs.values()) == {attachment.epoch}
-        )
-
     def _may_load(self, request: Any) -> bool:
-        return self._outcomes.asked(request).load and not getattr(request, "skip_reading_prefix_cache", False)
+        is_fit = not self.unfit and not getattr(request, "skip_reading_prefix_cache", False)
+        return is_fit and self._outcomes.asked(request).load
 
     def _usable(self, request: Any) -> int:
         """The last token is always computed: vLLM wants its logits."""
@@ -388,7 +384,7 @@ class VllmScheduler:
     # ------------------------------------------------------------------ ends
 
     def take(self, report: Report) -> None:
-        self._epochs.update(report.epochs)
+        self._attached.told(report.epochs)
         if report.valid_tokens:
             self.loads_failed()
         for request_id, (tokens, seconds) in report.took_s.items():

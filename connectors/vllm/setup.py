@@ -142,8 +142,20 @@ def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Set
         _refuse_unequal_stages(vllm_config, kv_groups)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise NotSupportedError("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
+    _refuse_what_the_cpu_lays_out_wrong(vllm_config)
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         _refuse_to_sleep(settings)
+
+
+def _refuse_what_the_cpu_lays_out_wrong(vllm_config: Any) -> None:
+    """vLLM's CPU backend writes blocks with scales of their own 8,192 bytes apart where it says 4,096. GPUs do not."""
+    device = getattr(vllm_config, "device_config", None)
+    kind = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    if kind.endswith("_per_token_head") and getattr(device, "device_type", "") == "cpu":
+        raise NotSupportedError(
+            f"kvdock cannot share KV of --kv-cache-dtype {kind} on a CPU, where vLLM lays it out otherwise than it "
+            "says: auto or fp8 is wanted."
+        )
 
 
 def _refuse_to_sleep(settings: Settings) -> None:

@@ -216,6 +216,20 @@ def test_workers_of_one_machine_are_counted_over_its_engines() -> None:
     assert workers_here(config(local_world_size=4, data_parallel_size_local=0)) == 4  # all engines are elsewhere
 
 
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head"])
+def test_kv_that_a_cpu_lays_out_otherwise_than_it_says_is_refused_there(kind: str) -> None:
+    def refuse(kind: str, device: str) -> None:
+        set_up = config()
+        set_up.cache_config.cache_dtype, set_up.device_config.device_type = kind, device
+        refuse_what_is_not_supported(set_up, 1, Settings())
+
+    for fine in ("auto", "fp8", "fp8_e5m2"):
+        refuse(fine, "cpu")
+    refuse(kind, "cuda")
+    with pytest.raises(NotSupportedError, match=f"--kv-cache-dtype {kind} on a CPU, .*: auto or fp8 is wanted"):
+        refuse(kind, "cpu")
+
+
 def test_more_workers_than_a_lease_has_readers_are_refused() -> None:
     refuse_what_is_not_supported(config(tensor_parallel_size=128), 1, Settings())
     with pytest.raises(NotSupportedError, match="up to 128 workers an engine, found 256"):

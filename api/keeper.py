@@ -24,6 +24,8 @@ from kvdock.api.views.reports import Reports
 from kvdock.protocol import events as e
 
 EVICT_SLICE_CHUNKS = 64
+MOST_LEFT = 64
+"""So many namespaces of weights that no engine runs any more may have chunks; the oldest beyond are emptied."""
 log = logging.getLogger("kvdock.api")
 
 
@@ -55,6 +57,7 @@ class Keeper:
             while True:
                 await self._watch_members()
                 await self._forget_benches()
+                await self._empty_left()
                 await self._registry.prune(self._table)
                 await self._follow_access_file()
                 await self._keep_quotas()
@@ -110,6 +113,11 @@ class Keeper:
             while at >= 0:
                 _, at = self._table.clear(namespace.table_id, at, EVICT_SLICE_CHUNKS)
                 await asyncio.sleep(0)
+
+    async def _empty_left(self) -> None:
+        """Namespaces that sessions have left: what is too many of them goes, whether room is needed or not."""
+        while self._table.empty_left(MOST_LEFT, EVICT_SLICE_CHUNKS) or self._quotas.empty_left(EVICT_SLICE_CHUNKS):
+            await asyncio.sleep(0)
 
     def _tell_of_memory(self) -> None:
         """What the table has done with chunks since the last round."""

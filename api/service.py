@@ -8,7 +8,9 @@ Refusals are ApiError or the table's own TableError; after one nothing is half d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -25,14 +27,14 @@ from kvdock.api.convert import (
 )
 from kvdock.api.events.bus import Bus
 from kvdock.api.events.kv_log import KvLog, Source
-from kvdock.api.pool.attach import attach
+from kvdock.api.pool.attach import attach, run_weights
 from kvdock.api.pool.drain import Drain
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas
 from kvdock.api.pool.registry import MemberRecord, Names, Registry, SessionRecord, digest16
+from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.desk import LookupCall, TierDesk
 from kvdock.api.tokens import keys_of
-from kvdock.api.tiers.clears import Clears
 from kvdock.api.views.tally import Tally
 from kvdock.protocol import events as e, schemas as s, tier_schemas as t
 from kvdock.protocol.awaited import BeingStored
@@ -46,6 +48,11 @@ SLICE_ANSWERS = 64
 """So many answers of a heartbeat are worked on at once."""
 SLICE_RELEASES = 32
 SLICE_HINT_BYTES = 512 * KEY_BYTES
+SLICE_EMPTIED_CHUNKS = 256
+log = logging.getLogger("kvdock.api")
+
+
+A = TypeVar("A")
 
 
 class CacheService:
@@ -68,7 +75,10 @@ class CacheService:
 
     # ---------------------------------------------------------------- sessions
 
-    def attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
+    async def attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
+        return await self._with_namespace(lambda: self._attach(peer, body))
+
+    def _attach(self, peer: Peer, body: s.AttachSession) -> s.SessionAttached:
         if not self._pool.ready:
             raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
         tenant = _tenant_of(peer)
@@ -83,12 +93,10 @@ class CacheService:
             body, tenant, pool=self._pool, registry=self._registry, quotas=self._quotas, now_ms=self._clock.now_ms()
         )
         self._tally.counters.attached_members += not session.is_bench
-        self._desk.attached(session)
+        self._filed(session)
+        member = session.member(body.member.id)
+        member.follows = member.follows or session.namespace
         manifest = session.namespace.manifest
-        if self._kv_log is not None and not session.is_bench:
-            self._kv_log.met(session.namespace.table_id, Source(
-                session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
-            ))
         if not is_known:
             self._bus.publish(e.Attached(
                 **session.who, member=body.member.id,
@@ -98,16 +106,63 @@ class CacheService:
         return s.SessionAttached(
             session=session.capability,
             member=body.member.id,
-            namespace=session.namespace.digest.hex(),
+            namespace=session.namespace.base.hex(),
+            filed_in=session.namespace.digest.hex(),
             pool_id=grant_text(self._pool.pool_id),
             incarnation=self._pool.incarnation,
             segments=self._pool.segments(),
             part_bytes=[group.part_bytes for group in manifest.groups],
             chunk_tokens=manifest.chunk_tokens,
             heartbeat_s=self._heartbeat_s,
-            changes_next=self._changes(session, 0).next,
+            changes_next=self._changes(session.namespace.table_id, 0).next,
             wants_blocks=self._kv_log is not None,
         )
+
+    async def weights(self, peer: Peer, body: s.RunWeights) -> s.WeightsAnswer:
+        def move() -> s.WeightsAnswer:
+            session = self._registry.session(body.session, peer.tenant)
+            if not session.member(body.member).scheduler:
+                raise ApiError(
+                    "not_the_scheduler", "the scheduler knows which weights its engine runs", found=body.member,
+                    wanted="the member that attached with scheduler=true",
+                )
+            before = session.namespace
+            run_weights(
+                session, body.weights, pool=self._pool, registry=self._registry, quotas=self._quotas,
+                now_ms=self._clock.now_ms(),
+            )
+            if session.namespace is not before:
+                log.info("session %s runs weights %r now, namespace %s", session.id, body.weights,
+                         session.namespace.digest.hex()[:12])
+                self._desk.moved(session, before)
+                self._filed(session)
+            return s.WeightsAnswer(filed_in=session.namespace.digest.hex())
+
+        return await self._with_namespace(move)
+
+    async def _with_namespace(self, ask: Callable[[], A]) -> A:
+        """What `ask` returns. Where the table has no room for one more namespace, those that sessions have left are
+        emptied before it is asked again, the oldest first."""
+        while True:
+            try:
+                return ask()
+            except TableError as error:
+                is_of_namespaces = len(self._table.namespaces()) == error.found
+                if error.code != "table_full" or not is_of_namespaces:
+                    raise
+                if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
+                    raise
+            self._registry.drop_idle_namespaces(self._table)
+            await asyncio.sleep(0)
+
+    def _filed(self, session: SessionRecord) -> None:
+        """It is in its namespace from now on."""
+        self._desk.attached(session)
+        manifest = session.namespace.manifest
+        if self._kv_log is not None and not session.is_bench:
+            self._kv_log.met(session.namespace.table_id, Source(
+                session.namespace.digest, session.tenant, manifest.model, manifest.chunk_tokens
+            ))
 
     async def heartbeat(self, peer: Peer, session_id: str, body: s.Heartbeat) -> s.HeartbeatAnswer:
         """Long lists in slices; each of their entries stands for itself, and repeating the call does no harm."""
@@ -295,6 +350,7 @@ class CacheService:
 
         def ask() -> Granted:
             self._check_grants(session, store)  # also after a wait, in which others may have been granted something
+            self._check_edition(session, body.edition)
             return self._table.reserve(
                 session.table_id, member.table_id, store, parent, keys,
                 groups=sum(1 << group for group in groups), temporary=temporary,
@@ -350,7 +406,6 @@ class CacheService:
         wanted, chunk_tokens = len(keys) // KEY_BYTES, session.namespace.manifest.chunk_tokens
         if len(names) != wanted:
             raise ApiError("invalid_body", "one for each key", found=f"$.blocks: {len(names)}", wanted=wanted)
-            self._check_edition(session, body.edition)
         for at, name in enumerate(names):
             if fault := name.fault(chunk_tokens):
                 raise ApiError(
@@ -411,6 +466,14 @@ class CacheService:
             self._tally.loaded(session, grant)
         return remaining
 
+    def _check_edition(self, session: SessionRecord, edition: int | None) -> None:
+        """Refuses slots for chunks that the mover has found before the last clear or deletion:
+        ApiError(cleared_meanwhile)."""
+        if edition is not None and edition != (now := self._clears.edition(session.namespace)):
+            raise ApiError(
+                "cleared_meanwhile", "chunks of the namespace were cleared or deleted since", found=edition, wanted=now
+            )
+
     def _check_grants(self, session: SessionRecord, request: bytes) -> None:
         """Refuses a new grant to a session that has as many as it may: ApiError(too_many_grants), to one whose tenant
         has as many as it may: ApiError(quota_exceeded), and to everyone while the server drains: ApiError(not_ready).
@@ -452,11 +515,3 @@ def _tenant_of(peer: Peer) -> str:
     if peer.tenant is None:
         raise ApiError("unauthenticated", "sessions belong to somebody", found=peer.name, wanted="an access token")
     return peer.tenant
-    def _check_edition(self, session: SessionRecord, edition: int | None) -> None:
-        """Refuses slots for chunks that the mover has found before the last clear or deletion:
-        ApiError(cleared_meanwhile)."""
-        if edition is not None and edition != (now := self._clears.edition(session.namespace)):
-            raise ApiError(
-                "cleared_meanwhile", "chunks of the namespace were cleared or deleted since", found=edition, wanted=now
-            )
-

@@ -127,6 +127,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
     settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
     ask_s: Seconds = 60.0
+    weights_grace_s: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)] = 10.0
     watch_s: Seconds = 0.5
 
     # the beginning and the end

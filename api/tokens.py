@@ -101,7 +101,7 @@ async def keys_of(
     count = len(tokens) // namespace.manifest.chunk_tokens
     if count > at_most:
         raise ApiError("bad_argument", "too many chunks of tokens in one call", found=count, wanted=at_most)
-    return await hash_tokens(namespace.digest, tokens, namespace.manifest.chunk_tokens)
+    return await hash_tokens(namespace.base, tokens, namespace.manifest.chunk_tokens)
 
 
 async def hash_tokens(namespace: bytes, tokens: Sequence[int], chunk_tokens: int) -> bytes:

@@ -59,6 +59,9 @@ MEANINGS: dict[str, str] = {
     "tier_drain_s": "How long chunks are still written to lower tiers when the server ends.",
     "heartbeat_s": "Interval of engines' heartbeats.",
     "missed_heartbeats": "After this many missed heartbeats a process gets no new leases until it reports again.",
+    "weights_grace_s": (
+        "How long chunks of weights that no engine runs any more are kept like others; then they are evicted first."
+    ),
     "settle_s": "Time between the death of a process and the reuse of memory that it held.",
     "ask_s": "After this time the server asks the engine whether it still needs a lease.",
     "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
@@ -100,7 +103,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Lower tiers": ("disk_path", "disk_bytes", "redis_url", "objects_url", "mooncake_url", "tier_asks",
                     "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "How it begins and ends": ("adopt", "drain_s", "on_exit"),
-    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "watch_s"),
+    "Engines' liveness": ("heartbeat_s", "missed_heartbeats", "settle_s", "ask_s", "weights_grace_s", "watch_s"),
     "What it tells": ("log_level", "log_format", "observe", "traces_endpoint", "kv_events_endpoint",
                       "kv_events_replay_endpoint", "kv_events_topic", "kv_events_form"),
     "What it remembers for people": ("history_interval_s", "history_values", "recent_requests"),

@@ -113,6 +113,10 @@ class Client:
         """Releases everything that the member holds, so releases that it has queued need not be sent."""
         return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
 
+    def weights(self, body: s.RunWeights, *, timeout_s: float | None = None) -> s.WeightsAnswer:
+        """What the session looks up and stores from now on is filed under these weights."""
+        return self._do(c.WEIGHTS, body, timeout_s)
+
     def sessions(
         self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
     ) -> s.Sessions:

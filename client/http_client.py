@@ -211,6 +211,7 @@ class AsyncHttpClient:
     release = _awaited(Client.release)
     withdraw = _awaited(Client.withdraw)
     cancel = _awaited(Client.cancel)
+    weights = _awaited(Client.weights)
     mismatch = _awaited(Client.mismatch)
     hint = _awaited(Client.hint)
     hold = _awaited(Client.hold)

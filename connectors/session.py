@@ -36,10 +36,11 @@ from kvdock.protocol.schemas import (
     Manifest,
     Member,
     ReportMismatch,
+    RunWeights,
     Segment,
     SessionAttached,
 )
-from kvdock.protocol.wire_types import MAX_ENTRIES
+from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_WEIGHTS
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
@@ -87,7 +88,8 @@ class SessionObserver:
 
 @dataclass
 class Attachment:
-    """One server epoch. `namespace` salts the keys; `segments` are mapped here; `wants_blocks` is the answer's."""
+    """One server epoch. `namespace` salts the keys; `segments` are mapped here; `wants_blocks` is the answer's.
+    `filed_in`: the namespace of the weights that the server was told of last, which are `weights`."""
 
     session: str
     member: str
@@ -100,6 +102,8 @@ class Attachment:
     grants: GrantBook = field(default_factory=GrantBook)
     changes_since: int = 0
     wants_blocks: bool = False
+    filed_in: bytes = b""
+    weights: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 1
 
@@ -145,6 +149,8 @@ class EngineSession:
         self._attachment: Attachment | None = None
         self._suspended: Attachment | None = None  # its server may only be out of reach
         self._epochs = 0
+        self._weights = ""
+        self._told = threading.Lock()  # one call about weights at a time
         self._said = ""
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -181,6 +187,27 @@ class EngineSession:
         except BaseException:
             self.close()
             raise
+
+    def runs(self, weights: str) -> None:
+        """The scheduler's session: from now on the engine runs the weights of that name, at most MAX_WEIGHTS
+        characters; "": those that it started with. Returns at once: the server is told in the background, and once
+        more when it was lost. Until it knows, what is looked up and stored is filed under the weights before, where
+        keys of other weights are only missed. ValueError for a longer name."""
+        if len(weights) > MAX_WEIGHTS:
+            raise ValueError(f"a name of weights has {len(weights)} characters, wanted at most {MAX_WEIGHTS}")
+        self._weights = weights
+        self._wake.set()
+
+    def tell_weights(self, attachment: Attachment) -> None:
+        """Tells the server which weights the engine runs, if it does not know. Raises ServerUnavailable, ApiError."""
+        with self._told:
+            weights = self._weights
+            if attachment.weights == weights or not self.identity.scheduler:
+                return
+            answer = self.client.weights(RunWeights(
+                session=attachment.session, member=attachment.member, weights=weights
+            ))
+            attachment.filed_in, attachment.weights = bytes.fromhex(answer.filed_in), weights
 
     def lost(self, attachment: Attachment, error: Exception) -> None:
         """A call under `attachment` failed: suspend it if that is what the failure means.
@@ -266,10 +293,12 @@ class EngineSession:
         try:
             if self._register is not None:
                 registrar = SegmentRegistrar(segments, self._register, progress=self._wake.set)
-            answer = self.client.attach(self._attach_body(member, liveness, registrar))
+            body = self._attach_body(member, liveness, registrar)
+            answer = self.client.attach(body)
             attachment = Attachment(
                 answer.session, member, bytes.fromhex(answer.namespace), answer.pool_id, segments, liveness,
                 answer.heartbeat_s, registrar, changes_since=answer.changes_next, wants_blocks=answer.wants_blocks,
+                filed_in=bytes.fromhex(answer.filed_in), weights=body.weights,
             )
             self._map(attachment, answer.segments, populate=False)
         except BaseException as error:
@@ -293,11 +322,13 @@ class EngineSession:
         last = self._suspended
         if last is not None and last.pool_id == pool_id:
             try:
-                answer = self.client.attach(self._attach_body(last.member, last.liveness, last.registrar))
+                body = self._attach_body(last.member, last.liveness, last.registrar)
+                answer = self.client.attach(body)
             except ApiError as error:
                 log.warning("cannot come back as %s: %s", last.member, error)
             else:
                 last.wants_blocks = answer.wants_blocks
+                last.filed_in, last.weights = bytes.fromhex(answer.filed_in), body.weights
                 with self._lock:
                     self._attachment, self._suspended = last, None
                 self._said = ""
@@ -319,6 +350,7 @@ class EngineSession:
             manifest=self.manifest,
             label=who.label,
             is_bench=who.is_bench,
+            weights=self._weights if who.scheduler else "",
             member=Member(
                 id=member, ranks=list(who.ranks), scheduler=who.scheduler, lock_offset=liveness.offset,
                 pinned_through=_pinned_through(registrar),
@@ -389,6 +421,7 @@ class EngineSession:
         done: list[GrantRanks] = []
         keep: list[str] = []
         try:
+            retry_s = self._try_to_tell_weights(attachment)
             while True:
                 through = _pinned_through(attachment.registrar)
                 since = attachment.changes_since if self._observer.changed is not None else None
@@ -404,14 +437,25 @@ class EngineSession:
                 done, keep = attachment.grants.answers(answer.questions, self._observer.keeps_lease)
                 is_behind = answer.changes is not None and len(answer.changes.changes) == MAX_ENTRIES
                 if not done and not keep and not is_behind:
-                    if has_told:
+                    if has_told and retry_s is None:
                         self._said = ""
-                    return answer.heartbeat_s
+                    return answer.heartbeat_s if retry_s is None else min(retry_s, answer.heartbeat_s)
         except (ServerUnavailable, ApiError) as error:
             if isinstance(error, ApiError) and error.code not in LOST_CODES:
                 self._say(logging.WARNING, "the server refuses heartbeats", error)
             self.lost(attachment, error)
             return attachment.heartbeat_s if self._attachment is not None else 0.0
+
+    def _try_to_tell_weights(self, attachment: Attachment) -> float | None:
+        """Seconds until it is to be tried again; None: the server knows them. Raises what means that it is lost."""
+        try:
+            self.tell_weights(attachment)
+        except ApiError as error:
+            if error.code in LOST_CODES:
+                raise
+            self._say(logging.WARNING, "the server does not take the weights that the engine runs", error)
+            return LONGEST_RETRY_S
+        return None
 
     def _tell(self, attachment: Attachment, changes: Changes) -> bool:
         """False: whoever asked for the changes failed. The server's questions are answered all the same."""

@@ -173,6 +173,13 @@ class NamespaceView(Answer, kw_only=True):
     """Empty: the server's own user."""
     manifest: Manifest
     """With `hidden` in place of its secrets."""
+    weights: str | None = ""
+    """Of the engines whose chunks are here. Empty: those that they started with. None: not known since the server was
+    started again."""
+    base: Key
+    """The namespace of the same manifest and tenant for the weights that engines start with."""
+    left_s: float | None = None
+    """How long no engine has run these weights: then they go first. None: some do, or it goes like any other."""
     chunk_bytes: int
     """Size of a chunk with the parts of all groups and writers."""
     sessions: int

@@ -60,6 +60,7 @@ def _quoted(part: str) -> str:
 
 
 ATTACH = Call("POST", "/v1/sessions", s.SessionAttached, "engine")
+WEIGHTS = Call("POST", "/v1/weights", s.WeightsAnswer, "engine")
 HEARTBEAT = Call("POST", "/v1/sessions/{session}/heartbeat", s.HeartbeatAnswer, "engine")
 LEAVE = Call("DELETE", "/v1/sessions/{session}", NoneType, "engine")
 SESSIONS = Call("GET", "/v1/sessions", s.Sessions, "read")

@@ -47,7 +47,8 @@ class OtherNamespace(Answer, kw_only=True):
 
     namespace: Key
     differs: dict[str, list[Any]]
-    """Fields of the manifest: what the request's namespace says, and what this one says. Secrets are `hidden`."""
+    """Fields of the manifest, and `weights`: what the request's namespace says, and what this one says. Secrets are
+    `hidden`."""
 
 
 class LookupStory(Answer, kw_only=True):
@@ -90,6 +91,8 @@ class Explanation(Answer, kw_only=True):
     request: str
     namespace: Key
     model: str
+    weights: str | None = ""
+    """That its engine ran then, as in NamespaceView."""
     sentences: list[str]
     lookups: list[LookupStory] = msgspec.field(default_factory=list)
     """Oldest first."""

@@ -2,6 +2,8 @@
 
     namespace  = blake2b-256("kvdock manifest"; canonical JSON of the manifest)
     of a tenant other than the server's own user: blake2b-256("kvdock tenant"; that namespace ‖ the tenant)
+    in which the chunks are filed of an engine that runs other weights than it started with:
+                 blake2b-256("kvdock weights";  that namespace ‖ the name of the weights)
     root       = blake2b-256("kvdock root";     namespace)
     key[i]     = blake2b-256("kvdock chunk";    key[i-1] ‖ tokens of chunk i as little-endian u32), key[-1] = root
     or, for an engine that hashes its sequences itself, with a function and seed that the manifest names:
@@ -48,6 +50,12 @@ def namespace_digest(manifest: Mapping[str, object], tenant: str = "") -> bytes:
     """32 bytes: equal exactly when the canonical manifests and the tenants are."""
     digest = _digest(b"kvdock manifest", canonical_manifest(manifest))
     return _digest(b"kvdock tenant", digest + tenant.encode()) if tenant else digest
+
+
+def filed_in(namespace: bytes, weights: str) -> bytes:
+    """The namespace in which chunks of these weights are filed, 32 bytes; "", those that the engine started with, is
+    the namespace itself. Keys are made of `namespace`, whatever the weights."""
+    return _digest(b"kvdock weights", namespace + weights.encode()) if weights else namespace
 
 
 def tagged(namespace: bytes, tag: bytes) -> bytes:

@@ -121,6 +121,8 @@ class TierView(Answer, kw_only=True):
     """Written to its storage, its own work included; 0 where it is not known."""
     queued_bytes: int = 0
     """Chunks that wait to be written."""
+    untold: int = 0
+    """Clears and deletions that it has not been told of yet. It is not used for their namespaces until then."""
     load_bytes_per_s: float = 0.0
     """How fast loads are expected to go, as learnt from those before; 0 until it is opened."""
     load_latency_s: float = 0.0

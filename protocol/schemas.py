@@ -45,6 +45,7 @@ from kvdock.protocol.wire_types import (
     StoreKeys,
     Text,
     Tokens,
+    Weights,
     checksum_value,
 )
 
@@ -127,6 +128,8 @@ class AttachSession(Purpose, kw_only=True):
     member: Member
     label: Label = ""
     """Free text, shown by the status page and the command line."""
+    weights: Weights = ""
+    """That the engine runs now. Of the scheduler's member alone: the others join their session whatever it runs."""
 
 
 class Segment(Answer, kw_only=True):
@@ -153,6 +156,10 @@ class SessionAttached(Answer, kw_only=True):
     session: str
     member: str
     namespace: Key
+    """Of the manifest and the tenant: keys are made of it."""
+    filed_in: Key
+    """The namespace in which the session looks up and stores now: that of its weights. Calls that name a namespace mean
+    one of these."""
     pool_id: Hex64
     incarnation: int
     segments: list[Segment]
@@ -163,6 +170,20 @@ class SessionAttached(Answer, kw_only=True):
     """The `changes_since` of the first heartbeat, for members that follow changes."""
     wants_blocks: bool = False
     """Reservations shall say by `blocks` what routers know chunks by."""
+
+
+class RunWeights(Body, kw_only=True):
+    """From now on the engine runs these weights: what it looks up and stores is filed apart from that of others."""
+
+    session: Name
+    member: Name
+    """The scheduler's."""
+    weights: Weights
+
+
+class WeightsAnswer(Answer, kw_only=True):
+    filed_in: Key
+    """As in SessionAttached."""
 
 
 class GrantRanks(Body, kw_only=True):
@@ -235,6 +256,9 @@ class SessionView(Used, kw_only=True):
     label: str
     model: str
     namespace: Key
+    """In which it looks up and stores now: that of its weights."""
+    weights: str | None = ""
+    """Empty: those that the engine started with. None: not known since the server was started again."""
     members: list[MemberView]
     leases: int
     reservations: int
@@ -346,6 +370,8 @@ class Reserve(Naming, kw_only=True):
     duplicate: bool = False
     """Stored in free room alone, evicted first: the engine has them in its memory as well, and stores them once more,
     unmarked, when their request ends."""
+    edition: int | None = None
+    """Of the server's mover alone: it fills the slots with what was stored before, which may be cleared meanwhile."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 
@@ -370,8 +396,6 @@ class ReserveHead(Carried, kw_only=True):
     """None if nothing was granted."""
     deadline_s: float
     present: list[int]
-    edition: int | None = None
-    """Of the server's mover alone: it fills the slots with what was stored before, which may be cleared meanwhile."""
     busy: list[int]
     """Chunks that another reservation is writing now."""
     limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None

@@ -80,6 +80,8 @@ class PrefixView(Answer, kw_only=True):
     namespace: Key
     tenant: str
     model: str
+    weights: str | None = ""
+    """As in NamespaceView."""
     key: Key
     """The first chunk's."""
     tokens: int

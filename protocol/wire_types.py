@@ -24,6 +24,9 @@ Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!
 OWN_TENANT: Final = ""
 """That of the server's own user and of root."""
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_WEIGHTS: Final = 128
+Weights = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS)]
+"""A name of the weights that an engine runs; "": those that it started with."""
 # The length is checked here and the digits in api/convert.py: a regular expression per value would cost more than the
 # whole lookup.
 Hex64 = Annotated[

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -173,6 +173,8 @@ class KvLog:
         self._sources: dict[int, Source] = {}
         self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
         self._names_bytes = self._kept_bytes = 0
+        self._count: Counter[int] = Counter()
+        """Of each namespace, the entries of `there` and `_names`: who takes over its number need not look for them."""
         self._logs: dict[str, TenantLog] = {}
         self._is_walked = False
         self._lock = threading.Lock()
@@ -185,11 +187,11 @@ class KvLog:
         if known == source:
             return
         with self._lock:
-            if known is not None:
+            if known is not None and self._count[space]:
                 log = self._log(known.tenant)
                 gone = [key for key in log.there if key[0] == space]
                 self._publish(log, [(known, self._removed(log, key)) for key in gone])
-            for key in [key for key in self._names if key[0] == space]:
+            for key in [key for key in self._names if key[0] == space] if self._count[space] else ():
                 self._take_name(key)
             self._sources[space] = source
         self._is_walked = False  # what is there of it was left by an earlier server, or not told
@@ -213,12 +215,14 @@ class KvLog:
     def _name(self, key: tuple[int, bytes], name: BlockNames) -> None:
         self._take_name(key)
         self._names[key] = name
+        self._count[key[0]] += 1
         self._names_bytes += _size_bytes(name)
         while self._names_bytes > UNTOLD_BYTES:
             self._take_name(next(iter(self._names)))
 
     def _take_name(self, key: tuple[int, bytes]) -> BlockNames | None:
         name = self._names.pop(key, None)
+        self._count[key[0]] -= name is not None
         self._names_bytes -= 0 if name is None else _size_bytes(name)
         return name
 
@@ -262,6 +266,7 @@ class KvLog:
                     for log in self._logs.values():
                         log.begin_anew()
                     self._bytes = 0
+                    self._count = Counter(space for space, _ in self._names)
                 await self._walk()
                 continue
             self._take(changes)
@@ -293,6 +298,7 @@ class KvLog:
         else:
             hashes, before = [block_hash(key[1])], block_hash(parent) if any(parent) else None
         told = Told(source.model, hashes, before, source.chunk_tokens, name, parent)
+        self._count[key[0]] += key not in log.there
         log.there[key] = told
         self._bytes += told.size_bytes
         items: list[tuple[Source, Item]] = [(source, told)]
@@ -303,6 +309,7 @@ class KvLog:
 
     def _removed(self, log: TenantLog, key: tuple[int, bytes]) -> BlockRemoved:
         told = log.there.pop(key)
+        self._count[key[0]] -= 1
         self._bytes -= told.size_bytes
         if told.name is not None:
             self._name(key, told.name)  # it may come back: from a lower tier, or with an engine that knows less

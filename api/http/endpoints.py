@@ -86,6 +86,10 @@ ATTACH = Endpoint(
     calls.ATTACH, s.AttachSession, lambda service, peer, body, _, form: service.attach(peer, body),
     longest_bytes=SHORT_BYTES,
 )
+WEIGHTS = Endpoint(
+    calls.WEIGHTS, s.RunWeights, lambda service, peer, body, _, form: service.weights(peer, body),
+    longest_bytes=SHORT_BYTES,
+)
 HEARTBEAT = Endpoint(
     calls.HEARTBEAT, s.Heartbeat, lambda service, peer, body, id_, form: service.heartbeat(peer, id_, body),
     longest_bytes=SHORT_BYTES,

@@ -57,6 +57,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
         ],
     },
     s.Lookup: {**_ASKER, "request": "r-1", "keys": KEYS},
+    s.RunWeights: {**_ASKER, "weights": "step-42"},
     s.ReleaseLease: {"session": SESSION, "ranks": [0]},
     s.ReleaseMany: {"session": SESSION, "releases": [[LEASE, [0]]]},
     s.ReportMismatch: {"session": SESSION, "lease": LEASE, "chunks": [0]},
@@ -76,7 +77,8 @@ BODIES: dict[type[Body], dict[str, Any]] = {
 _VALUES: dict[str, Any] = {
     **_MANIFEST, "session": LISTED_SESSION, "SessionAttached.session": SESSION, "tenant": "",
     "member": MEMBER, "instance": INSTANCE, "MemberView.id": MEMBER,
-    "MemberDetail.id": MEMBER, "namespace": NAMESPACE, "lease": LEASE, "grant": LEASE, "grants": LEASE,
+    "MemberDetail.id": MEMBER, "namespace": NAMESPACE, "filed_in": NAMESPACE, "base": NAMESPACE, "weights": "",
+    "lease": LEASE, "grant": LEASE, "grants": LEASE,
     "reservation": RESERVATION, "request": "r-1", "key": KEYS[0], "last_key": KEYS[1], "checksum": CHECKSUM,
     "pool_id": POOL_ID, "last_tokens": 32,
     "incarnation": 662316, "changes_next": _CHANGES, "next": _CHANGES + 1, "is_there": True, "complete": True,

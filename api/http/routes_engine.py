@@ -63,6 +63,17 @@ _add(
 )
 
 
+_add(
+    "weights", endpoints.WEIGHTS, "sessions", "Say which weights the engine runs from now on",
+    "For engines whose weights change while they run. What the session looks up and stores afterwards is filed in the "
+    "namespace `filed_in`, which it shares with engines of the same manifest that run weights of the same name. Grants "
+    "from before stay as they are. The chunks of weights that no engine has run for `weights_grace_s` are evicted "
+    "before all others.",
+    retry="idempotent.",
+    errors=("unknown_session", "unknown_member", "not_the_scheduler", "table_full", "quota_exceeded"),
+)
+
+
 @_route(
     c.LEAVE, "sessions", "Detach a member; everything it holds is released",
     "When the last member leaves, the session is closed.", retry="404 means that an earlier attempt succeeded.",

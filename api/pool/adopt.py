@@ -101,6 +101,7 @@ def _take(
         suspect_ms=settings.suspect_ms,
         session_cap=settings.session_cap,
         total_cap=settings.total_cap,
+        grace_ms=round(settings.weights_grace_s * 1000),
     )
     ends = ExitStack()
     ends.callback(lock.close, unlink=True)

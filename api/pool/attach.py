@@ -6,9 +6,9 @@ import msgspec
 
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, tenant_id
-from kvdock.api.pool.registry import MemberRecord, Registry, SessionRecord, digest16, owned
+from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, Registry, SessionRecord, digest16, owned
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.keys import namespace_digest
+from kvdock.protocol.keys import filed_in, namespace_digest
 from kvdock.protocol.schemas import SECRET_FIELDS, AttachSession, Manifest, Member
 
 
@@ -49,6 +49,8 @@ def attach(
             retired_before=0 if came_back else pool.removed.count,
         ))
     session.members[member.id].heard_ms = now_ms
+    if member.scheduler:
+        run_weights(session, body.weights, pool=pool, registry=registry, quotas=quotas, now_ms=now_ms)
     return session
 
 
@@ -122,9 +124,41 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
 def _open_session(
     body: AttachSession, manifest: Manifest, tenant: str, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
 ) -> SessionRecord:
-    digest, nonce = namespace_digest(msgspec.to_builtins(manifest), tenant), digest16(owned(tenant, body.instance))
+    base, nonce = namespace_digest(msgspec.to_builtins(manifest), tenant), digest16(owned(tenant, body.instance))
+    weights = body.weights if body.member.scheduler else ""
     quotas.check_session(tenant, nonce)
-    quotas.check_namespace(tenant, digest)
+    if known := pool.table.session_of(nonce):  # of the server before: it stays where it is
+        namespace = _namespace_of(known, base, manifest, tenant, pool, registry)
+    else:
+        namespace = _add_namespace(base, weights, manifest, tenant, pool, registry, quotas)
+    table_id = pool.table.open_session(nonce, namespace.table_id, now_ms)
+    return registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)
+
+
+def run_weights(
+    session: SessionRecord, weights: str, *, pool: Pool, registry: Registry, quotas: Quotas, now_ms: int
+) -> None:
+    """What the session looks up and stores from now on is filed under these weights; repeating it changes nothing.
+
+    Raises ApiError(quota_exceeded), and what the table refuses (table_full); then it stays where it is.
+    """
+    before = session.namespace
+    if before.digest == filed_in(before.base, weights):
+        before.use.weights = weights
+        return
+    after = _add_namespace(
+        before.base, weights, before.manifest, session.tenant, pool, registry, quotas, moves=session
+    )
+    pool.table.move_session(session.table_id, after.table_id, now_ms)
+    registry.move_session(session, after)
+
+
+def _add_namespace(
+    base: bytes, weights: str, manifest: Manifest, tenant: str, pool: Pool, registry: Registry, quotas: Quotas,
+    moves: SessionRecord | None = None,
+) -> NamespaceRecord:
+    digest = filed_in(base, weights)
+    quotas.check_namespace(tenant, digest, moves)
     space = pool.table.add_namespace(
         digest,
         chunk_tokens=manifest.chunk_tokens,
@@ -132,9 +166,24 @@ def _open_session(
         writers=manifest.writers,
         groups=[(group.kind, group.window_tokens, group.part_bytes) for group in manifest.groups],
         tenant=tenant_id(tenant),
+        base=base,
     )
-    namespace = registry.add_namespace(
-        space, digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0
+    return registry.add_namespace(
+        space, digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0, base=base, weights=weights
     )
-    table_id = pool.table.open_session(nonce, space, now_ms)
-    return registry.add_session(table_id, body.instance, body.label, namespace, is_bench=body.is_bench)
+
+
+def _namespace_of(
+    session: int, base: bytes, manifest: Manifest, tenant: str, pool: Pool, registry: Registry
+) -> NamespaceRecord:
+    """In which the table has the session. Raises ApiError(id_reused) if that is of another manifest."""
+    space = pool.table.sessions([session])[0].namespace
+    view = next(one for one in pool.table.namespaces() if one.namespace == space)
+    if view.base != base:
+        raise ApiError(
+            "id_reused", "the instance attached with another manifest", found=base.hex(), wanted=view.base.hex()
+        )
+    return registry.add_namespace(
+        space, view.digest, manifest, tenant, holds_chunks=pool.table.chunks_in(space) > 0, base=base,
+        weights="" if view.digest == base else None,
+    )

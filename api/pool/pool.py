@@ -414,6 +414,7 @@ def _new_pool(
             suspect_ms=settings.suspect_ms,
             session_cap=settings.session_cap,
             total_cap=settings.total_cap,
+            grace_ms=round(settings.weights_grace_s * 1000),
         )
         return Pool(settings, lock=lock, segments=segments, table=table, undo=undo.pop_all(), now_s=now_s, tell=tell)
 

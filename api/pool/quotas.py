@@ -98,11 +98,38 @@ class Quotas:
         if not any(view.nonce == nonce for view in self._table.sessions()):
             raise _exceeded("sessions", used, limit)
 
-    def check_namespace(self, tenant: str, digest: bytes) -> None:
-        """Before a namespace is used, new or not. Raises ApiError(quota_exceeded)."""
-        used, limit = self._used(tenant).namespaces, self.of(tenant).namespaces
-        if limit is not None and used >= limit and not self._table.has_namespace(digest):
-            raise _exceeded("namespaces", used, limit)
+    def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
+        """Before a namespace is used, new or not. Those that sessions have left do not count: they go as others are
+        needed. `moves`: the session that leaves another one for it. Raises ApiError(quota_exceeded)."""
+        limit = self.of(tenant).namespaces
+        if limit is None or self._table.has_namespace(digest):
+            return
+        number = tenant_id(tenant)
+        in_use = {
+            view.namespace for view in self._table.namespaces() if view.tenant == number and view.left_ms is None
+        }
+        if moves is not None:
+            filed = [view.namespace for view in self._table.sessions()]
+            if filed.count(moves.namespace.table_id) == 1:
+                in_use.discard(moves.namespace.table_id)
+        if len(in_use) >= limit:
+            raise _exceeded("namespaces", len(in_use), limit)
+
+    def empty_left(self, max_chunks: int) -> int:
+        """Evicts chunks of namespaces that were left by tenants with more namespaces than they may have. Returns how
+        many went."""
+        for tenant, quota in (*self._put.items(), *((name, self._default) for name in self._defaulted())):
+            is_over = quota.namespaces is not None and self._used(tenant).namespaces > quota.namespaces
+            if is_over and (gone := self._table.empty_left(0, max_chunks, tenant_id(tenant))):
+                return gone
+        return 0
+
+    def _defaulted(self) -> list[str]:
+        """Known tenants that have the default quota."""
+        if self._default.namespaces is None:
+            return []
+        names = (self._names.get(view.tenant) for view in self._table.tenants())
+        return [name for name in names if name is not None and name != OWN_TENANT and name not in self._put]
 
     def grants_refusal(self, session: SessionRecord) -> ApiError | None:
         """Why the session's tenant may open no further grant; None: it may."""

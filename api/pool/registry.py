@@ -43,6 +43,9 @@ class NamespaceUse:
     sums: Sums = field(default_factory=Sums)
     is_bench: bool = True
     """Benchmarks alone have used it."""
+    weights: str | None = None
+    """The name of the weights whose chunks are filed in it; "": those that engines start with. None: of engines of the
+    server before, which have not said it yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +54,8 @@ class NamespaceRecord:
     digest: bytes
     manifest: Manifest
     tenant: str = ""
+    base: bytes = b""
+    """The digest of the same manifest and tenant without weights: keys are made of it."""
     use: NamespaceUse = field(default_factory=NamespaceUse, compare=False)
 
     @property
@@ -71,6 +76,8 @@ class MemberRecord:
     lock_offset: int
     retired_before: int = 0
     """How many segments had been removed when the member attached: it never mapped those."""
+    follows: NamespaceRecord | None = None
+    """Whose changes it hears of; None: of none yet."""
     heard_ms: int = 0
     """The last attach or heartbeat, on the server clock."""
     suspect: bool = False
@@ -174,15 +181,19 @@ class Registry:
         return found
 
     def add_namespace(
-        self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "", *, holds_chunks: bool = False
+        self, table_id: int, digest: bytes, manifest: Manifest, tenant: str = "", *, holds_chunks: bool = False,
+        base: bytes = b"", weights: str | None = "",
     ) -> NamespaceRecord:
         """The table uses the numbers of namespaces again: what had this one is gone. `holds_chunks`: of engines of the
-        server before, if this one does not know the namespace yet."""
+        server before, if this one does not know the namespace yet. `base`: empty: the digest itself."""
         found = self._namespaces.get(digest)
         if found is None or found.table_id != table_id:
             self._keep_namespaces(lambda record: record.table_id != table_id)
             use = NamespaceUse(is_bench=not holds_chunks)
-            found = self._namespaces[digest] = NamespaceRecord(table_id, digest, manifest, tenant, use)
+            found = NamespaceRecord(table_id, digest, manifest, tenant, base or digest, use)
+            self._namespaces[digest] = found
+        if weights is not None:
+            found.use.weights = weights
         return found
 
     def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
@@ -205,6 +216,11 @@ class Registry:
         self._by_id[record.id] = self._by_capability[record.capability] = self._by_table_id[table_id] = record
         self._by_instance[record.tenant, instance] = record
         return record
+
+    def move_session(self, session: SessionRecord, namespace: NamespaceRecord) -> None:
+        """Another one of its manifest and tenant."""
+        session.namespace = namespace
+        namespace.use.is_bench &= session.is_bench
 
     def add_member(self, session: SessionRecord, member: MemberRecord) -> None:
         session.members[member.id] = self._by_lock[member.lock_offset] = member

@@ -14,11 +14,13 @@ import asyncio
 import itertools
 import secrets
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import msgspec
 
 from kvdock._core import Lookup as Found, Table, TableError
 from kvdock.api.pool.registry import NamespaceRecord, Registry, SessionRecord
@@ -93,7 +95,7 @@ class TierDesk:
     ) -> None:
         self.instance_prefix = f"mover-{secrets.token_hex(4)}-"
         """With it begin the instances as which movers of this server attach."""
-        self.reports: list[TierView] = []
+        self._reports: list[TierView] = []
         """The mover's last."""
         self.mover_restarts = 0
         self._lost_lookups = self._declined = 0
@@ -117,25 +119,45 @@ class TierDesk:
         self._served: list[bytes] | None = None
         self._fresh: dict[bytes, NamespaceRecord] = {}
         """Namespaces in which an engine has attached since the last news."""
+        self._moved_from: set[bytes] = set()
+        """Namespaces that engines have moved out of since the last news of namespaces."""
+        self._left: list[bytes] = []
+        """What the next news tells: nobody runs these weights any more."""
+        self._of_weights: set[bytes] = set()
+        """Those of the namespaces served that are not of the weights that engines start with."""
         self._said_draining = False
         self._known: OrderedDict[bytes, set[bytes]] = OrderedDict()
         """The beginnings of the keys that tiers have, by namespace; the one that was told of longest ago first."""
         self._has_forgotten = False
         self._lists_all = False
         self._news = asyncio.Event()
+        self._clears = clears
+        clears.wake, clears.on_cleared = self._news.set, self._cleared
+
+    @property
+    def reports(self) -> list[TierView]:
+        return [
+            msgspec.structs.replace(report, untold=self._clears.untold(report.name)) for report in self._reports
+        ]
 
     def is_movers(self, session: SessionRecord) -> bool:
         return self.has_mover and session.instance.startswith(self.instance_prefix)
 
     # ---------------------------------------------------------------- for engines' calls
 
-        self._clears = clears
-        clears.wake, clears.on_cleared = self._news.set, self._cleared
     def attached(self, session: SessionRecord) -> None:
         """The mover learns of the namespace at once, also if the engine leaves at once."""
         if self.has_mover and not self.is_movers(session) and not session.tenant:
             self._fresh[session.namespace.digest] = session.namespace
             self._news.set()
+
+    def moved(self, session: SessionRecord, before: NamespaceRecord) -> None:
+        """Its engine runs other weights now: what its requests waited for is of no use to it."""
+        if self.has_mover:
+            self._moved_from.add(before.digest)
+            mine = [number for number, ticket in self._tickets.items() if ticket.call.session is session]
+            for number in mine:
+                self._end(number, "withdrawn")
 
     def looked_up(self, call: LookupCall, found: Found, wait_s: float, tokens_per_s: float) -> PendingTokens | None:
         """A lookup was answered. Says what may come for it; None: nothing. Only where there is a mover."""
@@ -181,10 +203,13 @@ class TierDesk:
         if not self._lists_all or sum(map(len, self._known.values())) > MOST_KNOWN:
             return ""
         at = stored * KEY_BYTES
-        return "" if keys[at : at + t.KNOWN_BYTES] in self._known.get(space.digest, ()) else "absent"
+        known = self._known.get(space.digest)
+        if known is None and self._has_forgotten:
+            return ""
+        return "" if known is not None and keys[at : at + t.KNOWN_BYTES] in known else "absent"
 
     def _is_any_open(self) -> bool:
-        return any(report.state == "open" for report in self.reports)
+        return any(report.state == "open" for report in self._reports)
 
     def _is_worth(self, space: NamespaceRecord, chunks: int, wait_s: float, tokens_per_s: float) -> bool:
         """Whether some tier may bring something sooner than it is computed. The mover decides how much."""
@@ -194,7 +219,7 @@ class TierDesk:
                 latency_s=report.load_latency_s, bytes_per_s=report.load_bytes_per_s, wait_s=wait_s,
                 tokens_per_s=tokens_per_s,
             )
-            for report in self.reports if report.state == "open"
+            for report in self._reports if report.state == "open"
         )
 
     def _again(self, number: int, found: Found, asked_tokens: int) -> PendingTokens | None:
@@ -279,11 +304,20 @@ class TierDesk:
 
     def heard(self, words: t.MoverWords) -> None:
         if words.tiers is not None:
-            self.reports, self._heard_s = words.tiers, self._now_s()
+            self._reports, self._heard_s = words.tiers, self._now_s()
+        for learned in words.learned:
+            self._clears.learned(learned)
+        for told in words.told:
+            self._clears.told(told)
         for known in words.known:
-            self._known.setdefault(bytes.fromhex(known.namespace), set()).update(
+            namespace = bytes.fromhex(known.namespace)
+            self._known.setdefault(namespace, set()).update(
                 known.keys[at : at + t.KNOWN_BYTES] for at in range(0, len(known.keys), t.KNOWN_BYTES)
             )
+            self._known.move_to_end(namespace)
+        while len(self._known) > MOST_KNOWN_NAMESPACES:
+            self._known.popitem(last=False)
+            self._has_forgotten = True
         self._lists_all = words.lists_all
         for promised in words.promised:
             if (ticket := self._tickets.get(promised.ticket)) is not None:
@@ -294,13 +328,22 @@ class TierDesk:
             if (ticket := self._tickets.get(number)) is not None:
                 ticket.is_done = True  # what came is leased to the request, which has not asked again yet
 
+    def _cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
+        """Chunks were cleared: tiers do not have them any more, and who waits for them waits in vain. None: all."""
+        if keys is None:
+            self._known.pop(space.digest, None)
+        elif (known := self._known.get(space.digest)) is not None:
+            known.difference_update(keys[at : at + t.KNOWN_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        for ticket in self._tickets.values():
+            if ticket.call.session.namespace is not space:
+                continue
+            asked = ticket.call.keys
+            if keys is None or any(keys[at : at + KEY_BYTES] in asked for at in range(0, len(keys), KEY_BYTES)):
+                ticket.is_done = True
+
     async def news(self) -> t.MoverNews:
         """The next, at once where a request waits for it, else soon."""
         while True:
-        for learned in words.learned:
-            self._clears.learned(learned)
-        for told in words.told:
-            self._clears.told(told)
             try:
                 await asyncio.wait_for(self._news.wait(), NEWS_S)
             except TimeoutError:
@@ -316,24 +359,13 @@ class TierDesk:
     def restarted(self) -> None:
         """The mover is a new process: it knows nothing."""
         self._served, self._said_draining, self._lists_all = None, False, False
-        self.reports = [TierView(name=report.name, state="off", why=MOVER_STARTS) for report in self.reports]
+        self._reports = [TierView(name=report.name, state="off", why=MOVER_STARTS) for report in self._reports]
         self._known.clear()
+        self._has_forgotten = False
+        self._clears.restarted()
         self.ahead.lost()
         for number in list(self._tickets):
             self._end(number, "shortened", is_told=True)
-    def _cleared(self, space: NamespaceRecord, keys: bytes | None) -> None:
-        """Chunks were cleared: tiers do not have them any more, and who waits for them waits in vain. None: all."""
-        if keys is None:
-            self._known.pop(space.digest, None)
-        elif (known := self._known.get(space.digest)) is not None:
-            known.difference_update(keys[at : at + t.KNOWN_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        for ticket in self._tickets.values():
-            if ticket.call.session.namespace is not space:
-                continue
-            asked = ticket.call.keys
-            if keys is None or any(keys[at : at + KEY_BYTES] in asked for at in range(0, len(keys), KEY_BYTES)):
-                ticket.is_done = True
-
         for grant in list(self._temporary):
             self.settled(grant)
         self._ended.clear()
@@ -353,8 +385,6 @@ class TierDesk:
         asked: list[t.Asked] = []
         left = FRAME_BYTES
         while self._asked and left > 0:
-        self._has_forgotten = False
-        self._clears.restarted()
             one = self._asked.popleft()
             self._asked_bytes -= len(one.keys)
             left -= len(one.keys)
@@ -363,6 +393,7 @@ class TierDesk:
         ended, self._ended = self._ended, []
         if self._asked:
             self._news.set()
+        orders, generations, learned = self._clears.news()
         return t.MoverNews(
             namespaces=self._namespaces(), left=[digest.hex() for digest in self._left],
             generations=generations, orders=orders, heard=learned,
@@ -374,20 +405,30 @@ class TierDesk:
         """Those of the server's own user in which an engine has a session, if they changed."""
         records = {
             session.namespace.digest: session.namespace for session in self._registry.sessions()
-            if not self.is_movers(session) and not session.tenant
+            if not self.is_movers(session) and not session.tenant and session.namespace.use.weights is not None
         }
-        records |= self._fresh
+        records |= {
+            digest: record for digest, record in self._fresh.items() if record.use.weights is not None
+        }
         self._fresh = {}
         served = sorted(records)
+        self._left = []
         if served == self._served:
             return None
+        gone = set(self._served or ()) - records.keys()
+        self._left = [digest for digest in gone if digest in self._moved_from or digest in self._of_weights]
+        self._moved_from.difference_update(gone)
+        self._of_weights = {digest for digest in served if digest != records[digest].base}
         self._served = served
-        return [t.ServedNamespace(namespace=digest.hex(), manifest=records[digest].manifest) for digest in served]
+        return [
+            t.ServedNamespace(
+                namespace=digest.hex(), manifest=records[digest].manifest, weights=records[digest].use.weights or ""
+            ) for digest in served
+        ]
 
     def _end_late(self) -> None:
         now_s = self._now_s()
         for number in [number for number, ticket in self._tickets.items() if ticket.until_s + GRACE_S < now_s]:
-        orders, generations, learned = self._clears.news()
             self._end(number, "expired")
 
     def _end(self, number: int, how: WaitOutcome, *, is_told: bool = False) -> None:

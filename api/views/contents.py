@@ -87,6 +87,7 @@ class Contents:
             prefixes=[
                 PrefixView(
                     namespace=seen[space].digest.hex(), tenant=seen[space].tenant, model=seen[space].manifest.model,
+                    weights=seen[space].use.weights,
                     key=first.hex(), tokens=chunks * seen[space].manifest.chunk_tokens, chunks=chunks, bytes=held,
                     age_s=self.since_s(born_ms), unused_s=self.since_s(used_ms), uses=uses, last_key=last.hex(),
                     last_tokens=last_chunks * seen[space].manifest.chunk_tokens,

@@ -53,7 +53,8 @@ class Curves:
         self._limits = limits
         self._began_s = self._aged_s = self._now_s()
         self._spaces: OrderedDict[bytes, _Space] = OrderedDict()
-        """By the namespace's digest, the one that was asked longest ago first."""
+        """By the digest of the namespace's manifest and tenant, whatever the weights; the one that was asked longest
+        ago first."""
         self._simulated = Simulated(
             limits.eviction, limits.pool_bytes, salt=self._salt, most_share=MOST_SHARE, most_entries=MOST_ENTRIES,
             most_work=MOST_WORK,
@@ -84,10 +85,10 @@ class Curves:
 
     def _number(self, namespace: NamespaceRecord) -> int:
         self._follow_limits()
-        space = self._spaces.get(namespace.digest)
+        space = self._spaces.get(namespace.base)
         if space is None:
             space = self._add(namespace)
-        self._spaces.move_to_end(namespace.digest)
+        self._spaces.move_to_end(namespace.base)
         return space.number
 
     def _add(self, namespace: NamespaceRecord) -> _Space:
@@ -98,7 +99,7 @@ class Curves:
         manifest = namespace.manifest
         slots = sum(-(-group.part_bytes // SLOT_ALIGN) for group in manifest.groups) * manifest.writers
         self._simulated.set_space(number, manifest.chunk_tokens, slots * SLOT_ALIGN)
-        space = self._spaces[namespace.digest] = _Space(namespace, number)
+        space = self._spaces[namespace.base] = _Space(namespace, number)
         return space
 
     # ---------------------------------------------------------------- telling
@@ -125,7 +126,7 @@ class Curves:
             tenants=[TenantCurve(tenant=name, **self._fields(_sum(ones))) for name, ones in sorted(by_tenant.items())],
             namespaces=[
                 NamespaceCurve(
-                    namespace=record.digest.hex(), tenant=record.tenant, model=record.manifest.model,
+                    namespace=record.base.hex(), tenant=record.tenant, model=record.manifest.model,
                     chunk_tokens=record.manifest.chunk_tokens, chunk_bytes=record.chunk_bytes, **self._fields(one),
                 )
                 for record, one in reversed(sums)

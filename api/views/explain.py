@@ -50,8 +50,9 @@ class Explainer:
             nearest = self._nearest(space)
         return Explanation(
             request=newest.request, namespace=detail.namespace.hex(), model=space.manifest.model if space else "",
+            weights=detail.weights,
             sentences=[
-                *_sentences([row for row, _ in mine], lookups, outcome), *_differs(nearest),
+                *_sentences([row for row, _ in mine], lookups, outcome), *_weights(detail.weights), *_differs(nearest),
                 *_others([row for row, _ in found if row.session != newest.session]),
             ],
             lookups=lookups, outcome=outcome, load=_load_of(outcome),
@@ -65,17 +66,20 @@ class Explainer:
             is_like = other.tenant == mine.tenant and other.manifest.model == mine.manifest.model
             if other is mine or not is_like or not self._table.chunks_in(other.table_id):
                 continue
-            differs = _differences(mine.manifest, other.manifest)
+            differs = _differences(mine, other)
             if best is None or len(differs) < len(best.differs):
                 best = OtherNamespace(namespace=other.digest.hex(), differs=differs)
         return best
 
 
-def _differences(mine: Manifest, other: Manifest) -> dict[str, list[Any]]:
-    shown, others = shown_manifest(mine), shown_manifest(other)
-    return {
+def _differences(mine: NamespaceRecord, other: NamespaceRecord) -> dict[str, list[Any]]:
+    shown, others = shown_manifest(mine.manifest), shown_manifest(other.manifest)
+    differs = {
         name: [msgspec.to_builtins(getattr(one, name)) for one in (shown, others)]
-        for name in Manifest.__struct_fields__ if getattr(mine, name) != getattr(other, name)
+        for name in Manifest.__struct_fields__ if getattr(mine.manifest, name) != getattr(other.manifest, name)
+    }
+    return differs if mine.use.weights == other.use.weights else {
+        **differs, "weights": [mine.use.weights, other.use.weights]
     }
 
 
@@ -164,6 +168,10 @@ def _others(rows: Sequence[RequestView]) -> list[str]:
         return []
     said = ", ".join(f"{name} (session {session})" if name != session else session for session, name in names.items())
     return [f"Other engines had requests with this id, which are explained if their session is named: {said}."]
+
+
+def _weights(weights: str | None) -> list[str]:
+    return [f"Its engine ran the weights {weights!r}, whose chunks are apart from those of others."] if weights else []
 
 
 def _differs(nearest: OtherNamespace | None) -> list[str]:

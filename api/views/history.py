@@ -82,6 +82,8 @@ class Detail:
     broke: Break | None = None
     loaded_us: int | None = None
     """From a lookup's answer until its ranks had read all that it got."""
+    weights: str | None = ""
+    """That its engine ran."""
 
 
 class RecentRequests:

@@ -211,19 +211,26 @@ class Reports:
 
     async def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
         await self._contents.refresh()
+        left = {view.namespace: view.left_ms for view in self._table.namespaces()}
         seen = [record for record in self._registry.namespaces() if peer.sees(record.tenant)]
         shown, following = page_of(seen, lambda record: record.table_id, limit, cursor)
         attached = Counter(session.namespace.table_id for session in self._registry.sessions())
         return Namespaces(
-            namespaces=[self._namespace_view(record, attached[record.table_id]) for record in shown], next=following
+            namespaces=[
+                self._namespace_view(record, attached[record.table_id], left.get(record.table_id)) for record in shown
+            ],
+            next=following,
         )
 
-    def _namespace_view(self, record: NamespaceRecord, sessions: int) -> NamespaceView:
+    def _namespace_view(self, record: NamespaceRecord, sessions: int, left_ms: int | None) -> NamespaceView:
         count = self._contents.of(record.table_id)
         return NamespaceView(
             namespace=record.digest.hex(),
             tenant=record.tenant,
             manifest=shown_manifest(record.manifest),
+            weights=record.use.weights,
+            base=record.base.hex(),
+            left_s=None if left_ms is None else self._contents.since_s(left_ms),
             chunk_bytes=record.chunk_bytes,
             sessions=sessions,
             is_bench=record.use.is_bench,
@@ -293,6 +300,7 @@ def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> di
         "label": record.label,
         "model": record.namespace.manifest.model,
         "namespace": record.namespace.digest.hex(),
+        "weights": record.namespace.use.weights,
         "leases": view.leases,
         "reservations": view.reservations,
         "held_bytes": view.held_bytes,

@@ -19,6 +19,7 @@ from kvdock.api.views.breaks import break_of
 from kvdock.api.views.curve import Curves
 from kvdock.api.views.history import TABLE_COUNTERS, Counters, Detail, RecentRequests
 from kvdock.protocol import events as e
+from kvdock.protocol.explain import Break
 from kvdock.protocol.outcomes import view_of
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.schemas import Heartbeat, Lookup, Reserve
@@ -134,7 +135,7 @@ class Tally:
             tokens=tokens, hit_tokens=found.hit_tokens, chunks=chunks, bytes=loaded_bytes, took_us=took_us,
         )
         broke = break_of(self._table, session, keys, found, self._server_ms())
-        detail = Detail(session.namespace.digest, broke)
+        detail = _detail(session, broke)
         if not session.is_bench:
             if broke is not None:
                 self.missed[broke.why] += tokens - found.hit_tokens
@@ -215,7 +216,7 @@ class Tally:
             took_us=(now_ns - started_ns) // 1000,
         )
         if not session.is_bench:
-            self.recent.add(session.tenant, row, Detail(session.namespace.digest))
+            self.recent.add(session.tenant, row, _detail(session))
         if self._tells(session, e.Reserved):
             self._bus.publish(e.Reserved(
                 **session.who, store=body.store, traceparent=body.traceparent or "",
@@ -279,7 +280,11 @@ class Tally:
                 at=self._wall_s(), kind="ended", session=session.id, label=session.label, request=outcome.request,
                 tokens=outcome.prompt_tokens, hit_tokens=outcome.found_tokens, chunks=0, bytes=0, took_us=0,
                 outcome=view,
-            ), Detail(session.namespace.digest))
+            ), _detail(session))
+
+
+def _detail(session: SessionRecord, broke: Break | None = None) -> Detail:
+    return Detail(session.namespace.digest, broke, weights=session.namespace.use.weights)
 
 
 def _slot_bytes(granted: Granted) -> int:

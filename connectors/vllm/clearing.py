@@ -91,8 +91,10 @@ class Clearing:
         if attachment is None:
             return False
         is_last = not self._stores
-        namespace = attachment.namespace.hex()
+        namespace = attachment.filed_in.hex()
         try:
+            self._session.tell_weights(attachment)  # what is to be found from now on is cleared
+            namespace = attachment.filed_in.hex()
             answer = self._session.client.clear(ClearCache(namespace=namespace), timeout_s=timeout_s)
         except (ServerUnavailable, ApiError) as error:
             level = logging.DEBUG if self._is_failing else logging.WARNING
@@ -117,7 +119,7 @@ class Clearing:
         except (ServerUnavailable, ApiError) as error:
             self._session.lost(attachment, error)
             return
-        namespace = attachment.namespace.hex()
+        namespace = attachment.filed_in.hex()
         own = listed_id(attachment.session)
         others = [one.instance for one in known if one.namespace == namespace and one.session != own]
         if others:

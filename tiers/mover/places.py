@@ -66,6 +66,7 @@ class Places:
         self._by_digest: dict[bytes, Place] = {}
         self._rewinding: set[bytes] = set()
         """Namespaces whose changes are heard from the first on, after the next heartbeat."""
+        self._left: set[bytes] = set()
         self._unserved_s: dict[bytes, float] = {}
         """Since when, by namespace."""
 
@@ -80,10 +81,11 @@ class Places:
     def follow(self, served: Sequence[ServedNamespace]) -> None:
         """Attaches to new ones. Those that are served no more stay for LINGER_S: an engine that has ended may come
         back, and what it has stored is still to be written."""
-        wanted = {bytes.fromhex(one.namespace): one.manifest for one in served}
-        for digest, manifest in wanted.items():
+        wanted = {bytes.fromhex(one.namespace): one for one in served}
+        self._left -= wanted.keys()
+        for digest, one in wanted.items():
             if self.of(digest) is None:
-                self._open(digest, manifest)
+                self._open(digest, one.manifest, one.weights)
         with self._lock:
             self._unserved_s = {
                 digest: self._unserved_s.get(digest, self._clock()) for digest in self._by_digest.keys() - wanted.keys()
@@ -107,6 +109,7 @@ class Places:
             gone = [self._by_digest.pop(digest) for digest in late if not is_busy(self._by_digest[digest])]
             for place in gone:
                 del self._unserved_s[place.digest]
+                self._left.discard(place.digest)
         for place in gone:
             place.session.close()
 
@@ -114,12 +117,21 @@ class Places:
         for place in self.all():
             place.session.close()
 
-    def _open(self, digest: bytes, manifest: Manifest) -> None:
+    def left(self, digests: Sequence[bytes]) -> None:
+        """Nobody runs their weights any more: nothing more of them is written."""
+        with self._lock:
+            self._left |= self._by_digest.keys() & set(digests)
+
+    def is_left(self, place: Place) -> bool:
+        return place.digest in self._left
+
+    def _open(self, digest: bytes, manifest: Manifest, weights: str) -> None:
         identity = Identity(
             instance=f"{self._instance}-{digest.hex()[:12]}", member="mover", ranks=tuple(range(manifest.writers)),
             label=MOVER_LABEL,
         )
         session = EngineSession(self._client, manifest, identity)
+        session.runs(weights)
         place = Place(digest, manifest, session)
         try:
             self._rewinding.add(digest)  # what is there already is heard as well
@@ -129,8 +141,8 @@ class Places:
             session.close()
             return
         attachment = session.attachment
-        if attachment is not None and attachment.namespace != digest:
-            log.error("namespace %s: the server calls it %s", digest.hex()[:12], attachment.namespace.hex()[:12])
+        if attachment is not None and attachment.filed_in != digest:
+            log.error("namespace %s: the server calls it %s", digest.hex()[:12], attachment.filed_in.hex()[:12])
             session.close()
             return
         with self._lock:

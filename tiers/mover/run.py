@@ -199,7 +199,10 @@ class Mover:
 
     def _hurry(self, leaving: Sequence[Leaving]) -> None:
         places = [(self._places.of(bytes.fromhex(one.namespace)), list(cut(one.keys))) for one in leaving]
-        worth = [(place, self._asks.worth(keys)) for place, keys in places if place is not None]
+        worth = [
+            (place, self._asks.worth(keys)) for place, keys in places
+            if place is not None and not self._places.is_left(place)
+        ]
         for writer in self._writers.values():
             writer.hurry(worth)
 
@@ -213,6 +216,8 @@ class Mover:
         self._offer(place, [bytes.fromhex(change.key) for change in changes.changes if change.is_there])
 
     def _offer(self, place: Place, keys: list[bytes]) -> None:
+        if self._places.is_left(place):
+            return
         worth = self._asks.worth(keys)
         for writer in list(self._writers.values()):
             writer.offer(place, worth)
@@ -231,11 +236,6 @@ class Mover:
                 self._words.prefetched.append(Prefetched(fetch.prefetch, fetch.loaded, was_dropped))
         self._line.wake()
 
-    def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Tiers have these chunks."""
-        with self._lock:
-            self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
-
     def _learned(self, learned: Learned) -> None:
         if learned.keys:
             self._drop(bytes.fromhex(learned.namespace), list(cut(learned.keys)))
@@ -248,6 +248,11 @@ class Mover:
             self._words.told.append(told)
         self._line.wake()
 
+    def _stored(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Tiers have these chunks."""
+        with self._lock:
+            self._words.known.append(KnownKeys(namespace.hex(), b"".join(key[:KNOWN_BYTES] for key in keys)))
+
     def _lacked(self, lane: Lane, keys: Sequence[bytes]) -> None:
         self._writers[lane.name].forget(keys)
 
@@ -255,12 +260,12 @@ class Mover:
 
     def _close(self) -> None:
         self._opening.close()
+        self._agreement.close()
         self._fetches.close()
         for writer in self._writers.values():
             writer.close()
         self._places.close()
         for lane in self._lanes:
-        self._agreement.close()
             lane.close(Deadline(CLOSE_S))
         self._client.close()
 

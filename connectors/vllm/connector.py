@@ -66,8 +66,8 @@ from kvdock.connectors.vllm.setup import (
 )
 from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
 from kvdock.connectors.vllm.steps import Orders, Report
-from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
+from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.protocol.access_token import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -131,9 +131,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             groups = groups_of(kv_cache_config)
             refuse_states(vllm_config, groups, load_async=self._settings.load_async)
+            refuse_what_is_no_prefix(vllm_config, kv_cache_config)
             self._groups = groups
         except CannotCacheError as why:
-            refuse_what_is_no_prefix(vllm_config, kv_cache_config)
             if role is KVConnectorRole.SCHEDULER:  # once for each engine
                 log.warning(ASIDE, why)
         self._instance = f"vllm-{transfer.engine_id}"
@@ -332,6 +332,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
             own_cache=own_cache_of(self._config, self._groups, hash_tokens),
         )
+        self._scheduler.unfit = why_unfit(self._config, manifest.token_order, os.environ)
+        if self._scheduler.unfit:
+            log.warning(UNLOADED, self._scheduler.unfit)
         self._scheduler.start()
         for request in self._waiting:
             self._scheduler.arrived(request)
@@ -347,9 +350,6 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
-        self._scheduler.unfit = why_unfit(self._config, manifest.token_order, os.environ)
-        if self._scheduler.unfit:
-            log.warning(UNLOADED, self._scheduler.unfit)
         elif self._groups:
             self._waiting.append(request)
 

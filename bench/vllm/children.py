@@ -63,7 +63,8 @@ class Scale:
     """Length of the new prompts in the decode mode."""
     stored_interval_s: float = 0.2
     samples: int = 16
-    """Of one request, in the samples mode; `sampled`: tokens of its prompt, beside the tail; `sampled_new`: of each."""
+    """How many samples one request has in the samples mode; `sampled`: tokens of its prompt, beside the tail;
+    `sampled_new`: tokens of each sample."""
     sampled: int = 8192
     sampled_new: int = 16
 

@@ -193,7 +193,7 @@ class GrowingPool:
         self._tensors = [torch.empty((512, 16, 512), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         self._layout = paged_layout("NL_X_NB_BS_HS", self._tensors, block_tokens=16)
         self.loads = self.right = 0
-        """Of so many loads, those that gave what was stored."""
+        """How many there were, and how many gave what was stored."""
 
     def run(self) -> None:
         """In a thread of its own."""

@@ -41,7 +41,7 @@ def threads_elsewhere(files: Files) -> list[str]:
 
 
 def given_out(header: str) -> list[str]:
-    """What driver.h gives out of the table of entry points, comments and the table itself left out."""
+    """What a header gives out of the table of entry points; comments are left out."""
     code = re.sub(r"//.*", "", header)
     return [line.strip() for line in code.splitlines() if NAMES_TABLE.search(line)]
 

@@ -23,12 +23,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from hashlib import sha256
+
+MOST_LETTERS = 100
+"""Of a version that stands in the name of its weights."""
 
 log = logging.getLogger("kvdock.weights")
 
 
 def _draw() -> str:
     return os.urandom(8).hex()
+
+
+def _short(version: str) -> str:
+    """The version, or a digest of one that is too long to be shown."""
+    return version if len(version) <= MOST_LETTERS else sha256(version.encode()).hexdigest()
 
 
 class RunningWeights:
@@ -48,6 +57,7 @@ class RunningWeights:
         """The engine's own prefix cache may hold KV of earlier weights."""
         self.doubt = ""
         """Why it is not known when the weights change: then nothing is shared. "": it is known."""
+        self._is_empty = True  # the engine's own prefix cache
         self._name: str | None = ""  # None: to be drawn
         self._version = ""  # that names the weights of now
         self._last_version, self._has_computed_as_last = "", False
@@ -87,7 +97,7 @@ class RunningWeights:
     def changed(self, version: str = "") -> None:
         """The weights are others from now on, or a part of them is. `version`: as end() has it."""
         self.epoch += 1
-        self.is_stale, self._name = True, None
+        self.is_stale, self._name = self.is_stale or not self._is_empty, None
         if not self.is_changing:
             self._version = ""
             if version:
@@ -106,11 +116,32 @@ class RunningWeights:
 
     def flushed(self) -> None:
         """The engine's own prefix cache is empty."""
-        self.is_stale = self.is_changing
+        self.is_stale, self._is_empty = False, True
 
     def computed(self) -> None:
-        """A forward pass was planned."""
+        """A forward pass or a load was planned: the engine's own prefix cache is not empty any more."""
+        self._is_empty = False
+        self.is_stale |= self.is_changing
         self._has_computed_as_last |= self._version == self._last_version != ""
+
+    def hear(self, kind: str, version: str = "") -> None:
+        """One of the methods above and below, by a word for what has happened: "begin", "changed", "end", "named",
+        "flushed", "unheard" (`version` says why) or "heard"."""
+        match kind:
+            case "begin":
+                self.begin()
+            case "end":
+                self.end(version)
+            case "named":
+                self.named(version)
+            case "flushed":
+                self.flushed()
+            case "unheard":
+                self.withhold(version)
+            case "heard":
+                self.trust_again()
+            case _:
+                self.changed(version)
 
     def withhold(self, why: str) -> None:
         """From now on nothing is shared: nobody may hear of a change."""
@@ -135,7 +166,7 @@ class RunningWeights:
             self._last_version, self._has_computed_as_last = version, False
         self._version = version
         is_trusted = self._trusts_versions and version not in self._spoilt
-        self._name = f"version {version}" if is_trusted else None
+        self._name = f"version {_short(version)}" if is_trusted else None
         if is_trusted:
             log.info("the weights have changed: KV is shared with engines that run version %r from now on", version)
             self._told(self._name or "")

@@ -71,6 +71,8 @@ class Announcer:
         """By key, since they were last taken: whether it is there."""
         self._gone: dict[bytes, int] = {}
         """Known chunks that were removed, with the number of the heartbeat that said so last."""
+        self._left: set[bytes] = set()
+        """Told chunks of earlier weights: once they were told as gone, they are forgotten."""
         self._beats = self._all_gone = 0
         self._attachment: Attachment | None = None
         self._lock = threading.Lock()
@@ -96,7 +98,9 @@ class Announcer:
             with self._lock:
                 if attachment is self._followed() and asked >= self._all_gone:
                     known = [key for key in keys if key in self._told or key in self._untold]
-                    self._news.update((key, True) for key in known if self._gone.get(key, 0) <= asked)
+                    self._news.update(
+                        (key, True) for key in known if key not in self._left and self._gone.get(key, 0) <= asked
+                    )
 
         return found
 
@@ -110,11 +114,18 @@ class Announcer:
                 self._forget_all()
             for change in changes.changes:
                 key = bytes.fromhex(change.key)
-                if key in self._told or key in self._untold:
+                if key not in self._left and (key in self._told or key in self._untold):
                     self._news[key] = change.is_there
                     self._gone.pop(key, None)
                     if not change.is_there:
                         self._gone[key] = self._beats
+
+    def weights_changed(self) -> None:
+        """This instance loads none of the chunks of before any more."""
+        with self._lock:
+            self._forget_all()
+            self._left |= self._told.keys()
+            self._untold.clear()
 
     def take(self) -> list[Told]:
         """What has changed since it was last taken: STEP_CHUNKS at most, the rest next time."""
@@ -128,6 +139,8 @@ class Announcer:
                     out.append(Told(chunk, is_there))
                     if is_there:
                         self._told[key] = chunk
+                    elif key in self._left:
+                        self._left.discard(key)
                     else:
                         self._add(key, chunk)
         return out

@@ -39,6 +39,7 @@ except ImportError:
 from kvdock.client.client import Client
 from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.arrivals import in_turn, listen
 from kvdock.connectors.vllm.block_budget import BlockBudget
@@ -68,6 +69,7 @@ from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hit
 from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
 from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.protocol.access_token import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -147,6 +149,9 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             warn_of_version(vllm.__version__)
             listen()
+            self._why_unheard = hear(self, vllm_config)
+        elif self._groups:
+            hear_model(self, vllm_config)
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
@@ -156,6 +161,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         self._aside: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
+        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, told=self._runs)
         self._told, self._built = Report(), 0  # what workers said before the manifests were there; steps planned
         self._waiting: list[Any] = []  # requests that came before the handshake
         self._events: Events | None = None
@@ -243,6 +249,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         orders = kv_connector_metadata.orders
         if self._worker is None:
             return
+    def kvdock_weights_written(self) -> None:
+        """Something was loaded into the model (weight_changes.py)."""
+        if self._worker is not None:
+            self._worker.weights_written()
+
         self._worker.fence(orders, _stream_of(self._worker.device))
         if self._computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
             self._computed.wait_stream(torch.cuda.current_stream(self._computed.device))
@@ -328,7 +339,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
-            is_beside=is_beside, tags=Tags(_adapters_as(self._config.lora_config), self._began_ns),
+            is_beside=is_beside, weights=self._weights,
+            tags=Tags(
+                _adapters_as(self._config.lora_config), self._began_ns, weights=self._weights,
+                trusts_names=self._settings.trust_weight_versions,
+            ),
             namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
             own_cache=own_cache_of(self._config, self._groups, hash_tokens),
         )
@@ -337,6 +352,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning(UNLOADED, self._scheduler.unfit)
         self._scheduler.start()
         for request in self._waiting:
+        self._prove_hooks()
             self._scheduler.arrived(request)
         self._waiting.clear()
 
@@ -373,7 +389,11 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     @in_turn
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         self._built += 1
-        return Metadata(self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders())
+        self._prove_hooks()
+        orders = self._scheduler.build(scheduler_output) if self._scheduler is not None else Orders()
+        if orders.loads or scheduler_output.num_scheduled_tokens:
+            self._weights.computed()
+        return Metadata(orders)
 
     @in_turn
     def update_connector_output(self, connector_output: Any) -> None:
@@ -385,6 +405,23 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
             self._scheduler.loads_failed()  # perhaps another connector's
+    @in_turn
+    def kvdock_weights(self, kind: str, version: str) -> None:
+        """As weight_changes.Hears has it."""
+        if self._scheduler is not None:
+            self._scheduler.weights_change(kind, version)
+        else:
+            self._weights.hear(kind, version)
+
+    def _runs(self, weights: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.runs(weights)
+
+    def _prove_hooks(self) -> None:
+        why = self._why_unheard()
+        if why != self._weights.doubt:
+            self.kvdock_weights("unheard" if why else "heard", why)
+
         self._scheduler.take(report)
 
     def _introduced(self, report: Report) -> Report:

@@ -34,6 +34,8 @@ METRICS: Mapping[str, Metric] = {
     **{
         f"bypassed_{why}": Metric("counter", f"Requests that were not looked up: {said}.") for why, said in WHY.items()
     },
+    "weight_changes": Metric("counter", "Times that the weights changed, or may have changed, while the engine ran."),
+    "withheld": Metric("gauge", "1 while nothing is shared because nobody would hear of a change of weights."),
     "hints_ignored": Metric("counter", "KV hints of requests that kvdock does not know or cannot read."),
     "wait_seconds": Metric("seconds", "Time that a request waited for tokens that another engine was computing."),
     "waits_fulfilled": Metric("counter", "Requests that waited for another engine until all of it was stored."),

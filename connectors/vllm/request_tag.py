@@ -1,6 +1,6 @@
 """What a request's KV depends on beside its tokens: its tag, which is mixed into its keys (protocol/keys.py).
 
-Adapter, salt, prompt embeddings and the name of weights hold for all of a request; images and the like stand at some of
+Adapter, salt, prompt embeddings and weights hold for all of a request; images and the like stand at some of
 its tokens, so that requests which differ in a later image share what comes before it. Such requests have keys made of
 tokens in all engines: vLLM's own hashes know adapters by their names, and images by names that clients may give.
 
@@ -10,7 +10,6 @@ A request is not cached while its tag is not known: neither looked up nor stored
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 from kvdock.connectors.background import Background
 from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.vllm.adapters import Adapter, Adapters
 from kvdock.connectors.vllm.hints import asked_by
 from kvdock.connectors.vllm.media import Media, Named, Unhashable, digest_of_tensor
@@ -53,7 +53,8 @@ PLAIN = Tag()
 def chain_of(
     tag: Tag | None, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int | None
 ) -> Chain:
-    """A request's keys. `hashes`: vLLM's, one for each `hash_tokens` tokens; None: they are of no use to others."""
+    """A request's keys. `namespace`: that of the weights which compute it (Tags.namespace_of). `hashes`: vLLM's, one
+    for each `hash_tokens` tokens; None: they are of no use to others."""
     if tag is None:
         return _NoKeys()
     if tag or hash_tokens is None:
@@ -90,18 +91,18 @@ class _Met:
 
 class Tags:
     """`adapters_as`: what vLLM's set-up says of all adapters and can change KV. `began_ns`: as Adapters has it.
-    `clock`: seconds, monotonic. `draw`: a name that nobody else has."""
+    `weights`: what this engine runs. `trusts_names`: a request that names its weights needs no other name of them.
+    `clock`: seconds, monotonic."""
 
     def __init__(
-        self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter,
-        draw: Callable[[], str] = lambda: os.urandom(16).hex(),
+        self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,
+        weights: RunningWeights | None = None, trusts_names: bool = True,
     ) -> None:
-        self._draw, self._weights = draw, ""
+        self._weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
         self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
         self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns), adapters_as
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
-        self._plain = PLAIN
         self._has_grown = False
         """A prompt grew: what it grew by may be images that never came here."""
 
@@ -113,7 +114,7 @@ class Tags:
     def of(self, request: Any) -> Tag | None:
         """None while it is not known, or when it will never be."""
         if is_plain(request):
-            return self._plain
+            return PLAIN
         met = self._meet(request)
         if self._why_not(met):
             return None
@@ -121,12 +122,10 @@ class Tags:
             met.tag = self._tag(met)
         return met.tag
 
-    def weights_changed(self) -> None:
-        """From now on no request shares anything with earlier ones, but for those that name their weights."""
-        self._weights = self._draw()
-        self._plain = self._tag(_Met(0.0))
-        for met in self._met.values():
-            met.tag = None
+    def namespace_of(self, request: Any, namespace: bytes) -> bytes:
+        """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
+        is_named = self._trusts_names and bool(asked_by(request).weights)
+        return namespace if is_named else tagged(namespace, self._weights.tag)
 
     def waits(self, request: Any) -> bool:
         """Whether the tag may be known soon enough for a lookup to wait for it."""
@@ -200,8 +199,6 @@ class Tags:
             told["embeddings"] = met.embeddings
         if met.weights:
             told["weights"] = met.weights
-        elif self._weights:
-            told["weights drawn"] = self._weights
         marks = sorted((_mark(named, feature) for named, feature in met.media), key=lambda mark: (mark.start, mark.end))
         return Tag(json.dumps(told, sort_keys=True).encode() if told else b"", tuple(marks))
 

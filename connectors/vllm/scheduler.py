@@ -32,13 +32,14 @@ from kvdock.connectors.load_once import LoadOnce
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.arrivals import Unscheduled
-from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.attached import Attached
+from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.clearing import Clearing
 from kvdock.connectors.vllm.figures import Figures
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
@@ -65,14 +66,14 @@ class VllmScheduler:
     """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
     vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
     says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
-    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens; `is_beside`: others load, too.
-    `own_cache`: of vLLM, None if requests do not find there what others load."""
+    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens and `weights`, which this engine
+    runs; `is_beside`: others load, too. `own_cache`: of vLLM, None if requests do not find there what others load."""
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
         fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
         hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
-        own_cache: OwnCache | None = None, clock: Callable[[], float] = time.perf_counter,
+        weights: RunningWeights | None = None, own_cache: OwnCache | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
         self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
@@ -82,7 +83,9 @@ class VllmScheduler:
         self._hints = Hints(partial(self.figures.add, "hints_ignored"))
         self._tracked: dict[str, Tracked] = {}
         self._unscheduled = Unscheduled()
-        self._tags = tags if tags is not None else Tags()
+        self._weights = weights if weights is not None else RunningWeights()
+        self._tags = tags if tags is not None else Tags(weights=self._weights)
+        self._reset_epoch = 0  # of the weights, when the connector was reset last
         share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
         speed = self._speed if settings.load_if_cheaper else None
@@ -122,6 +125,7 @@ class VllmScheduler:
 
     def start(self) -> None:
         """Attaches, if a server is there. RefusedError when it does not accept this engine."""
+        self._session.runs(self._weights.name)
         changed = self._announcer.changed if self._announcer is not None else None
         self._session.start(SessionObserver(self._connector.keeps_lease, changed))
 
@@ -143,12 +147,15 @@ class VllmScheduler:
 
     def _is_stored(self, request_id: str) -> bool:
         """Whether what the request computes may be stored."""
-        request = self._tracked[request_id].request
-        return self._outcomes.asked(request).store and self._tags.of(request) is not None
+        tracked = self._tracked[request_id]
+        if tracked.is_old or not self._weights.may_share:
+            return False
+        return self._outcomes.asked(tracked.request).store and self._tags.of(tracked.request) is not None
 
     def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
         request = self._tracked[request_id].request
         hashes = request.block_hashes if hash_tokens is not None else ()
+        namespace = self._tags.namespace_of(request, namespace)
         return chain_of(self._tags.of(request), namespace, chunk_tokens, hashes, hash_tokens)
 
     # ------------------------------------------------------------------ lookups and loads
@@ -157,7 +164,10 @@ class VllmScheduler:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
         self._begins_anew(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
-        if not self._may_load(request):
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        # vLLM's own cache may have kept KV of earlier weights: what is computed behind that is of no weights.
+        tracked.is_old = not self._weights.may_share or (self._weights.is_stale and local_tokens > 0)
+        if tracked.is_old or not self._may_load(request):
             return 0, False
         if self._tags.of(request) is None:
             if self._tags.waits(request):
@@ -166,8 +176,7 @@ class VllmScheduler:
                 self.figures.add(f"bypassed_{why}", 1)
                 self._outcomes.held_back(request.request_id, f"bypassed_{why}")
             return 0, False
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        tracked.request, tracked.local_tokens, tracked.is_old = request, local_tokens, False
+        tracked.request, tracked.local_tokens = request, local_tokens
         if not self._clearing.is_over:
             self._clear_again()
             return 0, False
@@ -229,7 +238,7 @@ class VllmScheduler:
             self._early.arrived(request.request_id)
 
     def _expect(self, request_id: str) -> None:
-        if self._clearing.is_over:
+        if self._clearing.is_over and self._weights.may_share:
             request = self._tracked[request_id].request
             self._driver.expect(request_id, request.all_token_ids[: self._usable(request)])
 
@@ -307,7 +316,10 @@ class VllmScheduler:
         self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
         if is_idle:
             self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
-        return Orders(loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids))
+        return Orders(
+            loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids),
+            self._weights.epoch,
+        )
 
     def _ordered(self, load: LoadOrder) -> LoadOrder:
         """It comes after steps under way that may still use blocks that it writes, and after stores that may."""
@@ -393,6 +405,8 @@ class VllmScheduler:
             if self._cost is not None:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
+        if self._weights.epoch in report.wrote_weights:
+            self.weights_change("changed")
             self._driver.load_failed(request_id, valid)
             self._driver.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)
@@ -430,13 +444,11 @@ class VllmScheduler:
         """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.
 
         Waits for the server, as long as the client does: somebody asked for it."""
-        for request_id, tracked in self._tracked.items():
-            self._forget(request_id)
-            tracked.is_old = True
-        self._stores.drop_unsent()
-        if self._on_reset != "clear":
-            if self._on_reset == "apart":
-                self._tags.weights_changed()
+        self._leave_behind()
+        if self._on_reset == "apart":
+            self.weights_change("changed")
+        is_done_with, self._reset_epoch = self._weights.epoch != self._reset_epoch, self._weights.epoch
+        if self._on_reset != "clear" or is_done_with:  # since the weights have changed, nothing of before is found
             return True
         cleared = self._clearing.ask(self._stores.sent)
         self._driver.run(self._clearing.tell_of_others)
@@ -450,6 +462,28 @@ class VllmScheduler:
     def busy(self) -> bool:
         """Stores are under way: the engine must go on stepping for them to get to the workers."""
         return bool(self._stores)
+
+    def weights_change(self, kind: str, version: str = "") -> None:
+        """As weight_changes.Hears has it."""
+        epoch = self._weights.epoch
+        self._weights.hear(kind, version)
+        self.figures.state("withheld", int(bool(self._weights.doubt)))
+        if self._weights.epoch != epoch:
+            self.figures.add("weight_changes", 1)
+            self._leave_behind()
+            if self._announcer is not None:
+                self._announcer.weights_changed()
+
+    def runs(self, weights: str) -> None:
+        """As EngineSession has it."""
+        self._session.runs(weights)
+
+    def _leave_behind(self) -> None:
+        """What requests have computed, and what they have asked for, is not shared any more."""
+        for request_id, tracked in self._tracked.items():
+            self._forget(request_id)
+            tracked.is_old = True
+        self._stores.drop_unsent()
 
     def close(self) -> None:
         self._tags.close()

@@ -41,7 +41,7 @@ class StoreOrder:
 class Orders:
     """What the workers do in one step. `fences`: stores that must have ended before this step writes anything.
     `is_idle`: the step computes nothing. `alone`: the one request that it computes. `gone`: requests that have ended
-    since the last step."""
+    since the last step. `weights`: RunningWeights.epoch."""
 
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
@@ -49,6 +49,7 @@ class Orders:
     is_idle: bool = False
     alone: str | None = None
     gone: frozenset[str] = frozenset()
+    weights: int = 0
 
 
 @dataclass
@@ -65,6 +66,8 @@ class Report:
     """Loads that brought all, by request: their tokens, and the seconds that they took on the slowest rank."""
     manifests: dict[int, bytes] = field(default_factory=dict)
     """Each rank's own, as JSON, with its first step if it has not gone with vLLM's handshake."""
+    wrote_weights: set[int] = field(default_factory=set)
+    """Something was loaded into a rank's model, and the last order that it had seen was of this epoch of weights."""
 
     def add(self, other: Report) -> None:
         for request_id, valid in other.valid_tokens.items():
@@ -76,6 +79,9 @@ class Report:
             self.took_s[request_id] = tokens, max(seconds, self.took_s.get(request_id, (tokens, 0.0))[1])
         self.epochs.update(other.epochs)
         self.manifests.update(other.manifests)
+        self.wrote_weights |= other.wrote_weights
 
     def __bool__(self) -> bool:
-        return bool(self.valid_tokens or self.stores or self.took_s or self.epochs or self.manifests)
+        return bool(
+            self.valid_tokens or self.stores or self.took_s or self.epochs or self.manifests or self.wrote_weights
+        )

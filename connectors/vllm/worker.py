@@ -66,6 +66,8 @@ class _Load:
     is_early: bool
     reported: bool = False
     ordered: bool = False
+    is_of_old_weights: bool = False
+    """The weights have changed since it began: it fails."""
 
 
 class _Store:
@@ -120,6 +122,8 @@ class VllmWorker:
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
         self._lost: LoadLostError | None = None
+        self._weights, self._wrote_weights = 0, False
+        """Of the last orders, and whether something was loaded into the model since then."""
         start(self._session, self._connector)
 
     # ------------------------------------------------------------------ the worker's thread
@@ -161,13 +165,19 @@ class VllmWorker:
         reads have ended when it returns."""
         self._raise_what_was_lost()  # first: nothing is stored of a step that read what was lost
         self._is_idle = orders.is_idle
+        is_unheard = self._wrote_weights and orders.weights == self._weights  # the scheduler's side plans as before
+        if is_unheard or orders.weights != self._weights:
+            for load in self._running:
+                load.is_of_old_weights |= not load.reported and self._may_fail(load.order)
+        self._weights, self._wrote_weights = orders.weights, is_unheard
         for stored in orders.stores:
             if stored.store_id not in self._stores:  # else fence() has begun it
                 self._begin_store(stored, self._computed)
         for order in orders.loads:  # one by one: should one raise, those before it are known to close()
             # Beside requests that run it is not reported early, and the CPU need not hash ahead.
             is_early = order.is_async and orders.is_idle and self._reports_early
-            self._running.append(_Load(order, self._submit(order, is_early), is_early))
+            is_refused = is_unheard and self._may_fail(order)
+            self._running.append(_Load(order, None if is_refused else self._submit(order, is_early), is_early))
         # Of a request that is gone, who knows when there is another step: what it loads is seen to its end now.
         self._take_ended(
             lambda load: not load.order.is_async or (load.reported and load.order.plan.request_id in orders.gone)
@@ -240,7 +250,14 @@ class VllmWorker:
         epoch = attachment.epoch if attachment is not None else NOWHERE
         if epoch != self._reported_epoch:
             report.epochs[self._connector.rank] = self._reported_epoch = epoch
+        if self._wrote_weights:
+            report.wrote_weights.add(self._weights)
         return report
+
+    def weights_written(self) -> None:
+        """Something was loaded into this worker's model. If a call did that which the scheduler's side has heard of,
+        the next orders are of another epoch."""
+        self._wrote_weights = True
 
     def rest(self) -> None:
         """Returns once no copy is under way."""
@@ -291,6 +308,8 @@ class VllmWorker:
 
     def _finish(self, load: _Load, loading: Loading) -> None:
         valid, plan = self._connector.finish_load(loading), load.order.plan
+        if load.is_of_old_weights:
+            valid = plan.local_tokens
         self.figures.loaded(plan, valid, self._clock() - loading.began_s)
         took_s = loading.took_s()
         if valid == plan.hit_tokens and took_s is not None:
@@ -312,9 +331,9 @@ class VllmWorker:
             return
         log.warning("load request=%s: %d of %d tokens", plan.request_id, valid, plan.hit_tokens)
         self._fell_short[plan.request_id] = valid
-        if self._groups == 1 and (order.is_async or self._traits.undoes_steps):
+        if self._fails_by_block(order):
             self._failed_blocks |= _blocks_behind(plan, valid)
-        elif self._traits.takes_failed_requests and order.is_async:
+        elif self._may_fail(order):
             self._failed_requests.add(plan.request_id)
         else:
             what = "after several KV cache groups" if order.is_async else "in the step that runs the request"
@@ -322,6 +341,13 @@ class VllmWorker:
                 f"request {plan.request_id}: {plan.hit_tokens - valid} tokens could not be loaded, and {what} this "
                 "vLLM has no way to compute them again"
             )
+
+    def _fails_by_block(self, order: LoadOrder) -> bool:
+        return self._groups == 1 and (order.is_async or self._traits.undoes_steps)
+
+    def _may_fail(self, order: LoadOrder) -> bool:
+        """Whether vLLM computes what a load did not bring."""
+        return self._fails_by_block(order) or (self._traits.takes_failed_requests and order.is_async)
 
     def _tell_of_ended(self) -> None:
         """Says to the server what became of the loads that were filed."""

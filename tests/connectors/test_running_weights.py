@@ -27,6 +27,7 @@ def test_the_first_weights_have_no_tag_and_share() -> None:
 
 def test_a_change_without_a_version_is_private_and_stale_until_the_flush() -> None:
     one, told = weights()
+    one.computed()
     one.changed()
     assert (one.epoch, one.is_stale, one.may_share) == (1, True, True)
     assert told == [], "the server hears of weights with their first use, not with each part of an update"
@@ -48,6 +49,13 @@ def test_equal_versions_have_equal_tags() -> None:
     assert other.epoch == 1, "a name is no change"
 
 
+def test_a_long_version_has_a_short_name_of_its_own() -> None:
+    (one, _), (other, _) = weights(), weights()
+    one.changed("7" * 5000)
+    other.changed("7" * 5001)
+    assert one.name != other.name and len(one.name) < 100
+
+
 def test_versions_that_are_not_trusted_are_private() -> None:
     one, _ = weights(trusts_versions=False)
     one.changed("7")
@@ -58,16 +66,27 @@ def test_versions_that_are_not_trusted_are_private() -> None:
 
 def test_nothing_is_shared_between_the_beginning_and_the_end_of_a_change() -> None:
     one, _ = weights()
+    one.computed()
     one.begin()
     assert (one.may_share, one.is_stale) == (False, True)
     one.flushed()
-    assert (one.may_share, one.is_stale) == (False, True), "what is computed meanwhile is of no weights"
+    assert (one.may_share, one.is_stale) == (False, False)
     before = one.epoch
     one.changed()
     assert (one.may_share, one.epoch > before) == (False, True)
+    one.computed()  # with weights that are neither the old ones nor the new ones
     one.named("3")
     one.end()
     assert (one.may_share, one.is_stale, one.name) == (True, True, "version 3")
+
+
+def test_a_cache_that_was_flushed_before_the_change_is_not_stale() -> None:
+    one, _ = weights()
+    one.computed()
+    one.flushed()  # paused, as engines are before their weights change
+    one.begin()
+    one.end("1")
+    assert (one.is_stale, one.name) == (False, "version 1")
 
 
 def test_parts_of_one_update_keep_their_version() -> None:
@@ -110,11 +129,13 @@ def test_going_back_to_a_version_shares_with_it() -> None:
 
 def test_another_name_without_a_change_counts_as_one() -> None:
     one, _ = weights()
+    one.computed()
     one.named("1")
     assert (one.name, one.epoch, one.is_stale) == ("version 1", 1, True)
     one.flushed()
     one.named("1")
     assert (one.epoch, one.is_stale) == (1, False)
+    one.computed()
     one.named("2")
     assert (one.name, one.epoch, one.is_stale) == ("version 2", 2, True)
 

@@ -11,7 +11,8 @@ are to be admitted in one step, "during_a_step" if they come while one runs, "ad
 "images": [[name or null, colour]] with one image for each prompt, and "new": how many tokens each generates.
 kv_transfer_params say "kvdock": {…} to kvdock and "handed":
 {…} to another connector; what the engine gives to be handed on is "handed" of the answer. Other jobs: {"do": "reset"},
-{"do": "drain"} or {"do": "metrics"}, what Prometheus would read. The first line it writes says what the engine is made
+{"do": "drain"}, {"do": "metrics"}, what Prometheus would read, or {"do": "change", "route": …, "folder": …,
+"version": …}, which gives it other weights (weight_routes.py). The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
 to check, request by request; "brought" is how many tokens connectors brought.
 
@@ -36,6 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engines import KV_DEVICE
+from weight_routes import change, register_transfer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.update(
@@ -255,6 +257,8 @@ def serve(said: dict[str, Any]) -> None:
 
     if said.get("keeps_prefixes"):
         keep_prefixes()
+    if "weight_transfer_config" in said.get("engine", {}):
+        register_transfer()
     # Workers are forked too: on a CPU vLLM starts each anew, and each imports vLLM again.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
@@ -285,6 +289,9 @@ def serve(said: dict[str, Any]) -> None:
             say({"text": generate_latest().decode()})
         elif job["do"] == "drain":
             drain()
+            say({})
+        elif job["do"] == "change":
+            change(llm, job["route"], job["folder"], job.get("version", ""))
             say({})
         else:
             # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.

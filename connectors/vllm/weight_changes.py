@@ -1,0 +1,173 @@
+"""Hears of weights that change in a running vLLM, by whichever way it is made to change them.
+
+Everything that an engine has its workers do, steps included, goes through one method, `Executor.collective_rpc`: HTTP
+calls, LLM and AsyncLLM, sleep mode, weight transfer, the methods of a worker extension, functions that are sent to the
+workers. A hook there hears the name of each. What is known to leave weights alone does nothing; whatever else is called
+counts as a change, so what nobody knows yet costs hits and never tokens. In a worker's process the model's own
+`load_weights` is heard as well, because programs that hold the engine's model call it directly.
+
+    scheduler's process   Executor.collective_rpc ───────────► RunningWeights.begin, changed, end
+                          EngineCore.set_weight_version ─────► RunningWeights.named
+                          Scheduler.reset_prefix_cache, True ► RunningWeights.flushed
+    worker's process      the model's load_weights ──────────► the next report, unless an order says so first
+
+Without the first hook nobody hears of a change: then nothing is shared (hooks.py proves it). Without the others an
+engine shares less, never more.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvdock.connectors.vllm.hooks import Hook, hook
+
+log = logging.getLogger("kvdock.vllm")
+
+CORE = "vllm.v1.engine.core"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+_HARMLESS = """
+    execute_model sample_tokens execute_dummy_batch take_draft_token_ids initialize_from_config init_worker init_device
+    determine_available_memory compile_or_warm_up_model check_health profile annotate_profile shutdown
+    get_kv_cache_spec get_supported_kv_cache_layouts set_kv_cache_layout get_kv_connector_handshake_metadata
+    get_supported_tasks get_cache_block_size_bytes get_model_inspection get_compilation_match_table
+    get_encoder_timing_stats get_simple_cpu_offload_num_cpu_blocks release_late_interaction_query_cache
+    update_max_model_len update_environment_variables reset_mm_cache reset_encoder_cache
+    synchronize_device randomize_dummy_inputs adjust_rank
+    add_lora remove_lora list_loras pin_lora save_sharded_state save_tensorized_model compute_weight_checksums
+    init_weight_transfer_engine shutdown_weight_transfer_engine supports_draft_weight_updates wake_up
+    checkpoint_prepare checkpoint_restore reinitialize_distributed
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Methods of vLLM's own workers (0.24 to 0.33) after which the model computes what it computed before. Adapters are in
+the keys of the requests that use them; sleep of level 1 keeps the weights, and waking brings them back."""
+BEGINS = frozenset({"start_weight_update", "start_draft_weight_update"})
+ENDS = frozenset({"finish_weight_update"})
+ONLY_READS = re.compile(r"^(get|list|report|check|is|has|count|describe|print|compute|dump|save)_")
+"""What methods are called that only look, where an extension of the worker brings its own."""
+WRITES = re.compile(r"weight|param|load|sync|update|recv|receive|broadcast|merge|model|state")
+
+
+class Hears(Protocol):
+    """A connector's side in the scheduler's process."""
+
+    def kvdock_weights(self, kind: str, version: str) -> None:
+        """`kind`: "begin", "changed", "end", "named" or "flushed". `version`: the engine's name of the weights, or
+        ""."""
+
+
+_sides: weakref.WeakSet[Any] = weakref.WeakSet()
+_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def kind_of_call(method: Any, args: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """What a call to the workers does to their weights: "" (nothing), or as Hears has it. `method`: a name, or a
+    function that each worker runs."""
+    if not isinstance(method, str):
+        return "changed"
+    if method in HARMLESS:
+        return ""
+    if method in BEGINS:
+        return "begin"
+    if method in ENDS:
+        return "end"
+    if method == "sleep":  # from level 2 on, the weights are given up
+        return "changed" if (args[0] if args else named.get("level", 1)) >= 2 else ""
+    if method == "discard":
+        tags = args[0] if args else named.get("tags", ("weights",))
+        return "changed" if "weights" in tags else ""
+    if ONLY_READS.match(method) and not WRITES.search(method):
+        return ""
+    return "changed"
+
+
+def hear(side: Hears, vllm_config: Any) -> Callable[[], str]:
+    """Tells `side` from now on. Returns a function that says why it may not hear of a change; "": it hears of all."""
+    _sides.add(side)
+    executor = _executor_class(vllm_config)
+    if executor is None:
+        return lambda: "this vLLM has no Executor whose calls to the workers can be heard"
+    calls = _listening(executor, "collective_rpc", _called)
+    core = getattr(sys.modules.get(CORE), "EngineCore", None)
+    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
+    if core is not None and hasattr(core, "set_weight_version"):
+        _listening(core, "set_weight_version", _named)
+    if scheduler is not None:
+        _listening(scheduler, "reset_prefix_cache", _flushed)
+    return calls.why_not
+
+
+def hear_model(worker: Any, vllm_config: Any) -> None:
+    """Calls `worker.kvdock_weights_written()` from now on whenever something is loaded into the model, or into the
+    model that makes drafts."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    _models.add(worker)
+    drafts = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for model in (vllm_config.model_config, drafts):
+        if model is not None:
+            _listening(get_model_cls(model), "load_weights", _written)
+
+
+def sides_of(connector: Any) -> list[Any]:
+    """kvdock's own among an engine's connectors: MultiConnector has several."""
+    return [one for one in (connector, *getattr(connector, "_connectors", ())) if one in _sides]
+
+
+_heard_already: set[Hook] = set()
+
+
+def _listening(owner: type, method: str, heard: Any) -> Hook:
+    found = hook(owner, method)
+    if found not in _heard_already:
+        _heard_already.add(found)
+        found.listen(heard)
+    return found
+
+
+def _executor_class(vllm_config: Any) -> type | None:
+    try:
+        from vllm.v1.executor.abstract import Executor
+
+        found: type = Executor.get_class(vllm_config)
+    except Exception as error:  # whatever another version raises: nothing is shared then, and it is said why
+        log.warning("kvdock does not know vLLM's executor: %s", error)
+        return None
+    return found
+
+
+def _called(executor: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
+    """collective_rpc(method, timeout, args, kwargs, …)"""
+    method = args[0] if args else more.get("method")
+    of_call = more.get("args", args[2] if len(args) > 2 else ()) or ()
+    named = more.get("kwargs", args[3] if len(args) > 3 else None) or {}
+    kind = kind_of_call(method, tuple(of_call), dict(named))
+    if not kind:
+        return
+    log.info("weights: vLLM's workers were told to run %s", method if isinstance(method, str) else "a function")
+    for side in list(_sides):  # all of this process: which engine's they are is not always known
+        side.kvdock_weights(kind, "")
+
+
+def _named(core: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
+    version = args[0] if args else more.get("weight_version", "")
+    for side in sides_of(getattr(getattr(core, "scheduler", None), "connector", None)):
+        side.kvdock_weights("named", str(version))
+
+
+def _flushed(scheduler: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
+    if made is True:
+        for side in sides_of(getattr(scheduler, "connector", None)):
+            side.kvdock_weights("flushed", "")
+
+
+def _written(model: Any, args: tuple[Any, ...], more: dict[str, Any], made: Any) -> None:
+    for worker in list(_models):
+        worker.kvdock_weights_written()
+    for side in list(_sides):  # where one process has both, it need not wait for the next report
+        side.kvdock_weights("changed", "")

@@ -1,0 +1,148 @@
+"""The ways in which programs give a running vLLM other weights. Each loads those of a model's folder.
+
+    python weight_routes.py FOLDER SEED NEW_FOLDER [SEED NEW_FOLDER …]
+
+copies a model and gives the copies other weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+EXTENSION = "weight_routes.Extension"
+CHANGED = "embed_tokens"
+"""Other weights differ in these tensors: enough for other KV of every token."""
+
+
+def tensors_of(folder: str) -> Iterator[tuple[str, Any]]:
+    """What other_weights() has changed. The rest is the same, and vLLM packs it for the CPU."""
+    from safetensors.torch import load_file
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if CHANGED in name:
+                yield name, tensor
+
+
+class Extension:
+    """A worker extension, as trainers bring one: vLLM knows none of its methods."""
+
+    model_runner: Any
+
+    def refresh_policy(self, folder: str) -> None:
+        """Writes into the parameters, past the model's own load_weights."""
+        write_into(self.model_runner.get_model(), folder)
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def write_into(model: Any, folder: str) -> None:
+    """Into the parameters' memory."""
+    own = dict(model.named_parameters())
+    for name, tensor in tensors_of(folder):
+        own[name].data[: len(tensor)].copy_(tensor)
+
+
+def register_transfer() -> None:
+    """A weight transfer engine "folder", for vLLM's own start, update and finish of an update."""
+    from dataclasses import dataclass
+
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    @dataclass
+    class Nothing:
+        """It needs no connection."""
+
+    @dataclass
+    class Update:
+        folder: str
+
+    class FromFolder(WeightTransferEngine[Nothing, Update]):
+        init_info_cls, update_info_cls = Nothing, Update
+
+        def init_transfer_engine(self, init_info: Nothing) -> None:
+            """There is nobody to connect to."""
+
+        def start_weight_update(self) -> None:
+            """Parameters are written in place."""
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            write_into(self.model, self.parse_update_info(update_info).folder)
+
+        def receive_weights(self, update_info: Update) -> None:
+            write_into(self.model, update_info.folder)
+
+        def finish_weight_update(self) -> None:
+            """All is in place."""
+
+        def shutdown(self) -> None:
+            """Nothing is held."""
+
+    WeightTransferEngineFactory.register_engine("folder", FromFolder)
+
+
+def _reload(llm: Any, folder: str) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+
+def _function(llm: Any, folder: str) -> None:
+    llm.collective_rpc(lambda worker: write_into(worker.model_runner.get_model(), folder))
+
+
+def _extension(llm: Any, folder: str) -> None:
+    llm.collective_rpc("refresh_policy", args=(folder,))
+
+
+def _transfer(llm: Any, folder: str) -> None:
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", kwargs={"update_info": {"folder": folder}})
+    llm.collective_rpc("finish_weight_update")
+
+
+def _model(llm: Any, folder: str) -> None:
+    """As a trainer in the same process does it, with no call to the engine."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    getattr(worker, "worker", worker).model_runner.get_model().load_weights(tensors_of(folder))
+
+
+def _memory(llm: Any, folder: str) -> None:
+    """Into the parameters' memory, with no call to anything."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    write_into(getattr(worker, "worker", worker).model_runner.get_model(), folder)
+
+
+ROUTES: dict[str, Callable[[Any, str], None]] = {
+    "reload": _reload, "function": _function, "extension": _extension, "transfer": _transfer, "model": _model,
+    "memory": _memory,
+}
+
+
+def change(llm: Any, route: str, folder: str, version: str) -> None:
+    """`version`: what the engine is told to call them; "": nothing."""
+    ROUTES[route](llm, folder)
+    if version:
+        llm.llm_engine.engine_core.set_weight_version(version)
+
+
+def other_weights(folder: str, seed: int, to: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    for file in Path(to).glob("*.safetensors"):
+        tensors = load_file(file)
+        torch.manual_seed(seed)
+        for name in [name for name in tensors if CHANGED in name]:
+            tensors[name] = torch.randn_like(tensors[name]) * 0.25
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    for number, new in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
+        other_weights(sys.argv[1], int(number), new)

@@ -9,7 +9,7 @@ from api_helpers import MIB, ServerProcess, eventually
 from tier_engine import TierEngine
 
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.admin_schemas import EvictChunks
 
 PART = MIB // 2
 POOL_CHUNKS = 32
@@ -54,7 +54,7 @@ def clear_once_written(server: ServerProcess, share: float = 1.0) -> None:
             return tier.queued_bytes == 0 and moved >= share * status.counters["stored_bytes"] > 0
 
         eventually(is_written, 60.0)
-        client.clear(ClearCache())
+        client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
 
 
 def is_served(server: ServerProcess, namespaces: int) -> None:

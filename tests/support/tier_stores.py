@@ -17,7 +17,7 @@ from redis_server import RedisServer
 from tier_helpers import patient
 
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.tiers import objects, redis
 from kvdock.tiers.mooncake import tier as mooncake
 from kvdock.tiers.record import HEADER_BYTES, PartName
@@ -191,13 +191,18 @@ def clear_once_written(address: str) -> None:
     """Leaves what was stored in the tier alone."""
     with Client(address) as client:
         eventually(lambda: all_written(client), 60.0)
-        client.clear(ClearCache())
-        assert client.status().chunks.ready == 0
+    clear_pool(address)
 
 
 def clear_pool(address: str) -> None:
+    """Evicts all that it has, and leaves the tier as it is."""
     with Client(address) as client:
-        client.clear(ClearCache())
+
+        def is_empty() -> bool:
+            client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
+            return client.status().chunks.ready == 0
+
+        eventually(is_empty, 30.0)  # what is leased cannot go yet
 
 
 def has_state(address: str, state: str) -> None:

@@ -10,13 +10,13 @@ from api_helpers import MIB, ServerProcess, eventually, unique
 from connector_helpers import engine_over
 from engine_helpers import prompt, run_one, sampling
 from same_tokens_helpers import LENGTH, MODELS, STORED, TOKENS, Served, assert_same, served
+from tier_stores import clear_pool
 from tp_helpers import engine_of_ranks, shared
 
 from kvdock.client.client import Client
 from kvdock.engine.config import preset
 from kvdock.engine.engine import Engine
 from kvdock.engine.process_group import ProcessGroup
-from kvdock.protocol.admin_schemas import ClearCache
 
 pytestmark = [pytest.mark.tiers, pytest.mark.same_tokens, pytest.mark.timeout(120)]
 
@@ -41,8 +41,7 @@ def clear_once_written(server: ServerProcess) -> None:
             return sum(moved) >= status.counters["stored_bytes"]  # what was loaded counts as stored in the pool again
 
         eventually(all_written, 15.0)
-        client.clear(ClearCache())
-        assert client.status().chunks.ready == 0
+    clear_pool(server.unix)
 
 
 def ended(engine: Engine, tokens: list[int], new: int) -> Served:

@@ -13,7 +13,7 @@ from mover_steps import DOWN, UP, SteppedServer, has_ended
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.admin_schemas import EvictChunks
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
 
@@ -65,7 +65,7 @@ def is_held_by_none(client: Client) -> bool:
 def empty(client: Client) -> None:
     """Every slot can be given out again: none is leaked."""
     eventually(lambda: is_held_by_none(client), PATIENCE_S)
-    client.clear(ClearCache())
+    client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
     pool = client.status().pool
     assert (pool.reserved_bytes, pool.ready_bytes, pool.quarantined_bytes) == (0, 0, 0)
 

@@ -20,6 +20,8 @@ from tier_helpers import patient
 from tier_stores import SHARED, SharedStore, clear_pool, has_state, opened
 
 from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import EvictChunks
+from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import Tier
 
@@ -93,14 +95,21 @@ class Worker:
                 if found.lease is not None:
                     self._engine.release(found)
             else:
-                clear_pool(self._server.unix)
+                with Client(self._server.unix) as client:  # of all that nobody holds now
+                    client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
 
     def close(self) -> None:
         self._engine.close()
 
 
-def names_of(namespace: bytes, keys: list[bytes]) -> list[PartName]:
-    return [PartName(namespace, key, 0, writer) for key in keys for writer in range(WRITERS)]
+def names_of(tier: Tier, namespace: bytes, keys: list[bytes]) -> list[PartName]:
+    def note() -> Note | None:
+        return tier.notes([namespace], patient())[0]
+
+    eventually(lambda: note() is not None, 30.0)
+    noted = note()
+    assert noted is not None
+    return [noted.name(namespace, key, 0, writer) for key in keys for writer in range(WRITERS)]
 
 
 def harm(tier: Tier, store: SharedStore, names: list[PartName], ended: threading.Event) -> None:
@@ -129,7 +138,7 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
     chance = random.Random(SEED)
     chains = [[chance.randbytes(32) for _ in range(CHUNKS)] for _ in range(CHAINS[store.name])]
     workers = [Worker(servers[number % SERVERS], number, chains) for number in range(SERVERS * ENGINES)]
-    names = names_of(workers[0].namespace, [key for chain in chains for key in chain])
+    names = names_of(tier, workers[0].namespace, [key for chain in chains for key in chain])
     ended = threading.Event()
     def has_seen_all() -> bool:
         is_full = sum(counted(servers, "stored_bytes")) > STORE_BYTES[store.name]
@@ -164,7 +173,7 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
 
 
 def is_stored(tier: Tier, by: TierEngine, keys: list[bytes]) -> None:
-    names = names_of(by.attachment.namespace, keys)
+    names = names_of(tier, by.attachment.namespace, keys)
     eventually(lambda: all(tier.exists(names, patient())), 30.0)
 
 
@@ -187,7 +196,7 @@ def test_a_server_whose_part_another_one_has_deleted_sees_a_miss(
     one.store(keys)
     is_stored(tier, one, keys)
     is_hit(servers[1], one, keys)
-    damaged = names_of(one.attachment.namespace, keys)[2]
+    damaged = names_of(tier, one.attachment.namespace, keys)[2]
     store.damage(damaged)
     for engine, server in ((one, servers[0]), (other, servers[1])):
         clear_pool(server.unix)

@@ -148,12 +148,12 @@ class Mover:
         self._agreement.heard(news.heard)
         if news.namespaces is not None:
             self._places.follow(news.namespaces)
+            self._agreement.wake()
         if news.left:
             left = [bytes.fromhex(one) for one in news.left]
             self._places.left(left)
             for digest in left:
                 self._drop(digest)
-            self._agreement.wake()
         for ticket in news.ended:
             self._fetches.cancel(ticket)
         if news.leaving:

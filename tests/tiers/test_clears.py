@@ -1,0 +1,371 @@
+"""Clear means clear: what was cleared, deleted or found to be damaged comes back from no lower tier, whoever still had it
+on its way, whatever is restarted, and at no other server that uses the same store."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from api_helpers import MIB, ServerProcess, eventually, unique
+from mover_steps import SteppedServer, has_ended, movers_of
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_stores import SHARED, STORES, DiskStore, Store, clear_pool, has_state, opened
+
+from kvdock.client.client import Client
+from kvdock.protocol.admin_schemas import ClearCache, Cleared, DeleteChunks, Deleted
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.schemas import Commit, PartDone, ReportMismatch, Reserve
+from kvdock.shm import objects as shm
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
+
+CHUNKS = 6
+PART_BYTES = 64 << 10
+FOLLOWS_S = 10.0
+"""How soon another server's pool follows at the latest, on a busy machine (docs/tiers.md says what is usual)."""
+
+Change = Callable[[TierEngine, list[bytes]], object]
+
+
+def clear(engine: TierEngine, keys: list[bytes]) -> Cleared:
+    return engine.client.clear(ClearCache(namespace=engine.attachment.namespace.hex()))
+
+
+def clear_all(engine: TierEngine, keys: list[bytes]) -> Cleared:
+    return engine.client.clear(ClearCache())
+
+
+def delete(engine: TierEngine, keys: list[bytes]) -> Deleted:
+    return engine.client.delete(
+        DeleteChunks(namespace=engine.attachment.namespace.hex(), keys=[key.hex() for key in keys])
+    )
+
+
+def quarantine(engine: TierEngine, keys: list[bytes]) -> None:
+    """A reader says that all of them have other bytes. What tiers have goes soon after."""
+    found = engine.awaited(keys, unique("reads"))
+    assert found.lease is not None
+    engine.client.mismatch(ReportMismatch(
+        session=engine.attachment.session, lease=found.lease, chunks=list(range(len(keys)))
+    ))
+    engine.release(found)
+    eventually(lambda: untold(engine.client) == 0, 30.0)
+
+
+CHANGES: list[Change] = [clear, clear_all, delete, quarantine]
+changes = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+
+
+def untold(client: Client) -> int:
+    return sum(tier.untold for tier in client.status().tiers)
+
+
+class Servers:
+    """Servers over one store, the first at one socket again and again."""
+
+    def __init__(self, store: Store, folder: Path, ends: ExitStack) -> None:
+        self.store, self.folder, self._ends = store, folder, ends
+        self._model = unique("clears")
+        self._count = 0
+
+    def start(self, socket: str = "kvdock.sock", **more: object) -> SteppedServer:
+        self._count += 1
+        server = SteppedServer(
+            self.folder / f"armed-{self._count}", self.store.environment, pool_bytes=16 * MIB, segment_bytes=16 * MIB,
+            tier_asks=1, heartbeat_s=0.1, socket_path=str(self.folder / socket), **self.store.settings, **more,
+        )
+        return self._ends.enter_context(server)
+
+    def engine(self, server: ServerProcess, name: str = "engine") -> TierEngine:
+        engine = TierEngine(server.unix, manifest(PART_BYTES, model=self._model), name)
+        self._ends.callback(engine.close)
+        return engine
+
+    def kill(self, server: ServerProcess, *, with_pool: bool) -> None:
+        """With its mover."""
+        movers = movers_of(server.process.pid)
+        server.process.kill()
+        for mover in movers:
+            mover.send_signal(signal.SIGKILL)
+        server.process.wait(30.0)
+        eventually(lambda: all(map(has_ended, movers)), 30.0)
+        for name in shm.pool_objects().get(server.pool_id, []) if with_pool else []:
+            Path(f"{shm.SHM_DIR}{name}").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module", params=STORES, ids=lambda kind: kind.name)
+def made(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, opened(request.param, Path(name)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", params=SHARED, ids=lambda kind: kind.name)
+def shared(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, opened(request.param, Path(name)) as one:
+        yield one
+
+
+def over(store: Store) -> Iterator[Servers]:
+    with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, ExitStack() as ends:
+        yield Servers(store, Path(name), ends)
+
+
+@pytest.fixture
+def servers(made: Store) -> Iterator[Servers]:
+    yield from over(made)
+
+
+@pytest.fixture
+def sharing(shared: Store) -> Iterator[Servers]:
+    yield from over(shared)
+
+
+def written(engine: TierEngine, keys: list[bytes]) -> list[bytes]:
+    """They are in the pool and in the tier."""
+    def stored() -> int:
+        return sum(tier.counters["store_done"] for tier in engine.client.status().tiers)
+
+    before = stored()
+    engine.store(keys)
+    eventually(lambda: stored() >= before + len(keys), 60.0)
+    return keys
+
+
+def hits(engine: TierEngine, keys: list[bytes]) -> int:
+    """Chunks, after a wait for tiers. What comes has the right bytes."""
+    found = engine.awaited(keys, unique("looks"))
+    if found.hit_tokens:
+        engine.read(keys, found)
+    if found.lease is not None:
+        engine.release(found)
+    return found.hit_tokens // CHUNK_TOKENS
+
+
+def ready(servers: Servers) -> tuple[SteppedServer, TierEngine]:
+    server = servers.start()
+    has_state(server.unix, "open")
+    return server, servers.engine(server)
+
+
+# ---------------------------------------------------------------- one server
+
+
+@changes
+def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Change) -> None:
+    server, engine = ready(servers)
+    keys, others = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
+    clear_pool(server.unix)
+    assert hits(engine, keys) == hits(engine, others) == CHUNKS, "the tier has them"
+    change(engine, keys)
+    assert hits(engine, keys) == 0
+    assert hits(engine, others) == (0 if change in (clear, clear_all) else CHUNKS)
+    written(engine, keys)
+    clear_pool(server.unix)
+    assert hits(engine, keys) == CHUNKS, "what is stored afterwards is kept like anything else"
+    change(engine, keys)
+    assert hits(engine, keys) == 0, "a second time as well"
+
+
+@pytest.mark.parametrize("with_pool", [False, True], ids=["restarted", "pool removed"])
+@changes
+def test_what_was_cleared_does_not_come_back_with_the_next_server(
+    servers: Servers, change: Change, with_pool: bool
+) -> None:
+    server, engine = ready(servers)
+    keys, others = written(engine, engine.chain(CHUNKS)), engine.chain(CHUNKS)
+    change(engine, keys)
+    written(engine, others)
+    servers.kill(server, with_pool=with_pool)
+    server = servers.start()
+    has_state(server.unix, "open")
+    engine = servers.engine(server, "later")
+    assert hits(engine, keys) == 0
+    clear_pool(server.unix)
+    assert hits(engine, others) == CHUNKS, "the tier is used"
+    assert hits(engine, keys) == 0
+
+
+def test_deleting_answers_how_many_chunks_tiers_had(servers: Servers) -> None:
+    server, engine = ready(servers)
+    keys = written(engine, engine.chain(CHUNKS))
+    clear_pool(server.unix)
+    answer = delete(engine, keys[:4] + engine.chain(2))
+    assert (answer.chunks, answer.tier_chunks, answer.untold, answer.is_cleared) == (0, 4, [], False)
+    assert hits(engine, keys) == 0
+    assert hits(engine, keys[:1]) == 0
+
+
+def test_more_deletions_than_a_note_can_name_clear_the_namespace(servers: Servers) -> None:
+    server, engine = ready(servers)
+    keys, others = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
+    for _ in range(2):
+        many = [engine.rng.randbytes(32) for _ in range(3000)]
+        answer = delete(engine, many + keys[:1])
+    assert answer.is_cleared
+    clear_pool(server.unix)
+    assert hits(engine, others) == 0
+    written(engine, keys)
+    clear_pool(server.unix)
+    assert hits(engine, keys) == CHUNKS
+
+
+# ---------------------------------------------------------------- on its way
+
+
+@pytest.mark.parametrize("step", ["down.asked", "down.held", "down.written"])
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change, step: str) -> None:
+    server, engine = ready(servers)
+    server.armed.write_text(step)
+    keys = engine.chain(CHUNKS)
+    engine.store(keys)
+    mover = server.stands(step)
+    answer = change(engine, keys)
+    assert isinstance(answer, Cleared | Deleted)
+    assert answer.untold == [servers.store.name], "who could not be told is named"
+    mover.send_signal(signal.SIGCONT)
+    eventually(lambda: untold(engine.client) == 0, 30.0)
+    assert hits(engine, keys) == 0
+    written(engine, keys)
+    clear_pool(server.unix)
+    assert hits(engine, keys) == CHUNKS
+
+
+@pytest.mark.parametrize("step", ["up.asked", "up.reserved", "up.hashed", "up.committed"])
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_what_was_on_its_way_up_is_not_published(servers: Servers, change: Change, step: str) -> None:
+    server, engine = ready(servers)
+    keys = written(engine, engine.chain(CHUNKS))
+    clear_pool(server.unix)
+    server.armed.write_text(step)
+    waiting = unique("waits")
+    assert engine.lookup(keys, waiting, 20.0).pending is not None
+    mover = server.stands(step)
+    change(engine, keys)
+    mover.send_signal(signal.SIGCONT)
+    found = engine.awaited(keys, waiting)
+    assert found.hit_tokens == 0
+    if found.lease is not None:
+        engine.release(found)
+    assert hits(engine, keys) == 0
+    eventually(lambda: untold(engine.client) == 0, 30.0)
+    assert hits(engine, keys) == 0
+
+
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_what_an_engine_was_storing_is_not_published(servers: Servers, change: Change) -> None:
+    _, engine = ready(servers)
+    keys, attachment = engine.chain(2), engine.attachment
+    granted = engine.client.reserve(Reserve(
+        session=attachment.session, member=attachment.member, store="begun", keys=b"".join(keys)
+    ))
+    change(engine, keys)
+    done = [PartDone(chunk.index, part.group, 7) for chunk in granted.chunks for part in chunk.parts]
+    assert granted.reservation is not None
+    try:
+        engine.client.commit(granted.reservation, Commit(session=attachment.session, rank=0, parts=done))
+        assert change is delete
+    except ApiError as error:
+        assert (error.code, change) == ("grant_closed", clear)
+    assert engine.lookup(keys, "after").hit_tokens == 0
+    assert engine.client.status().reservations == 0
+
+
+# ---------------------------------------------------------------- a tier that is off
+
+
+def off(store: Store) -> None:
+    store.stop("stat sync") if isinstance(store, DiskStore) else store.stop()
+
+
+@pytest.mark.parametrize("with_pool", [None, False, True], ids=["same server", "restarted", "pool removed"])
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_a_tier_that_could_not_be_told_is_not_used_until_it_was(
+    servers: Servers, change: Change, with_pool: bool | None
+) -> None:
+    server, engine = ready(servers)
+    keys = written(engine, engine.chain(CHUNKS))
+    clear_pool(server.unix)
+    off(servers.store)
+    try:
+        answer = change(engine, keys)
+        assert isinstance(answer, Cleared | Deleted)
+        assert answer.untold == [servers.store.name]
+        assert untold(engine.client) == 1
+        if with_pool is not None:
+            servers.kill(server, with_pool=with_pool)
+    finally:
+        servers.store.resume()
+    if with_pool is not None:
+        server = servers.start()
+        engine = servers.engine(server, "later")
+    has_state(server.unix, "open")
+    assert hits(engine, keys) == 0
+    eventually(lambda: untold(engine.client) == 0, 60.0)
+    assert hits(engine, keys) == 0
+    eventually(lambda: not list(servers.folder.glob("*.owed")), 30.0)
+    written(engine, keys)
+    clear_pool(server.unix)
+    assert hits(engine, keys) == CHUNKS
+
+
+# ---------------------------------------------------------------- servers that share a store
+
+
+@changes
+def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(sharing: Servers, change: Change) -> None:
+    """Not in the other's pool, once it has followed, nor in the store, which the other does not bring it back to."""
+    server, engine = ready(sharing)
+    another = sharing.start("another.sock")
+    has_state(another.unix, "open")
+    other = sharing.engine(another, "other")
+    keys, kept = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
+    assert hits(other, keys) == hits(other, kept) == CHUNKS
+    other.store(keys)  # so they do not go with their last reader
+    change(engine, keys)
+    eventually(lambda: other.lookup(keys, unique("peeks")).hit_tokens == 0, FOLLOWS_S)
+    assert hits(other, keys) == 0
+    clear_pool(server.unix)
+    assert hits(engine, keys) == 0
+    if change in (delete, quarantine):
+        assert hits(other, kept) == CHUNKS
+    written(other, keys)
+    clear_pool(server.unix)
+    assert hits(engine, keys) == CHUNKS, "what is stored anew is shared again"
+
+
+@pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
+def test_what_another_server_was_writing_is_not_found(sharing: Servers, change: Change) -> None:
+    """It has leased the chunks before, and writes them after the clear."""
+    server, engine = ready(sharing)
+    another = sharing.start("another.sock")
+    has_state(another.unix, "open")
+    other = sharing.engine(another, "other")
+    another.armed.write_text("down.held")
+    keys = engine.chain(CHUNKS)
+    other.store(keys)
+    mover = another.stands("down.held")
+    engine.store(engine.chain(1))  # so the namespace is known here
+    change(engine, keys)
+    mover.send_signal(signal.SIGCONT)
+    eventually(lambda: other.lookup(keys, unique("peeks")).hit_tokens == 0, FOLLOWS_S)
+    for one in (engine, other):
+        assert hits(one, keys) == 0
+    assert hits(engine, keys) == 0
+
+
+def test_a_server_that_starts_later_knows_of_clears_by_others(sharing: Servers) -> None:
+    server, engine = ready(sharing)
+    keys = written(engine, engine.chain(CHUNKS))
+    clear(engine, keys)
+    others = written(engine, engine.chain(CHUNKS))
+    sharing.kill(server, with_pool=True)
+    another = sharing.start("another.sock")
+    has_state(another.unix, "open")
+    other = sharing.engine(another, "other")
+    assert hits(other, keys) == 0
+    assert hits(other, others) == CHUNKS

@@ -12,9 +12,11 @@
     ranks.py         what ranks tell each other between SGLang's calls
     figures.py       what is counted, for SGLang's metrics
     hooks.py         what SGLang does not say to a linker: the parent of a node, and that weights change
+    updates.py       how SGLang changes weights, and the proof that the hooks around it are in force
+    fresh.py         which pages may be stored before SGLang's tree is flushed after a change
 
-Lookups, stores and verification are the driver's (connectors/driver.py). Only linker.py, hooks.py and dependences.py
-import SGLang, and nothing here does before SGLang asks for KvdockLinker.
+Lookups, stores and verification are the driver's (connectors/driver.py). Only linker.py and dependences.py import
+SGLang when they are loaded, which is when SGLang asks for KvdockLinker; hooks.py and plugin.py do when it calls them.
 """
 
 from __future__ import annotations

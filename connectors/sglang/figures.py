@@ -24,6 +24,10 @@ METRICS: Mapping[str, Metric] = {
     "loads_given_up": Metric("counter", "Loads that were promised and could not begin: computed instead."),
     "store_tokens": Metric("counter", "Tokens of which the kvdock server has all that SGLang offered."),
     "stores_failed": Metric("counter", "Offers that the server had no room for, or that it did not answer."),
+    "stores_outdated": Metric("counter", "Offers not stored, for weights other than those of now had a part in them."),
+    "weights_changes": Metric("counter", "Changes of the engine's weights, and names given to them."),
+    "weights_private": Metric("gauge", "1: the engine shares with no other what it computes with the weights of now."),
+    "shares": Metric("gauge", "0: nothing is looked up or stored: weights change, or a change may be missed."),
     "stores_known": Metric("counter", "Offers of what was loaded or stored a moment ago: no call was made for them."),
 }
 """By name without prefix: `load_tokens` is sglang:kvdock_load_tokens_total."""

@@ -5,64 +5,133 @@ which a server does not know which chunks a chunk needs. A hook around the wrapp
 that fails, the parent is unknown, which the protocol allows: chunks are found all the same, and only which of them goes
 first is known less well.
 
-Weights that change while the engine runs: a hook before each of SGLang's ways to change them tells the linkers, whose
-keys differ from then on.
+Requests that run while weights change, and which pages of the tree are theirs: fresh.py.
+
+Weights that change while the engine runs: updates.py.
 
 Requests that wait: holding.py.
+
+SGLang wants hooks while it loads its plugins, before anything refers to what they go around: plugin.py calls install()
+by then. A linker that is made without it (SGLANG_PLUGINS may leave it out) does so itself. Whether hooks are in force
+is for updates.py to prove.
 """
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvdock.connectors.sglang.holding import Holding, admit, next_batch
-from kvdock.connectors.sglang.lookups import START, UNKNOWN
+from kvdock.connectors.sglang.updates import (
+    BEGINS,
+    CHANGES,
+    CHECKS,
+    ENDS,
+    NAMES_VERSION,
+    RELEASES,
+    RESUMES,
+    SCHEDULER,
+    WORKER,
+    Changes,
+    Guard,
+    Probe,
+    changes_of,
+    is_of_weights,
+    only_reads,
+)
+
+if TYPE_CHECKING:  # this module is loaded in processes that have no linker
+    from kvdock.connectors.sglang.fresh import Fresh
+    from kvdock.connectors.sglang.holding import Holding
 
 log = logging.getLogger("kvdock.sglang")
 
-WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper._offload_node"
-UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-UPDATES = (
-    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
+WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
-PLANS = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+PLANS = "_get_new_batch_prefill_raw"
+START, UNKNOWN = "", None
+"""In the place of the hash of the page before: there is none; nobody knows."""
 
 
 class Told(Protocol):
     """A linker."""
 
     holding: Holding
+    fresh: Fresh
+    changes: Changes
+    guard: Guard
     parent: str | None
     """The hash of the page before the node that is offered next, as Chains.named has it."""
 
-    def weights_change(self) -> None: ...
+    def planned(self) -> None:
+        """A forward pass comes that computes a prompt."""
 
 
 _linkers: weakref.WeakSet[Any] = weakref.WeakSet()
-_installed = False
+_hooked: set[str] = set()
+
+
+def install() -> None:
+    """Registers the hooks in this process, once. They do nothing where there is no linker of kvdock's."""
+    if _hooked:
+        return
+    for target, around in (
+        (f"{WRAPPER}._offload_node", _offload_node), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
+        (f"{TREE}.checkpoint_into_tree", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
+    ):
+        _register(target, around)
+    for path, names in CHANGES.items():
+        for name in names:
+            _register(f"{path}.{name}", _HEARS.get(name, _change))
 
 
 def tell(linker: Told) -> None:
-    """Installs the hooks in this process, once, and tells `linker` from now on."""
-    global _installed
+    """Tells `linker` from now on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     _linkers.add(linker)
-    if _installed:
-        return
-    _installed = True
+    install()
+    for path in (*CHANGES, SCHEDULER, WORKER):
+        try:
+            owner = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:  # linker.guard says what that means
+            log.debug("SGLang has no %s: %s", path, error)
+            continue
+        for name in changes_of(owner):
+            _register(f"{path}.{name}", _change)
+    HookRegistry.apply_hooks()
+
+
+def hook_change(path: str, name: str) -> None:
+    """As Guard has it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _register(f"{path}.{name}", _HEARS.get(name, _change))
+    HookRegistry.apply_hooks()
+
+
+def _register(target: str, around: Callable[..., Any]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, around in ((WRAPPER, _offload_node), (ADMITS, _admit), (PLANS, _plan)):
-        HookRegistry.register(target, around, HookType.AROUND)
-    for update in UPDATES:
-        HookRegistry.register(f"{UPDATER}.{update}", _weights_change, HookType.BEFORE)
-    HookRegistry.apply_hooks()
-    if missing := {ADMITS, PLANS} - getattr(HookRegistry, "_patched", {ADMITS, PLANS}):
-        log.warning("requests do not wait for hashes and lower tiers: SGLang has no %s", " and no ".join(missing))
+    if target in _hooked:
+        return
+    _hooked.add(target)
+
+    def hook(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if arguments and isinstance(arguments[0], Probe):
+            arguments[0].heard.add(target)
+            return None
+        return around(original, *arguments, **named)
+
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+# ---------------------------------------------------------------------- the tree
 
 
 def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, transfers: Any) -> None:
@@ -76,22 +145,49 @@ def _offload_node(original: Callable[..., None], wrapper: Any, node_id: Any, tra
             linker.parent = UNKNOWN
 
 
+def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is None:
+        return original(cache, req, *more, **how)
+    with linker.fresh.inserting(req):
+        return original(cache, req, *more, **how)
+
+
+def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, **how: Any) -> Any:
+    linker = _linker_of(cache)
+    if linker is None:
+        return original(cache, params, *more, **how)
+    with linker.fresh.adopting(params.value, params.prev_prefix_len):
+        return original(cache, params, *more, **how)
+
+
 def _linker_of(cache: Any) -> Any:
     """The one that was told, of a scheduler's cache; None: it is another one's."""
     linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
     return linker if linker in _linkers else None
 
 
-def _admit(original: Callable[..., Any], adder: Any, *more: Any, **how: Any) -> Any:
+def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
     linker = _linker_of(adder.tree_cache)
-    return original(adder, *more, **how) if linker is None else admit(linker.holding, original, adder, *more, **how)
+    if linker is None:
+        return original(adder, req, *more, **how)
+    from kvdock.connectors.sglang.holding import admit
+
+    linker.fresh.admitted(req)
+    return admit(linker.holding, original, adder, req, *more, **how)
 
 
 def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
     linker = _linker_of(scheduler.tree_cache)
     if linker is None:
         return original(scheduler, *more, **how)
-    return next_batch(linker.holding, original, scheduler, *more, **how)
+    from kvdock.connectors.sglang.holding import next_batch
+
+    linker.guard.meet(scheduler)
+    batch, running = next_batch(linker.holding, original, scheduler, *more, **how)
+    if batch is not None:
+        linker.planned()
+    return batch, running
 
 
 def _parent_of(cache: Any, node_id: Any) -> str | None:
@@ -103,6 +199,66 @@ def _parent_of(cache: Any, node_id: Any) -> str | None:
     return str(above[-1]) if above else START
 
 
-def _weights_change(*arguments: Any, **named: Any) -> None:
-    for linker in list(_linkers):
-        linker.weights_change()
+# ---------------------------------------------------------------------- weights
+
+
+def _all() -> list[Changes]:
+    return [linker.changes for linker in list(_linkers)]
+
+
+@contextmanager
+def _call() -> Iterator[None]:
+    with ExitStack() as ends:
+        for changes in _all():
+            ends.enter_context(changes.call())
+        yield
+
+
+def _change(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with _call():
+        return original(*arguments, **named)
+
+
+def _begin(original: Callable[..., Any], updater: Any, *more: Any, **how: Any) -> Any:
+    for changes in _all():
+        changes.opens(f"{BEGINS} of {type(updater).__name__}")
+    return original(updater, *more, **how)
+
+
+def _end(original: Callable[..., Any], updater: Any, *more: Any, **how: Any) -> Any:
+    try:
+        return original(updater, *more, **how)
+    finally:
+        for changes in _all():
+            changes.closes(f"{BEGINS} of {type(updater).__name__}")
+
+
+def _release(original: Callable[..., Any], updater: Any, request: Any, *more: Any, **how: Any) -> Any:
+    for changes in _all() if is_of_weights(request) else ():
+        changes.opens(RELEASES)
+    return original(updater, request, *more, **how)
+
+
+def _resume(original: Callable[..., Any], updater: Any, request: Any, *more: Any, **how: Any) -> Any:
+    try:
+        return original(updater, request, *more, **how)
+    finally:
+        for changes in _all() if is_of_weights(request) else ():
+            changes.closes(RELEASES)
+
+
+def _check(original: Callable[..., Any], updater: Any, request: Any, *more: Any, **how: Any) -> Any:
+    around = original if only_reads(request) else partial(_change, original)
+    return around(updater, request, *more, **how)
+
+
+def _named(original: Callable[..., Any], scheduler: Any, new_version: Any, *more: Any, **how: Any) -> Any:
+    for changes in _all():
+        changes.named(new_version)
+    return original(scheduler, new_version, *more, **how)
+
+
+_HEARS: dict[str, Callable[..., Any]] = {
+    BEGINS: _begin, ENDS: _end, RELEASES: _release, RESUMES: _resume, CHECKS: _check,
+}
+"""What goes around a method of CHANGES that is no change by itself."""

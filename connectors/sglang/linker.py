@@ -37,19 +37,22 @@ from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.prefill_speed import PrefillSpeed
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.fresh import Fresh
 from kvdock.connectors.sglang.holding import Holding
-from kvdock.connectors.sglang.hooks import tell
+from kvdock.connectors.sglang.hooks import PLANS, UNKNOWN, hook_change, tell
 from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
-from kvdock.connectors.sglang.lookups import UNKNOWN, Chains, Lookups
-from kvdock.connectors.sglang.offloads import Known, Offloads
+from kvdock.connectors.sglang.lookups import Chains, Lookups
+from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
+from kvdock.connectors.sglang.updates import Changes, Guard
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
 from kvdock.connectors.worker import WorkerConnector
 
@@ -81,7 +84,10 @@ class KvdockLinker(UnifiedCacheLinker):
             device = f"cuda:{torch.cuda.current_device()}"
             self._stream = int((forward_stream or torch.cuda.current_stream()).cuda_stream)
         self._session, self._worker = self._open(settings, server_args, model, str(kvcache.dtype), device)
-        self._chains, self._known, self._trust = Chains(), Known(), Trust(settings.trust_s, clock)
+        self._weights = RunningWeights(
+            trusts_versions=settings.trust_weight_versions, draw=nonce, told=self._weights_named
+        )
+        self._chains, self._known, self._trust = Chains(self._weights), Known(), Trust(settings.trust_s, clock)
         self._speed = PrefillSpeed(clock, 0 if server_args.disable_overlap_schedule else 1)
         self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
         self._driver = self._drive(settings) if self._ranks.rank == 0 else None
@@ -94,16 +100,19 @@ class KvdockLinker(UnifiedCacheLinker):
             )
         self.holding = Holding(self._ranks, self._lookups, self._speed.step)
         self._loads = Loads(
-            self._worker, self._groups, self._page_tokens, stream=_current_stream if self._stream is not None else None,
+            self._worker, self._groups, self._page_tokens, self._weights,
+            stream=_current_stream if self._stream is not None else None,
             ended=self._load_ended, took=self._loads_took, clock=clock,
         )
         self.layer_done_counter = self._loads.counter
         self._offloads = Offloads(
             self._worker, self._groups, self._page_tokens, self._ranks, self._driver, self._chains, self._known,
-            self._figures, self._ahead,
+            self._figures, self._weights, self._ahead,
         )
         self._loading: dict[str, tuple[list[str], str, LoadPlan]] = {}
         self.parent: str | None = UNKNOWN
+        self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
+        self.guard = Guard(hook_change, PLANS, self.changes.unheard)
         keeps = self._driver.scheduler.keeps_lease if self._driver is not None else lambda lease: False
         start(self._session, self._worker, SessionObserver(keeps))
         tell(self)
@@ -149,6 +158,8 @@ class KvdockLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         self.holding.looked_up(rid)
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
+        if not self._shares():
+            return []
         if self._lookups is None:
             return list(range(1, len(pages) + 1))
         found = self._lookups.ask(rid, pages)
@@ -159,18 +170,20 @@ class KvdockLinker(UnifiedCacheLinker):
         pages = list(by_name[FULL].keys)
         said: tuple[ServerEpoch, LoadPlan] | None = None
         begun: tuple[Attachment, LoadPlan] | None = None
-        if self._lookups is not None:
+        shares = self._shares()
+        if self._lookups is not None and shares:
             begun = self._lookups.begin_load(rid, len(pages))
             said = (begun[0].epoch, begun[1]) if begun is not None else None
         said = self._ranks.share(said)
         if said is None:
             return self._gives_up(rid, None)
-        if begun is None and (attachment := self._session.attachment_to(said[0])) is not None:
+        if begun is None and shares and (attachment := self._session.attachment_to(said[0])) is not None:
             begun = attachment, said[1]
         if not self._ranks.all_agree(begun is not None):
             return self._gives_up(rid, begun)
         assert begun is not None
-        self._loads.queue(QueuedLoad(rid, *begun, {name: one.device_indices for name, one in by_name.items()}))
+        indices = {name: one.device_indices for name, one in by_name.items()}
+        self._loads.queue(QueuedLoad(rid, *begun, indices, self._weights.epoch))
         self._loading[rid] = pages, begun[0].session, begun[1]
         return True
 
@@ -201,7 +214,7 @@ class KvdockLinker(UnifiedCacheLinker):
             return
         if ok:  # what this rank has copied was hashed once more meanwhile
             own = self._ranks.rank % self._session.manifest.writers
-            self._known.add(pages, epoch)
+            self._known.add(pages, known_of(epoch, self._weights.epoch))
             self._trust.add(epoch, (part for piece in plan.pieces for part in piece.parts if part.writer == own))
         else:
             self._trust.clear()
@@ -219,9 +232,13 @@ class KvdockLinker(UnifiedCacheLinker):
         by_name = {str(one.name): one for one in transfers}
         if FULL not in by_name or not by_name[FULL].keys:
             return False
+        may_store = self._shares()
+        if self._driver is not None:
+            full = by_name[FULL]
+            may_store = self.fresh.may_store(full.keys, self.parent, full.device_indices) and may_store
         self._offloads.offer(
             by_name[FULL].keys, self.parent, {name: one.device_indices for name, one in by_name.items()},
-            {name: len(one.keys) for name, one in by_name.items()}, self._ready(),
+            {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,
         )
         return True
 
@@ -230,6 +247,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._lookups is not None:
             self._lookups.tick(self._loads.counter.batches)
             self._figures.add("attached", int(self._session.attachment is not None))
+            self._figures.add("shares", int(self._shares()))
         return self._offloads.count_ended()
 
     def pop_completed_offload(self) -> bool:
@@ -244,13 +262,27 @@ class KvdockLinker(UnifiedCacheLinker):
         wait: Callable[[], object] = event.synchronize
         return wait
 
-    # ------------------------------------------------------------------ ends
+    # ------------------------------------------------------------------ weights
 
-    def weights_change(self) -> None:
-        """From now on nothing is shared with what was stored before."""
+    def _shares(self) -> bool:
+        """Whether anything may be looked up, loaded or stored."""
+        return self.guard.in_force() and self._weights.may_share
+
+    def planned(self) -> None:
+        """As Told has it."""
+        self._weights.computed()
+
+    def _weights_change(self) -> None:
+        """What was asked for is not loaded from now on, and what was offered and not begun is not stored."""
         if self._lookups is not None:
-            self._chains.weights = self._draw()
             self._lookups.reset()
+
+    def _weights_named(self, name: str) -> None:
+        """The weights that this engine runs are known by `name` from now on, as RunningWeights has it."""
+        self._figures.add("weights_changes")
+        self._figures.add("weights_private", int(name.startswith("private")))
+
+    # ------------------------------------------------------------------ ends
 
     def reset(self) -> None:
         """What the server holds stays: /flush_cache is about this engine's memory."""
@@ -258,6 +290,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.reset()
         if self._lookups is not None:
             self._lookups.reset()
+        self._weights.flushed()
 
     def close(self) -> None:
         self._loads.close()

@@ -23,6 +23,7 @@ from typing import Any
 from kvdock.connectors.background import Background
 from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.worker import Loading, WorkerConnector
@@ -32,17 +33,20 @@ log = logging.getLogger("kvdock.sglang")
 
 @dataclass(frozen=True)
 class QueuedLoad:
-    """`indices`: SGLang's, by the name of the transfer."""
+    """`indices`: SGLang's, by the name of the transfer; `epoch`: of the weights for which it was promised."""
 
     rid: str
     attachment: Attachment
     plan: LoadPlan
     indices: Mapping[str, Any]
+    epoch: int
 
 
 @dataclass
 class _Batch:
     loads: Sequence[QueuedLoad]
+    is_outdated: bool
+    """It has a load of what other weights have computed: nothing is copied, and all of it fails."""
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
@@ -96,12 +100,12 @@ class Loads:
     tokens of each with the seconds of its copies. `clock`: seconds, monotonic."""
 
     def __init__(
-        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, *,
+        self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, weights: RunningWeights, *,
         stream: Callable[[], int] | None, ended: Callable[[str, bool | None], None],
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._worker, self._groups, self._page_tokens = worker, groups, page_tokens
+        self._worker, self._groups, self._page_tokens, self._weights = worker, groups, page_tokens, weights
         self._stream, self._ended, self._took, self._clock = stream, ended, took, clock
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
@@ -133,7 +137,11 @@ class Loads:
         if not self._queued:
             return -1
         self._started += 1
-        batch = self._batches[self._started] = _Batch(tuple(self._queued.values()))
+        loads, now = tuple(self._queued.values()), self._weights
+        is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
+        if is_outdated:
+            log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
+        batch = self._batches[self._started] = _Batch(loads, is_outdated)
         self._queued.clear()
         self._loading.run(self._run, batch, ready)
         return self._started
@@ -183,7 +191,7 @@ class Loads:
         try:
             try:
                 ready()
-                for load in batch.loads:
+                for load in () if batch.is_outdated else batch.loads:
                     bands = self._layers.bands if self._stream is not None else None
                     loadings.append(self._worker.submit_load(load.attachment, self._placed(load), bands))
             finally:

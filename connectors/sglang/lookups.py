@@ -24,13 +24,13 @@ from kvdock.connectors.driver import Driver
 from kvdock.connectors.interface import Hit, Pending
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.hooks import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0
-START, UNKNOWN = "", None
-"""In the place of the hash of the page before: there is none; nobody knows."""
 
 
 @dataclass
@@ -50,24 +50,23 @@ class _Asked:
 
 
 class Chains:
-    """The keys of what is looked up and stored, by the name of the question or the offer. `weights`: names weights that
-    took the place of those the engine started with; ""."""
+    """The keys of what is looked up and stored, by the name of the question or the offer. A name is bound to the
+    weights that the engine runs when it is given; what has a name is asked for and stored under these alone."""
 
-    def __init__(self) -> None:
-        self._pages: dict[str, tuple[Sequence[str], str | None]] = {}
-        self.weights = ""
+    def __init__(self, weights: RunningWeights) -> None:
+        self._weights = weights
+        self._pages: dict[str, tuple[Sequence[str], str | None, bytes]] = {}
 
     def named(self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN) -> None:
         """`parent`: the hash of the page before the first one, START or UNKNOWN."""
-        self._pages[name] = pages, parent
+        self._pages[name] = pages, parent, self._weights.tag
 
     def forget(self, name: str) -> None:
         self._pages.pop(name, None)
 
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
         """As ChainOf has it."""
-        pages, parent = self._pages.get(name, ((), UNKNOWN))
-        tag = f"weights {self.weights}".encode() if self.weights else b""
+        pages, parent, tag = self._pages.get(name, ((), UNKNOWN, b""))
         chain = HashedChain(tagged(namespace, tag), page_tokens, [bytes.fromhex(page) for page in pages], page_tokens)
         if parent is UNKNOWN:
             chain.parent = UNKNOWN_PARENT
@@ -205,7 +204,7 @@ class Lookups:
             self._finish(self._asked.pop(rid).name)
 
     def reset(self) -> None:
-        """SGLang has forgotten all requests."""
+        """SGLang has forgotten all requests, or computes with other weights: nothing that was found holds."""
         for asked in self._asked.values():
             self._finish(asked.name)
         self._asked.clear()

@@ -6,6 +6,9 @@ SGLang locks a node until its offer has ended, and takes the ends in the order o
 where other ranks write too, they get the plans with SGLang's next call to all of them. A rank that writes nothing (MLA)
 says at once that it is done.
 
+An offer belongs to the weights that the engine ran when it was made. Once these change, what was not begun is dropped,
+so that a flush waits for the copies that are under way and for nothing else.
+
 What was loaded or stored a moment ago is not offered to the server again: SGLang offers the pages of a load once their
 request is in its tree. A node ends well when the server has all of it; any other is offered again by SGLang.
 
@@ -25,6 +28,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.plans import StoreBatch, StorePlan
 from kvdock.connectors.ranks import Order
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.lookups import Chains
@@ -42,13 +46,16 @@ KNOWN_PAGES = 1 << 16
 @dataclass
 class _Offer:
     """`pages`: their hashes; `indices`: SGLang's, by the name of the transfer; `counts`: of the last pages that each
-    transfer has; `ready`: waits until the GPU has computed them."""
+    transfer has; `ready`: waits until the GPU has computed them; `epoch`: of the weights that have; `may_store`: what
+    this rank has found."""
 
     name: str
     pages: tuple[str, ...]
     indices: Mapping[str, Any]
     counts: Mapping[str, int]
     ready: Callable[[], object]
+    epoch: int
+    may_store: bool
     known: int = 0
     """How many of the first pages are known to be at the server."""
     plans: list[tuple[Attachment, StorePlan]] = field(default_factory=list)
@@ -56,6 +63,11 @@ class _Offer:
     reserved: Future[bool] = field(default_factory=Future)
     """Rank 0's: whether the server has all of it, or will have with the plans."""
     ended: Future[bool] = field(default_factory=Future)
+
+
+def known_of(session: str, epoch: int) -> str:
+    """What pages are known for: a session with a server, and an epoch of the engine's weights."""
+    return f"{session} {epoch}"
 
 
 class Known:
@@ -66,20 +78,20 @@ class Known:
         """Whether a load ended with it."""
         self._most, self._of = most, ""
 
-    def add(self, pages: Sequence[str], epoch: str) -> None:
-        """They are at the server of `epoch`."""
-        if epoch != self._of:
+    def add(self, pages: Sequence[str], of: str) -> None:
+        """They are at the server, as known_of has it."""
+        if of != self._of:
             self._pages.clear()
-            self._of = epoch
+            self._of = of
         self._pages.update({page: page == pages[-1] for page in pages})
         while len(self._pages) > self._most:
             self._pages.popitem(last=False)
 
-    def take(self, pages: Sequence[str], epoch: str, *, has_state: bool = False) -> int:
+    def take(self, pages: Sequence[str], of: str, *, has_state: bool = False) -> int:
         """How many of the first are known. They are forgotten: the next offer of them may come much later.
         `has_state`: the last one comes with a state, which is known only where a load ended."""
         for at, page in enumerate(pages):
-            ended_load = self._pages.pop(page, None) if epoch == self._of else None
+            ended_load = self._pages.pop(page, None) if of == self._of else None
             if ended_load is None or (has_state and not ended_load and at + 1 == len(pages)):
                 return at
         return len(pages)
@@ -90,10 +102,10 @@ class Offloads:
 
     def __init__(
         self, worker: WorkerConnector, groups: Sequence[KVGroup], page_tokens: int, ranks: Ranks, driver: Driver | None,
-        chains: Chains, known: Known, figures: Figures, ahead: HashAhead | None = None,
+        chains: Chains, known: Known, figures: Figures, weights: RunningWeights, ahead: HashAhead | None = None,
     ) -> None:
         self._worker, self._groups, self._page_tokens, self._ranks = worker, groups, page_tokens, ranks
-        self._ahead = ahead
+        self._weights, self._ahead = weights, ahead
         self._driver, self._chains, self._known, self._figures = driver, chains, known, figures
         self._offering, self._writing = Background("kvdock-offer"), Background("kvdock-write")
         self._offers: deque[_Offer] = deque()
@@ -103,11 +115,12 @@ class Offloads:
 
     def offer(
         self, pages: Sequence[str], parent: str | None, indices: Mapping[str, Any], counts: Mapping[str, int],
-        ready: Callable[[], object],
+        ready: Callable[[], object], *, may_store: bool,
     ) -> None:
-        """Its pages stay as they are until it has ended. `parent`: as Told has it."""
+        """Its pages stay as they are until it has ended. `parent`: as Told has it. Not `may_store`: nothing of it is
+        stored; where rank 0 says so, no rank stores, and where another one does, none that it would have a part in."""
         self._count += 1
-        made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready)
+        made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = self._worker.session.manifest.writers
         if self._driver is not None:
@@ -121,10 +134,11 @@ class Offloads:
 
     def _begin(self, driver: Driver, made: _Offer, parent: str | None) -> None:
         attachment = driver.scheduler.session.attachment
-        if attachment is None:
+        if attachment is None or not made.may_store:
             made.reserved.set_result(False)
             return
-        made.known = self._known.take(made.pages, attachment.session, has_state=STATES in made.counts)
+        of = known_of(attachment.session, made.epoch)
+        made.known = self._known.take(made.pages, of, has_state=STATES in made.counts)
         if made.known == len(made.pages):
             self._figures.add("stores_known")
             made.reserved.set_result(True)
@@ -149,8 +163,13 @@ class Offloads:
         offer = self._offers.popleft()
         ok = offer.ended.exception() is None and offer.ended.result()
         if self._driver is not None:
-            self._figures.add("store_tokens" if ok else "stores_failed", self._tokens(offer) if ok else 1)
+            failed = "stores_failed" if offer.may_store and self._is_current(offer) else "stores_outdated"
+            self._figures.add("store_tokens" if ok else failed, self._tokens(offer) if ok else 1)
         return ok
+
+    def _is_current(self, offer: _Offer) -> bool:
+        """Any thread."""
+        return offer.epoch == self._weights.epoch
 
     def reset(self) -> None:
         """Waits until no copy reads a page. SGLang has forgotten its offers, on all ranks."""
@@ -187,6 +206,8 @@ class Offloads:
             self._chains.forget(offer.name)
 
     def _reserved(self, driver: Driver, offer: _Offer) -> bool:
+        if not self._is_current(offer):
+            return False
         wanted = len(offer.pages) - offer.known
         tokens = range(wanted * self._page_tokens)
         made = driver.scheduler.stores.begin_store(offer.name, tokens, self._columns(offer), len(tokens))
@@ -221,7 +242,7 @@ class Offloads:
         for ok, orders in self._ranks.share(ready):
             offer = self._unshared.popleft()
             if self._driver is None:
-                offer.plans = self._attached(orders)
+                offer.plans = self._attached(orders) if offer.may_store else []
                 offer.reserved.set_result(ok)
             if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
@@ -251,10 +272,13 @@ class Offloads:
             pages = self._pages(offer) if offer.plans else {}
             for attachment, plan in offer.plans:
                 try:
-                    self._store(attachment, _placed(plan, pages))
+                    if self._is_current(offer):
+                        self._store(attachment, _placed(plan, pages))
+                    else:
+                        self._worker.session.abort(attachment, plan.reservation, [self._worker.rank])
                 finally:
                     attachment.release()
-            ok = offer.reserved.result()
+            ok = offer.reserved.result() and self._is_current(offer)
         finally:
             offer.ended.set_result(ok)
 

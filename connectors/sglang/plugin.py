@@ -1,22 +1,31 @@
 """The entry point of SGLang's group of plugins: SGLang calls it in each of its processes, before it reads its settings.
 
+Where a scheduler may run it registers hooks (hooks.py). They do nothing without a linker of kvdock's.
+
     SGLANG_KVDOCK=1 sglang serve --model-path MODEL --page-size 64
 
-is the whole set-up then. Without the variable it changes nothing, and the linker is named by SGLang's own flags.
+is the whole set-up then. Without the variable the linker is named by SGLang's own flags.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
+from kvdock.connectors.sglang.hooks import install
+
 VARIABLE = "SGLANG_KVDOCK"
+SCHEDULES = "sglang.srt.managers.scheduler"
+"""The module of SGLang's schedulers, which a process that runs one has loaded by now."""
 SETTLES = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
 """What settles SGLang's settings of linkers."""
 LINKER = {"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}
 
 
 def register() -> None:
+    if SCHEDULES in sys.modules:
+        install()
     if os.environ.get(VARIABLE, "") not in ("", "0"):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

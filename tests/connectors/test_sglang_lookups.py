@@ -20,13 +20,14 @@ from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, s
 from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.patience import Patience
 from kvdock.connectors.prefill_speed import PrefillSpeed
+from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.holding import Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import FORGET_S, Chains, Lookups
-from kvdock.connectors.sglang.offloads import Known, Offloads
+from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
@@ -93,7 +94,8 @@ class Engine:
         )
         settings = ConnectorSettings(server.unix, timeout_s=PATIENCE_S)
         self.session, self.worker = open_worker(settings, manifest, Identity(label, label, label=label), [layout])
-        self.chains, self.clock, self.figures, self.known = Chains(), Clock(), Figures(), Known()
+        self.weights = RunningWeights()
+        self.chains, self.clock, self.figures, self.known = Chains(self.weights), Clock(), Figures(), Known()
         self.verifier = GatedVerifier(self.session)
         scheduler = SchedulerConnector(self.session, verifier=self.verifier, chain_of=self.chains.of)
         self.patience = CountingPatience(1.0, self.clock)
@@ -103,12 +105,14 @@ class Engine:
         )
         self.lookups = Lookups(self.driver, self.chains, self.figures, PAGE, 5.0, 3.0, self.clock)
         self.loads = Loads(
-            self.worker, self.groups, PAGE, stream=None, ended=self.lookups.loaded, took=lambda seconds, copies: None
+            self.worker, self.groups, PAGE, self.weights, stream=None, ended=self.lookups.loaded,
+            took=lambda seconds, copies: None,
         )
         self.trust = Trust(60.0, self.clock)
         self.ahead = HashAhead(self.trust)
         self.offloads = Offloads(
-            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.ahead
+            self.worker, self.groups, PAGE, Ranks(), self.driver, self.chains, self.known, self.figures, self.weights,
+            self.ahead,
         )
         start(self.session, self.worker, SessionObserver(scheduler.keeps_lease))
 
@@ -121,7 +125,9 @@ class Engine:
         return found
 
     def store(self, pages: list[str], at: int = 0, parent: str | None = None) -> bool:
-        self.offloads.offer(pages, parent, {"kv": indices(len(pages), at)}, {"kv": len(pages)}, lambda: None)
+        self.offloads.offer(
+            pages, parent, {"kv": indices(len(pages), at)}, {"kv": len(pages)}, lambda: None, may_store=True
+        )
         eventually(lambda: self.offloads.count_ended() == 1)
         return self.offloads.take_ended()
 
@@ -129,7 +135,7 @@ class Engine:
         begun = self.lookups.begin_load(rid, pages)
         if begun is None:
             return False
-        self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}))
+        self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}, self.weights.epoch))
         return self.loads.finish(self.loads.start(lambda: None))
 
     def close(self) -> None:
@@ -319,7 +325,7 @@ def test_a_cancelled_load_and_a_reset_hold_nothing(engine: Engine, server: Serve
         assert engine.ask("r", pages) == 2
         begun = engine.lookups.begin_load("r", 2)
         assert begun is not None
-        engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}))
+        engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}, 0))
         end()
         eventually(held(server))
     assert engine.ask("r", pages) == 2
@@ -333,10 +339,10 @@ def test_what_was_just_loaded_is_offered_without_a_call(engine: Engine, server: 
     epoch = engine.session.attachment.session if engine.session.attachment is not None else ""
     with Client(server.unix) as client:
         before = client.status().counters["reservations"]
-        engine.known.add(pages[:2], epoch)
+        engine.known.add(pages[:2], known_of(epoch, 0))
         assert engine.store(pages[:2])
         assert client.status().counters["reservations"] == before
-        engine.known.add(pages[:2], epoch)
+        engine.known.add(pages[:2], known_of(epoch, 0))
         assert engine.store(pages), "what is not known is stored behind it"
         assert client.status().counters["reservations"] == before + 1
     assert engine.ask("r", pages) == 3
@@ -380,11 +386,80 @@ def test_known_pages_are_of_one_server_and_few() -> None:
 def test_other_weights_have_other_keys(engine: Engine) -> None:
     pages = names(2)
     assert engine.store(pages)
-    engine.chains.weights = "drawn"
+    engine.weights.changed()
     engine.lookups.reset()
     assert engine.ask("r", pages) == 0
     assert engine.store(pages)
     assert engine.ask("r2", pages) == 2
+
+
+def keys_of(engine: Engine, name: str) -> list[bytes]:
+    chain = engine.chains.of(name, b"space", PAGE)
+    chain.follow(range(2 * PAGE))
+    assert len(chain.keys) == 2
+    return chain.keys
+
+
+@pytest.mark.weights
+def test_stores_that_wait_when_weights_change_are_dropped(engine: Engine) -> None:
+    """So a flush does not wait for their copies."""
+    first, second = names(2), names(2)
+    gate, began = threading.Event(), threading.Event()
+
+    def ready() -> None:
+        began.set()
+        assert gate.wait(PATIENCE_S)
+
+    for pages, wait in ((first, ready), (second, lambda: None)):
+        engine.offloads.offer(pages, None, {"kv": indices(2, 0)}, {"kv": 2}, wait, may_store=True)
+    assert began.wait(PATIENCE_S)
+    engine.weights.changed()
+    gate.set()
+    eventually(lambda: engine.offloads.count_ended() == 2)
+    assert [engine.offloads.take_ended() for _ in range(2)] == [False, False]
+    assert engine.figures.counted["stores_outdated"] == 2
+    for rid, pages in (("a", first), ("b", second)):
+        assert engine.ask(rid, pages) == 0, "neither is filed under the weights of now"
+    assert engine.store(second) and engine.ask("c", second) == 2, "and what was given up is reserved anew"
+
+
+@pytest.mark.weights
+def test_what_was_stored_is_filed_under_the_weights_that_ran_when_it_was_offered(engine: Engine) -> None:
+    """Though the server is asked for room later."""
+    pages = names(2)
+    engine.chains.named("offer", pages)
+    before = keys_of(engine, "offer")
+    engine.weights.changed()
+    assert keys_of(engine, "offer") == before
+    engine.chains.named("another", pages)
+    assert set(keys_of(engine, "another")).isdisjoint(before)
+
+
+@pytest.mark.weights
+def test_a_load_that_was_promised_for_other_weights_is_not_begun(engine: Engine, server: ServerProcess) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    assert engine.ask("r", pages) == 2
+    begun = engine.lookups.begin_load("r", 2)
+    assert begun is not None
+    engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}, engine.weights.epoch))
+    engine.weights.changed()
+    before = [plane.clone() for side in engine.memory for plane in side]
+    assert not engine.loads.finish(engine.loads.start(lambda: None))
+    assert all(torch.equal(*pair) for pair in zip(before, (p for side in engine.memory for p in side), strict=True))
+    eventually(held(server))
+
+
+@pytest.mark.weights
+def test_what_was_loaded_is_not_known_under_other_weights(engine: Engine) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    session = engine.session.attachment.session if engine.session.attachment is not None else ""
+    engine.known.add(pages, known_of(session, engine.weights.epoch))
+    engine.weights.changed()
+    assert engine.store(pages), "it is asked for and stored"
+    assert engine.figures.counted.get("stores_known", 0) == 0
+    assert engine.ask("r", pages) == 2
 
 
 def test_every_metric_is_made_and_counts() -> None:

@@ -1,0 +1,284 @@
+"""SGLang's ways to change weights: what each of them means, and the proof that kvdock hears of all of them.
+
+    SchedulerWeightUpdaterManager   what SGLang's control calls reach in each rank
+    Scheduler, TpModelWorker        what other plugins and RPC call
+    WeightUpdater                   a model's, which all of these end in
+
+A method of these classes whose name looks like a change of weights counts as one, whether anybody here knows it or not
+(looks_like_change). Around each of them is one of SGLang's own plugin hooks (hooks.py).
+
+Between begin_weight_update and end_weight_update parameters may be written at any time without a call (P2P, RDMA).
+
+SGLang names a version by Scheduler.record_weight_version_change: within an update once the parameters are loaded, and
+by itself for /update_weight_version. An update that does not come to that has failed, and left weights that nobody can
+name.
+
+A hook that is not in force says nothing: SGLang's method was renamed, another plugin has taken its place, or its
+dispatcher was made before. So Guard calls each method with a Probe in the place of its object: a hook that hears it
+goes no further, and anything else stops at the first attribute that it reads. Until all of them have heard it, and from
+the moment in which one of them has been replaced by something that does not, nothing is shared.
+
+Threads: SGLang's scheduler thread calls everything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvdock.connectors.running_weights import RunningWeights
+
+log = logging.getLogger("kvdock.sglang")
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WORKER = "sglang.srt.managers.tp_worker.TpModelWorker"
+MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+UPDATES = (
+    "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+BEGINS, ENDS = "begin_weight_update", "end_weight_update"
+RELEASES, RESUMES = "release_memory_occupation", "resume_memory_occupation"
+CHECKS = "check_weights"
+CHANGES: dict[str, tuple[str, ...]] = {
+    UPDATER: (*UPDATES, BEGINS, ENDS, RELEASES, RESUMES, CHECKS),
+    MODEL_UPDATER: (
+        "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc",
+        "load_weights_from_distributed", BEGINS, ENDS,
+    ),
+}
+"""What SGLang 0.5.23 has, by the path of its class. What other versions and plugins add is found by its name."""
+NAMES_VERSION = f"{SCHEDULER}.record_weight_version_change"
+
+_WRITES = re.compile(
+    r"(^|_)(update|load|reload|set|swap|replace|sync|refit|apply|write|copy|import|restore|merge|patch|pull|push|fetch)_"
+    r"(\w+_)?(param|parameters|params|checkpoint|state_dict|model)(_|$)"
+)
+_READS = re.compile(
+    r"_*(get|check|is|has|list|save|send|export|record|count|num|observe|assert|describe|dump|log|report|validate"
+    r"|init|destroy|preloaded|account|flush)_"
+)
+_HARMLESS = frozenset((
+    "weight_update_runners", "weight_load_time", "start_startup_weight_load", "finalize_startup_weight_load",
+    "receive_weights_from_distributed", "_receive_bucketed_weights_from_distributed", "handle_update_weight_version",
+))
+"""Of SGLang 0.5.23: they read, receive into memory of their own, are over before an engine serves, or say a version."""
+
+
+def looks_like_change(name: str) -> bool:
+    """Whether a method of this name may change the weights of a model that runs. LoRA adapters are no part of them."""
+    if name in _HARMLESS or "lora" in name:
+        return False
+    return bool(_WRITES.search(name)) or ("weight" in name and not _READS.match(name))
+
+
+def changes_of(owner: type) -> list[str]:
+    """The names of a class's methods that look like a change."""
+    return [name for name in dir(owner) if looks_like_change(name) and inspect.isroutine(getattr(owner, name))]
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def is_of_weights(request: Any) -> bool:
+    """Whether a request to release or resume memory is about weights."""
+    tags = getattr(request, "tags", None)
+    return not tags or "weights" in tags
+
+
+def only_reads(request: Any) -> bool:
+    """Whether a request to check weights leaves them as they are; SGLang can be told to overwrite them by it."""
+    return getattr(request, "action", None) in ("snapshot", "compare", "checksum")
+
+
+class Changes:
+    """Follows SGLang's calls, from the hooks around them. `began`: is called when a change begins."""
+
+    def __init__(self, weights: RunningWeights, began: Callable[[], None]) -> None:
+        self._weights, self._began = weights, began
+        self._open: set[str] = set()  # why parameters may be written between calls
+        self._depth = 0
+        self._version: str | None = None  # that the change has named so far
+        self._was_loaded = False  # the call under way has said so
+        self._has_failed = False
+
+    def opens(self, why: str) -> None:
+        """From now on parameters may be written without a call."""
+        if not self._open:
+            self._begin()
+        self._open.add(why)
+
+    def closes(self, why: str) -> None:
+        """`why`: as opens() had it; where it had not, this is a change by itself."""
+        if not self._open:
+            self._begin()
+        self._open.discard(why)
+        if not self._open:
+            self._end()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call that changes weights. Those that it makes itself are part of it."""
+        if self._depth:
+            yield
+            return
+        if not self._open:
+            self._begin()
+        self._depth, self._was_loaded = 1, False
+        try:
+            yield
+        finally:
+            self._depth = 0
+            self._has_failed |= not self._was_loaded
+            if not self._open:
+                self._end()
+
+    def named(self, version: str | None) -> None:
+        """SGLang records a version of its weights; None: they have none."""
+        if self._depth or self._open:
+            self._was_loaded = True
+            self._version = version or self._version
+        elif version:
+            before = self._weights.epoch
+            self._weights.named(version)
+            if self._weights.epoch != before:
+                self._began()
+
+    def unheard(self, why: str) -> None:
+        """Weights may change without a word, and may have."""
+        self._weights.withhold(why)
+        self._weights.changed()
+        self._began()
+
+    def _begin(self) -> None:
+        self._version, self._has_failed = None, False
+        self._weights.begin()
+        self._began()
+
+    def _end(self) -> None:
+        self._weights.end("" if self._has_failed else self._version or "")
+
+
+class Probe:
+    """Goes in the place of an object whose method is called, to see who hears it. It has no attributes."""
+
+    def __init__(self) -> None:
+        self.heard: set[str] = set()
+
+
+class Guard:
+    """Whether all of SGLang's ways to change weights are heard. `hook`: puts a hook around a method, by the path of its
+    class and its name, if it can. `plans`: the name of the Scheduler's method whose hook calls meet(). `unheard`: is
+    called with the reason why they are not."""
+
+    def __init__(self, hook: Callable[[str, str], None], plans: str, unheard: Callable[[str], None]) -> None:
+        self._hook, self._plans, self._unheard = hook, plans, unheard
+        self._scheduler: Any = None
+        self._proven: list[tuple[Any, str, Any]] = []
+        self._dispatched: list[tuple[Any, Any]] = []
+        self._sizes: list[tuple[type, int]] = []  # of their classes, in attributes
+        self._answers = 0  # that the dispatcher has
+        self.why = "SGLang has not planned a batch yet"
+        """Why nothing may be shared; "" once all hooks are proven."""
+
+    def meet(self, scheduler: Any) -> None:
+        """The engine's scheduler plans a batch."""
+        if self._scheduler is not scheduler:
+            self._scheduler = scheduler
+            self._prove()  # nothing was computed before
+
+    def in_force(self) -> bool:
+        """Looks again where SGLang's methods are others than those that were proven. What was not in force once is
+        not trusted again: nobody knows what happened meanwhile."""
+        if not self.why and not self._is_as_proven():
+            self._prove()
+        return not self.why
+
+    def _is_as_proven(self) -> bool:
+        """Cheap: the scheduler's loop asks in each turn."""
+        mapping = getattr(getattr(self._scheduler, "_request_dispatcher", None), "_mapping", {})
+        return (
+            all(getattr(owner, name, None) is method for owner, name, method in self._proven)
+            and all(len(vars(owner)) == size for owner, size in self._sizes)
+            and len(mapping) == self._answers
+            and all(mapping.get(asked) is method for asked, method in self._dispatched)
+        )
+
+    def _prove(self) -> None:
+        self.why = ""
+        self._proven, self._dispatched, self._sizes = [], [], []
+        try:
+            self._prove_all()
+        except _NotHeard as error:
+            self.why = str(error)
+        except Exception as error:  # SGLang's objects are others than those this was written for
+            self.why = f"SGLang is not as expected ({type(error).__name__}: {error})"
+        if self.why:
+            self._unheard(f"it would not hear of all changes of its weights, for {self.why}")
+
+    def _prove_all(self) -> None:
+        scheduler = self._scheduler
+        updater, worker = scheduler.weight_updater, scheduler.tp_worker
+        model_updater = worker.model_runner.weight_updater
+        owners = ((type(scheduler), SCHEDULER), (type(updater), UPDATER), (type(worker), WORKER),
+                  (type(model_updater), MODEL_UPDATER))
+        for owner, path in owners:
+            names = {*changes_of(owner), *CHANGES.get(path, ())}
+            for name in sorted(names | ({self._plans} if owner is type(scheduler) else set())):
+                self._prove_one(owner, name)
+            self._sizes += [(base, len(vars(base))) for base in owner.__mro__ if base is not object]
+        for one in (scheduler, updater, worker, model_updater):
+            for name in getattr(one, "__dict__", ()):
+                if looks_like_change(name) and callable(getattr(one, name)):
+                    raise _NotHeard(f"{type(one).__name__}.{name} is an attribute of the object alone")
+        self._prove_dispatcher(scheduler._request_dispatcher._mapping)
+
+    def _prove_one(self, owner: type, name: str) -> None:
+        found = inspect.getattr_static(owner, name, None)
+        if found is None:
+            raise _NotHeard(f"SGLang's {owner.__name__} has no {name}")
+        if isinstance(found, (classmethod, staticmethod)) or inspect.iscoroutinefunction(found):
+            raise _NotHeard(f"{owner.__name__}.{name} is no plain method, and kvdock does not know it")
+        if not is_heard(getattr(owner, name)):
+            self._hook(f"{owner.__module__}.{owner.__qualname__}", name)
+        method = getattr(owner, name)
+        if not is_heard(method):
+            raise _NotHeard(f"{owner.__name__}.{name} was replaced, and a call of it does not reach kvdock's hook")
+        self._proven.append((owner, name, method))
+
+    def _prove_dispatcher(self, mapping: Any) -> None:
+        """What SGLang calls for a request was looked up when the dispatcher was made, maybe before a hook."""
+        self._answers = len(mapping)
+        for asked, method in mapping.items():
+            names = (_snake(asked.__name__), getattr(method, "__name__", ""))
+            is_known = names[1] in CHANGES[UPDATER]
+            if not is_known and ("version" in names[0] or not any(map(looks_like_change, names))):
+                continue
+            if not is_heard(getattr(method, "__func__", None)):
+                raise _NotHeard(f"what answers {asked.__name__} does not reach kvdock's hook")
+            self._dispatched.append((asked, method))
+
+
+class _NotHeard(Exception):
+    """Says what."""
+
+
+def is_heard(method: Any) -> bool:
+    """Whether a call of `method`, a plain function of a class, reaches a hook of kvdock's."""
+    if method is None:
+        return False
+    for arguments in ((Probe(), Probe()), (Probe(),)):
+        try:
+            method(*arguments)
+        except Exception as error:  # what is not ours does not know the probe
+            log.debug("a probe of %s ended with %r", method, error)
+        if arguments[0].heard:
+            return True
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import typer
@@ -16,7 +17,7 @@ from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.prompts import Prompt, resolve
 from kvdock.cli.screen import say
 from kvdock.cli.words import counted, duration, printable, size
-from kvdock.protocol.admin_schemas import MAX_PIN_S, ClearCache, Deleted, EvictChunks, NamespaceView, PinChunks
+from kvdock.protocol.admin_schemas import MAX_PIN_S, ClearCache, EvictChunks, NamespaceView, PinChunks
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS
 
@@ -52,6 +53,7 @@ def clear_cache(
         print_json(console, cleared)
     else:
         say(console, f"{cleared.chunks:,} chunks were cleared")
+        _say_untold(console, cleared.untold)
 
 
 def evict(
@@ -99,9 +101,14 @@ def _evict_prompt(server: str, prompt: Prompt, *, yes: bool, as_json: bool, cons
                      "are not found any more either, kept ones included.", "nothing was evicted")
         gone = delete(client, space.namespace, keys)
     if as_json:
-        print_json(console, Deleted(chunks=gone))
-    else:
-        say(console, f"{counted(gone, 'chunk')} evicted, of {len(keys):,}")
+        print_json(console, gone)
+        return
+    say(console, f"{counted(gone.chunks, 'chunk')} evicted, of {len(keys):,}")
+    if gone.tier_chunks:
+        say(console, f"{counted(gone.tier_chunks, 'chunk')} deleted from lower tiers")
+    if gone.is_cleared:
+        say(console, "more keys were deleted than tiers can name, so the whole namespace was cleared")
+    _say_untold(console, gone.untold)
 
 
 def keep(
@@ -131,6 +138,11 @@ def keep(
     until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + duration_s))
     rest = "" if chunks == len(keys) else "; the others are not stored"
     say(console, f"{what} kept from eviction until {until}{rest}")
+
+
+def _say_untold(console: Console, tiers: Sequence[str]) -> None:
+    if tiers:
+        say(console, f"not told yet: the lower tiers {', '.join(tiers)}; until they were, they are not used for it")
 
 
 def _named(space: NamespaceView) -> str:

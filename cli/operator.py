@@ -35,11 +35,16 @@ def parts_of(keys: Sequence[str]) -> Iterator[list[str]]:
         yield list(keys[start : start + MAX_KEYS])
 
 
-def delete(client: Client, namespace: str, keys: Sequence[str]) -> int:
-    """Deletes any number of chunks; returns how many were stored."""
-    return sum(
-        client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S).chunks
+def delete(client: Client, namespace: str, keys: Sequence[str]) -> a.Deleted:
+    """Deletes any number of chunks; returns the answers as one."""
+    answers = [
+        client.delete(a.DeleteChunks(namespace=namespace, keys=part), timeout_s=LONG_TIMEOUT_S)
         for part in parts_of(keys)
+    ]
+    return a.Deleted(
+        chunks=sum(one.chunks for one in answers), tier_chunks=sum(one.tier_chunks for one in answers),
+        untold=sorted({tier for one in answers for tier in one.untold}),
+        is_cleared=any(one.is_cleared for one in answers),
     )
 
 

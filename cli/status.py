@@ -201,10 +201,11 @@ def tier_in_words(tier: TierView) -> str:
     limit = f" of at most {size(tier.bytes_limit)}" if tier.bytes_limit else ""
     waits = f", {size(tier.queued_bytes)} wait to be written" if tier.queued_bytes else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
+    owed = f", not told of {tier.untold:,} clears and deletions yet" if tier.untold else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
         f"{said}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}; "
-        f"{stored} stored, {loaded} loaded{bad}"
+        f"{stored} stored, {loaded} loaded{bad}{owed}"
     )
 
 

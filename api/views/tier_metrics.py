@@ -15,6 +15,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[TierView], float]], ...] = (
     ("bytes", "Bytes that the tier uses", lambda tier: tier.bytes_used),
     ("limit_bytes", "Bytes that the tier may use; 0: it knows no limit", lambda tier: tier.bytes_limit),
     ("queued_bytes", "Bytes of chunks that wait to be written", lambda tier: tier.queued_bytes),
+    ("untold", "Clears and deletions that the tier has not been told of yet", lambda tier: tier.untold),
     ("load_bytes_per_second", "How fast loads are expected to go", lambda tier: tier.load_bytes_per_s),
     ("load_latency_seconds", "How long a load of few bytes is expected to take", lambda tier: tier.load_latency_s),
 )

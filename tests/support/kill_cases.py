@@ -49,7 +49,8 @@ CASES = [
     *_cases("load", "server", "grant.body_written", "grant.open", "grant.block_linked", ("grant.line_written", 1)),
     *_cases("load", "reader", "ask.lookup", "told.lookup", ("copy.scattering", 40)),
     *_cases("evict", "server", "evict.unlinked", "evict.quarantined", "quarantine.held_by_none", "quarantine.freed"),
-    *_cases("clear", "server", ("evict.quarantined", 2), ("quarantine.freed", 3), "evict.slab_closed"),
+    *_cases("clear", "server", "clear.half", "clear.raised", ("evict.quarantined", 2), ("quarantine.freed", 3),
+            "evict.slab_closed"),
     *_cases("quarantine", "server", "evict.unlinked", "evict.quarantined"),
     *_cases("quarantine", "reader", "ask.mismatch", "told.mismatch"),
     *_cases("grow", "server", "grow.named", "map.mapped", "grow.header_half", "grow.allocated", "grow.entry_written",
@@ -58,6 +59,8 @@ CASES = [
     *_cases("attach", "server", "attach.session_written", "attach.session_open", "attach.member_written",
             "attach.member_live"),
     *_cases("attach", "writer", "lock.taken", "lock.mapped", "ask.attach", "told.attach", "map.mapped"),
+    *_cases("weights", "server", "move.filed", "move.left"),
+    *_cases("weights", "writer", "ask.weights", "told.weights"),
     *_cases("adopt", "server", "adopt.lock_taken", "map.mapped", "adopt.segments_mapped", "prefault.after",
             "adopt.judged", "adopt.new_life", "adopt.grant_relinked", "adopt.holders_half", "adopt.grants_restarted",
             ("adopt.one_aborted", 0), "adopt.records_done", "adopt.taken_over", "adopt.settled"),
@@ -199,6 +202,8 @@ def _begin(run: Run, writer: Child, reader: Child) -> None:
         reader.begin("load", KNOWN, CHUNKS)
     elif operation == "clear":
         reader.begin("call", run.unix, "POST", "/v1/cache/clear", {})
+    elif operation == "weights":
+        writer.do("run", "step-1")
     elif operation == "shrink":
         reader.begin("call", run.unix, "PATCH", "/v1/config", {"pool_bytes": 2 << 20})
 
@@ -215,6 +220,9 @@ def _finish(run: Run, writer: Child, reader: Child) -> None:
             child.end()  # they stand at their points
         writer, reader = run.engine(6), run.engine(7)
         writer.answer(), reader.answer()
+    if run.case.operation == "weights":
+        for child in (writer, reader):
+            child.do("run", "step-1")
     for conversation in (KNOWN, NEW, CROWD):
         assert reader.do("load", conversation, CHUNKS)[1] == 0, f"wrong bytes of {conversation}"
     for conversation in (NEW, KNOWN, AFTER):

@@ -75,7 +75,8 @@ export function mountAdmin(root, changed) {
     if (!(await confirmed({ title, lines: lossOf(chosen, bodies), verb: "Clear" }))) return "";
     const done = await send("POST", "v1/cache/clear", chosen ? { namespace: chosen.namespace } : {});
     changed();
-    return `Cleared ${plural(done.chunks, "chunk")}.`;
+    const owed = done.untold?.length ? ` Not told yet, and not used for it until then: ${done.untold.join(", ")}.` : "";
+    return `Cleared ${plural(done.chunks, "chunk")}.${owed}`;
   }
 
   async function evict() {

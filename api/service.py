@@ -48,7 +48,7 @@ SLICE_ANSWERS = 64
 """So many answers of a heartbeat are worked on at once."""
 SLICE_RELEASES = 32
 SLICE_HINT_BYTES = 512 * KEY_BYTES
-SLICE_EMPTIED_CHUNKS = 256
+SLICE_EMPTIED_CHUNKS = 64
 log = logging.getLogger("kvdock.api")
 
 

@@ -16,6 +16,7 @@ from connector_helpers import mortal
 from msgspec.structs import replace
 
 from kvdock.api.access.issue import entry
+from kvdock.api.keeper import MOST_LEFT
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError
@@ -293,3 +294,49 @@ def test_what_nobody_runs_makes_room_for_others_before_anything_else_goes() -> N
         assert broke is not None and broke.why == "weights"
         trained.close()
         other.close()
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_thousands_of_weight_changes_neither_fill_the_table_nor_grow_the_server() -> None:
+    """Four engines change their weights together, 5,000 changes in all, and store some under each."""
+    pool_bytes = 512 * CHUNK_BYTES
+    with ServerProcess(pool_bytes=pool_bytes, segment_bytes=pool_bytes) as server, Client(server.unix) as client:
+        engines = [attach(client, label=f"rollout-{number}") for number in range(4)]
+        sizes = []
+        for step in range(1250):
+            for engine in engines:
+                runs(engine, f"step-{step}")
+            wanted = keys(2, f"w{step}")
+            assert len(engines[step % 4].store(wanted).chunks) == 2
+            if step % 50 == 0:
+                assert found(engines[(step + 1) % 4], wanted) == 32, "they share again"
+            if step % 250 == 249:
+                sizes.append(resident_bytes(server.process.pid))
+        eventually(lambda: len(client.namespaces(limit=1000).namespaces) <= MOST_LEFT + 1)
+        assert sizes[-1] - sizes[0] < 4 << 20, sizes
+        assert len(client.curve().namespaces) == 1, "one manifest"
+        for engine in engines:
+            engine.close()
+
+
+def test_a_table_full_of_namespaces_that_were_left_takes_another_one() -> None:
+    pool_bytes = 2048 * CHUNK_BYTES
+    with (
+        ServerProcess(pool_bytes=pool_bytes, segment_bytes=pool_bytes, watch_s=60.0) as server,
+        Client(server.unix) as client,
+    ):
+        engine = attach(client)
+        for step in range(1200):
+            runs(engine, f"step-{step}")
+            engine.store(keys(1, f"w{step}"))
+        assert found(engine, keys(1, "w1199")) == 16
+        assert 900 < len(client.namespaces(limit=1000).namespaces) < 1000, "not many more went than had to"
+        runs(engine, "step-1198")
+        assert found(engine, keys(1, "w1198")) == 16
+        other = attach(client, revision="another")
+        assert other.attached.namespace != engine.attached.namespace
+        for one in (engine, other):
+            one.close()

@@ -47,6 +47,10 @@ class KillEngine(PagedEngine):
         except (OSError, HTTPException):
             return 0
 
+    def run(self, weights: str) -> None:
+        """It runs these weights from now on, as far as its session is concerned."""
+        self._connector.session.runs(weights)
+
     def hurry(self, deadline_s: float) -> None:
         """From now on its reservations have this deadline."""
         client = self._connector.session.client

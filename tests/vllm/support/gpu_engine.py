@@ -9,7 +9,8 @@ arguments of vLLM's LLM), and "is_first": this engine computes and stores the pr
 Prints, as one line of JSON, {name: {"run": [[token, log-probability as hex]], "cached": tokens that were not computed,
 "drafts": [verified, drafted, accepted]}}. Of the first engine: "cold", "local" (a hit in its own prefix cache),
 "poisoned" (the same, after its KV memory was overwritten), "loaded" (its prefix cache was reset as well) and "again" (a
-hit in what was loaded). Of another one: "loaded" and "again". And "about": how vLLM was set up.
+hit in what was loaded). Of another one: "loaded" and "again". Of both: "untouched", another prompt that kvdock leaves
+alone, which shows whether they compute the same bits at all, and "about": how vLLM was set up.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from kvdock.client.client import Client
 
 NEW = 32
 PATIENCE_S = 30.0
+UNTOUCHED = {"kv_transfer_params": {"kvdock": {"load": False, "store": False}}}
 POISON = 0x55
 """A byte that makes a large finite number of each type of KV: what is masked must stay masked."""
 OFFLINE = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # 1 imports flashinfer, which nothing else here needs
+    "TORCHINDUCTOR_DETERMINISTIC": "1",  # else each process chooses kernels by timing them, and rounds as they do
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # it uses NVLink multicast, which hosts may forbid
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for poison()
 }
@@ -84,13 +87,21 @@ class Engine:
 
         self._said = said
         self.llm = LLM(**settings_of(said))
-        self._params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
+        common = {"max_tokens": NEW, "temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 2}
+        self._params = SamplingParams(**common)
+        self._untouched = SamplingParams(**common, extra_args=UNTOUCHED)
         self._adapter = LoRARequest(*said["adapter"]) if said["adapter"] else None
 
     def run(self) -> dict[str, Any]:
+        return self._run(self._said["prompt"], self._params)
+
+    def untouched(self) -> dict[str, Any]:
+        return self._run(self._said["prompt"][::-1], self._untouched)
+
+    def _run(self, prompt: list[int], params: Any) -> dict[str, Any]:
         before = self._drafts()
         [out] = self.llm.generate(
-            [{"prompt_token_ids": self._said["prompt"]}], self._params, use_tqdm=False, lora_request=self._adapter
+            [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=self._adapter
         )
         made = out.outputs[0]
         bits = [[token, at[token].logprob.hex()] for token, at in zip(made.token_ids, made.logprobs, strict=True)]
@@ -138,7 +149,7 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
         engine.forget()
     else:
         engine.poison()
-    found |= {"loaded": engine.run(), "again": engine.run()}
+    found |= {"loaded": engine.run(), "again": engine.run(), "untouched": engine.untouched()}
     engine.llm.llm_engine.engine_core.shutdown()
     return found
 

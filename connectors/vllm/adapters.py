@@ -1,9 +1,19 @@
 """LoRA adapters by what their files hold, never by their names alone.
 
 vLLM's workers read an adapter's files when they first need it, and again after it had to make room; its own prefix
-cache knows adapters by name. So a digest of the files says what was computed only if they are as they were when this
-engine started, and if the adapter's name and number have stood for this one folder ever since. An adapter of which that
-is not known is not cached, until the engine is started again.
+cache knows adapters by name. So a digest of the files says what was computed only if they are as they were before vLLM
+read them for the first time, and if the adapter's name and number have stood for this one folder ever since. An adapter
+of which that is not known is not cached, and a line of the log says why.
+
+Why it is enough to look. Let the files look alike (sizes, inodes, times of their last change) at two moments, and let
+the last change before the first of them be older than a tick of the clock that stamps changes. Then nothing was
+written between the two, so whatever vLLM has read between them is what was hashed between them. The first moment is
+- when this engine started, for files that have not changed since;
+- else when the adapter is met, if that was before vLLM read it: its request arrives, or EngineCore.add_lora is called
+  (adapter_loads.py), with nothing of it in any worker. It counts only while it is certain that kvdock hears of all that
+  makes workers read adapters.
+The second is each later step. What a step has computed is stored once the files were looked at after the step ended
+(Stores.begin), and dropped if they differ then.
 
 Threads: the engine's meets and checks adapters, the background reads their files.
 """
@@ -12,12 +22,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISLNK
 from typing import Any
+
+from kvdock.connectors.weights import FindSnapshot, hub_snapshot
 
 log = logging.getLogger("kvdock.vllm")
 
@@ -26,6 +40,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 CLOCK_TICK_NS = 20_000_000
 """File systems note the time of a change as of the kernel's last tick, so it may look this much too old."""
 READ_BYTES = 1 << 20
+STILL_USED = 8
+"""Steps: more than a store is held back after the step that computed it."""
 
 Run = Callable[..., Future[None]]
 """Runs a function with its arguments in the background."""
@@ -42,21 +58,41 @@ class Look:
 
 @dataclass
 class Adapter:
-    """`path`: as the request names it. `digest`: None until the files were read."""
+    """`path`: as the request names it, `folder`: where its files are. `digest`: None until the files were read. `why`:
+    it is not cached, in a sentence that says what to do."""
 
+    name: str
     path: str
-    is_sound: bool = True
+    folder: Path | None = None
+    is_local: bool = True
+    """Its path names a folder, and not a name on a hub."""
+    why: str = ""
+    is_told: bool = False
+    """`why` was logged."""
     digest: bytes | None = None
     look: Look | None = None
     checked: int = -1
     """The step in which its files were looked at last."""
+    used: int = -1
+    """The last step for which a request asked about it."""
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.why
 
 
 class Adapters:
-    """`began_ns`: when this engine started, ns since 1970, before any adapter was loaded."""
+    """`began_ns`: when this engine started, ns since 1970, before any adapter was loaded. `hears`: whether every
+    adapter is met before a worker reads it. `now_ns`: since 1970; `sleep`: for seconds; `find_snapshot`: as
+    hub_snapshot."""
 
-    def __init__(self, run: Run, began_ns: int) -> None:
-        self._run, self._began_ns = run, began_ns
+    def __init__(
+        self, run: Run, began_ns: int, *, hears: Callable[[], bool] = lambda: False,
+        now_ns: Callable[[], int] = time.time_ns, sleep: Callable[[float], None] = time.sleep,
+        find_snapshot: FindSnapshot = hub_snapshot,
+    ) -> None:
+        self._run, self._began_ns, self._hears, self._now_ns = run, began_ns, hears, now_ns
+        self._sleep, self._find_snapshot = sleep, find_snapshot
         self._by_name: dict[str, Adapter] = {}
         self._by_number: dict[int, Adapter] = {}
 
@@ -64,48 +100,115 @@ class Adapters:
         """That of `asked`, a LoRARequest. Every request's must come here, in the order of arrival."""
         adapter = self._by_name.get(asked.lora_name)
         if adapter is None:
-            adapter = self._by_name[asked.lora_name] = Adapter(asked.lora_path)
+            adapter = self._by_name[asked.lora_name] = Adapter(asked.lora_name, asked.lora_path)
             self._begin(adapter, asked)
         elif adapter.path != asked.lora_path:
-            adapter.is_sound = False
+            adapter.why = adapter.why or (
+                f"its name stands for {adapter.path} and for {asked.lora_path}: give each folder a name of its own."
+            )
         first = self._by_number.setdefault(asked.lora_int_id, adapter)
         if first is not adapter:
-            first.is_sound = adapter.is_sound = False
+            for one in (first, adapter):
+                one.why = one.why or (
+                    f"its number {asked.lora_int_id} stands for {first.name} and for {adapter.name}: give each one of "
+                    "its own."
+                )
         return adapter
 
     def _begin(self, adapter: Adapter, asked: Any) -> None:
-        adapter.look = look_at(adapter.path)
-        is_old = adapter.look is not None and adapter.look.changed_ns + CLOCK_TICK_NS <= self._began_ns
-        if is_old and not getattr(asked, "tensorizer_config_dict", None):
-            self._run(self._read, adapter)
+        adapter.folder = folder_of(adapter.path, self._find_snapshot)
+        adapter.is_local = is_local(adapter.path)
+        adapter.look = look_at(adapter.folder, is_local=adapter.is_local)
+        since_ns = self._settled_ns(adapter) if self._hears() else self._began_ns
+        if getattr(asked, "tensorizer_config_dict", None):
+            adapter.why = "tensorizer loads it, not from the files in its folder: load it without."
+        elif adapter.look is None:
+            adapter.why = (
+                f"no adapter lies at {adapter.path}, and the hub's cache on this machine has none of that name: "
+                "download it before it is loaded."
+            )
+        elif adapter.look.changed_ns + CLOCK_TICK_NS > since_ns:
+            adapter.why = (
+                "its files were written while it was loaded, or since this engine started and before kvdock heard of "
+                "it: load it under another name, once they are complete."
+            )
         else:
-            adapter.is_sound = False
+            self._run(self._read, adapter)
+
+    def _settled_ns(self, adapter: Adapter) -> int:
+        """The moment of the adapter's look. Files that were written a moment ago get a tick: until then, another
+        change of them would look like that one."""
+        looked_ns = self._now_ns()
+        rest_ns = adapter.look.changed_ns + CLOCK_TICK_NS - looked_ns if adapter.look is not None else -1
+        if 0 <= rest_ns <= CLOCK_TICK_NS:
+            self._sleep((rest_ns + 1_000_000) / 1e9)
+            looked_ns = self._now_ns()
+            adapter.look = look_at(adapter.folder, is_local=adapter.is_local)
+        return looked_ns
 
     def check(self, adapter: Adapter, step: int) -> bool:
-        """Whether the adapter is sound: looks at its files once in each step."""
+        """Whether the adapter is sound, for a request: looks at its files once in each step."""
+        adapter.used = step
+        return self._is_as_it_was(adapter, step)
+
+    def _is_as_it_was(self, adapter: Adapter, step: int) -> bool:
         if adapter.is_sound and adapter.checked != step:
             adapter.checked = step
-            adapter.is_sound = look_at(adapter.path) == adapter.look
+            if self._look(adapter) != adapter.look:
+                adapter.why = "its files have changed: give each version a folder and a name of its own."
         return adapter.is_sound
+
+    def _look(self, adapter: Adapter) -> Look | None:
+        """None as well if its path stands for another folder by now."""
+        if is_local(adapter.path) != adapter.is_local:
+            return None
+        return look_at(adapter.folder, is_local=adapter.is_local)
+
+    def tell(self, adapter: Adapter) -> None:
+        """Says once that it is not cached, and why."""
+        if adapter.why and not adapter.is_told:
+            adapter.is_told = True
+            log.warning("what is computed with the adapter %s is not cached: %s", adapter.name, adapter.why)
+
+    def lost(self, step: int) -> bool:
+        """Whether one was sound until now, and is not any more, that a request had in the last STILL_USED steps."""
+        used = [one for one in self._by_name.values() if one.is_sound and step - one.used <= STILL_USED]
+        return not all(self._is_as_it_was(adapter, step) for adapter in used)
 
     def _read(self, adapter: Adapter) -> None:
         """Background."""
-        digest = None
+        digest, why = None, "its files have changed while they were read: give each version a folder of its own."
         try:
-            digest = digest_of_files(adapter.path)
-            if look_at(adapter.path) != adapter.look:
+            assert adapter.folder is not None
+            digest = digest_of_files(adapter.folder)
+            if self._look(adapter) != adapter.look:
                 digest = None
         except OSError as error:
-            log.warning("kvdock: does not cache what is computed with the adapter %s: %s", adapter.path, error)
+            why = f"its files cannot be read ({error}): let this user read them, and load it under another name."
         finally:
             if digest is None:
-                adapter.is_sound = False
+                adapter.why = adapter.why or why
             adapter.digest = digest
 
 
-def look_at(path: str) -> Look | None:
-    """None where there is no adapter: `path` may be a name on a hub. Links are followed, and count."""
-    folder = Path(path).expanduser().absolute()
+def is_local(path: str) -> bool:
+    return path.startswith("~") or Path(path).is_absolute() or Path(path).exists()
+
+
+def folder_of(path: str, find_snapshot: FindSnapshot) -> Path | None:
+    """Where vLLM's workers find the adapter, by the rules of its get_adapter_absolute_path. None: nowhere yet."""
+    if is_local(path):
+        return Path(path).expanduser().absolute()
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None  # another hub's cache
+    return find_snapshot(path, None, None)
+
+
+def look_at(folder: Path | None, *, is_local: bool = True) -> Look | None:
+    """None where there is no adapter. Links are followed, and count. Not `is_local`: it is a snapshot in the hub's
+    cache, where refs/main says which one the hub's name means."""
+    if folder is None:
+        return None
     try:
         above = [one.lstat() for one in (folder, *folder.parents)]
         files = [
@@ -114,6 +217,8 @@ def look_at(path: str) -> Look | None:
         if files[0] is None or not any(files[1:]):
             return None
         seen = [folder.stat(), *(one for one in above if S_ISLNK(one.st_mode))]
+        if not is_local:
+            seen.append((folder.parent.parent / "refs" / "main").stat())
     except OSError:
         return None
     seen += [one for both in files if both is not None for one in both]
@@ -121,9 +226,9 @@ def look_at(path: str) -> Look | None:
     return Look(state, max(one.st_ctime_ns for one in seen))
 
 
-def digest_of_files(path: str) -> bytes:
+def digest_of_files(folder: Path) -> bytes:
     """32 bytes: of all that vLLM may read of the adapter. OSError when a file cannot be read."""
-    digest, folder = hashlib.sha256(), Path(path).expanduser()
+    digest = hashlib.sha256()
     for name in FILES:
         if not (folder / name).exists():
             continue

@@ -41,6 +41,7 @@ from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
+from kvdock.connectors.vllm.adapter_loads import LOADS
 from kvdock.connectors.vllm.arrivals import in_turn, listen
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
@@ -150,6 +151,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             warn_of_version(vllm.__version__)
             listen()
             self._why_unheard = hear(self, vllm_config)
+            LOADS.listen()
         elif self._groups:
             hear_model(self, vllm_config)
         if role == KVConnectorRole.SCHEDULER and self._settings.recompute_failed_loads:
@@ -363,11 +365,21 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.received(request)
 
     @in_turn
+    def kvdock_adapter(self, asked: Any) -> None:
+        """vLLM is about to load the adapter of `asked`, a LoRARequest (adapter_loads.py)."""
+        if self._scheduler is not None:
+            self._scheduler.adapter_loads(asked)
+        elif self._groups:
+            LOADS.miss()
+
+    @in_turn
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)
         elif self._groups:
             self._waiting.append(request)
+            if getattr(request, "lora_request", None) is not None:
+                LOADS.miss()
 
     @in_turn
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -19,13 +19,14 @@ from typing import Any
 from kvdock.connectors.background import Background
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.vllm.adapter_loads import LOADS
 from kvdock.connectors.vllm.adapters import Adapter, Adapters
 from kvdock.connectors.vllm.hints import asked_by
 from kvdock.connectors.vllm.media import Media, Named, Unhashable, digest_of_tensor
 from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged
 
 WHY: Mapping[str, str] = {
-    "adapter": "the files of their LoRA adapter cannot be read, have changed since the engine started, or share a name",
+    "adapter": "the files of their LoRA adapter cannot be read, have changed since they were loaded, or share a name",
     "media": "what an image or another input holds is not known, or shares its name with another one",
     "embeddings": "their prompt holds embeddings that cannot be hashed, or that stand among tokens",
     "growing": "their prompt grows while they run",
@@ -100,7 +101,7 @@ class Tags:
     ) -> None:
         self._weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
         self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
-        self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns), adapters_as
+        self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns, hears=LOADS.hears), adapters_as
         self._media = Media(self._hashing.run)
         self._met: dict[str, _Met] = {}
         self._has_grown = False
@@ -137,6 +138,19 @@ class Tags:
         met = self._meet(request)
         why, met.is_counted = "" if met.is_counted else self._why_not(met), True
         return why
+
+    def meet_adapter(self, asked: Any) -> None:
+        """vLLM is about to load that of `asked`, a LoRARequest."""
+        self._adapters.meet(asked)
+
+    def lost(self) -> bool:
+        """Whether an adapter is not what it was when the last steps computed with it. True once for each."""
+        lost = self._adapters.lost(self._step)
+        self._step += 1  # that was a look back: requests are looked up by a look of their own
+        return lost
+
+    def may_be_lost(self, request: Any) -> bool:
+        return getattr(request, "lora_request", None) is not None
 
     def step(self) -> None:
         """What may change on disk is looked at again."""

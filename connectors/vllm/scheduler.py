@@ -231,6 +231,10 @@ class VllmScheduler:
             self._unscheduled.add(request.request_id)
             self._expects(request)
 
+    def adapter_loads(self, asked: Any) -> None:
+        """vLLM is about to load the adapter of `asked`, a LoRARequest."""
+        self._tags.meet_adapter(asked)
+
     def _expects(self, request: Any) -> None:
         is_long = self._usable(request) >= self._chunk_tokens
         if is_long and self._may_load(request) and self._tags.of(request) is not None:
@@ -284,6 +288,8 @@ class VllmScheduler:
             self._outcomes.forget(request_id)
             self._tracked.pop(request_id, None)
         self._tags.step()
+        if self._tags.lost():
+            self._stores.drop_unsent()
         self.figures.state("attached", int(self._session.attachment is not None))
         self.figures.add("lookups_late", self._driver.late)
         self._driver.late = 0
@@ -377,7 +383,7 @@ class VllmScheduler:
         columns = settled(self._groups, whole, (before, before + count), states)
         self._stores.begin(self._connector.stores.begin_store(
             request_id, request.all_token_ids, columns, computed, duplicate=duplicate
-        ))
+        ), holds=self._tags.may_be_lost(request))
 
     def _store_once_more(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
         """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
@@ -390,12 +396,17 @@ class VllmScheduler:
         whole = settled(self._groups, tracked.table)
         own = [[None if block in self._fresh else block for block in column] for column in whole]
         offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
-        last = self._stores.begin(offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens))
+        last = self._stores.begin(
+            offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens),
+            holds=self._tags.may_be_lost(tracked.request),
+        )
         self._last_store = last or self._last_store
 
     # ------------------------------------------------------------------ ends
 
     def take(self, report: Report) -> None:
+        if self._weights.epoch in report.wrote_weights:
+            self.weights_change("changed")
         self._attached.told(report.epochs)
         if report.valid_tokens:
             self.loads_failed()
@@ -405,8 +416,6 @@ class VllmScheduler:
             if self._cost is not None:
                 self._cost.loaded(tokens, seconds)
         for request_id, valid in report.valid_tokens.items():
-        if self._weights.epoch in report.wrote_weights:
-            self.weights_change("changed")
             self._driver.load_failed(request_id, valid)
             self._driver.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)

@@ -36,6 +36,8 @@ class _Store:
     blocks: frozenset[int]
     ranks_left: int
     step: int
+    holds: bool = False
+    """It is held back until what it stores is computed."""
     is_sent: bool = False
     is_dropped: bool = False
 
@@ -63,17 +65,19 @@ class Stores:
         return (store.blocks for store in self._stores.values())
 
     def begin(
-        self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None
+        self, offer: StoreOffer | None, computed_in: Callable[[int], int | None] = lambda chunks: None, *,
+        holds: bool = False,
     ) -> Future[None] | None:
         """Ends when the offer's slots are reserved, or could not be. `computed_in`: given how many of the request's
-        first chunks, the number of the step that computes the last of them; None: the newest."""
+        first chunks, the number of the step that computes the last of them; None: the newest. `holds`: it is held back
+        until what it stores is computed, as all are with Stores' own `holds`."""
         if offer is None:
             return None
         for batch in offer.batches:
             blocks = frozenset(block for chunk in batch.block_ids for part in chunk for block in part)
             step = computed_in(batch.first + len(batch.keys))
             self._stores[batch.store_id] = _Store(
-                offer.request_id, blocks, self._ranks, self.step if step is None else step
+                offer.request_id, blocks, self._ranks, self.step if step is None else step, holds or self._holds
             )
         return self._driver.store(
             offer, partial(self._take_reserved, offer.attachment),
@@ -121,7 +125,7 @@ class Stores:
                     self._driver.abort(attachment, plan)
                 continue
             waits = self.step - store.step <= self._steps_ahead
-            if waits and self._holds:
+            if waits and store.holds:
                 held.append((store_id, attachment, plan))
             else:
                 store.is_sent = True

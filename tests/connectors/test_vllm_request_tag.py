@@ -181,11 +181,12 @@ def test_a_link_made_after_the_start_may_have_led_elsewhere_before(tmp_path: Pat
 
 def test_weights_in_another_format_beside_the_old_ones_are_a_change(tmp_path: Path) -> None:
     path = adapter_at(tmp_path / "a")
-    before, digest = look_at(path), digest_of_files(path)
+    folder = Path(path)
+    before, digest = look_at(folder), digest_of_files(folder)
     (tmp_path / "a" / "adapter_model.bin").write_text("b")
-    assert look_at(path) != before and digest_of_files(path) != digest
+    assert look_at(folder) != before and digest_of_files(folder) != digest
     (tmp_path / "a" / "adapter_config.json").unlink()
-    assert look_at(path) is None
+    assert look_at(folder) is None
 
 
 def test_contents_of_tensors_are_told_apart_by_type_shape_and_elements() -> None:

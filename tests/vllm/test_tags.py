@@ -48,8 +48,18 @@ def test_an_adapter_that_became_another_one_is_not_cached_any_more(run: Any, how
 
 
 @every_version
-def test_an_adapter_written_after_the_engine_started_is_not_cached(run: Any, tmp_path: Path) -> None:
-    assert run("too_new", "tokens", str(tmp_path)) == {"loaded": [0, 0], "bypassed": {"adapter": 2}}
+def test_an_adapter_that_vllm_may_have_read_before_is_not_cached_and_said(run: Any, tmp_path: Path) -> None:
+    found = run("too_new", "tokens", str(tmp_path), False)
+    (said,) = found.pop("said")
+    assert "since this engine started and before kvdock heard of it: load it under another name" in said
+    assert found == {"loaded": [0, 0, 0], "bypassed": {"adapter": 2}}
+
+
+@pytest.mark.every_minor
+@every_version
+def test_an_adapter_that_vllm_cannot_have_read_before_it_was_met_is_shared(run: Any, tmp_path: Path) -> None:
+    found = run("too_new", "tokens", str(tmp_path), True)
+    assert found == {"loaded": [0, ALL, ALL], "bypassed": {}, "said": []}
 
 
 @every_version

@@ -26,9 +26,11 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import RequestStatus
+from warnings_heard import warnings_heard
 
 from kvdock.client.client import Client
 from kvdock.connectors.vllm import request_tag
+from kvdock.connectors.vllm.adapter_loads import AdapterLoads
 from kvdock.connectors.vllm.connector import KvdockConnector
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import listed_id
@@ -159,12 +161,27 @@ def replaced(address: str, keys: str, folder: str, how: str) -> dict[str, Any]:
     return figures
 
 
-def too_new(address: str, keys: str, folder: str) -> dict[str, Any]:
-    """An adapter that was written after the engine started: the workers may have loaded what was there before."""
-    engine = engine_at(address, keys, os.urandom(8).hex())
-    time.sleep(TICK_S)
-    made = adapter(f"{folder}/new", "a")
-    return ended(engine, [run(engine, made), run(engine, made)])
+def too_new(address: str, keys: str, folder: str, heard: bool) -> dict[str, Any]:
+    """An adapter that was written after the engine started. Not `heard`: the workers may have loaded what was there
+    before."""
+    usual, request_tag.LOADS = request_tag.LOADS, AdapterLoads()
+    try:
+        if heard:
+            import vllm.v1.engine.core  # whose methods are wrapped
+
+            request_tag.LOADS.listen()
+        name = os.urandom(8).hex()
+        engine = engine_at(address, keys, name)
+        time.sleep(TICK_S)
+        made = adapter(f"{folder}/new", "a")
+        with warnings_heard() as said:
+            loaded = [run(engine, made), run(engine, made)]
+        later = engine_at(address, keys, name)
+        loaded.append(run(later, adapter(f"{folder}/new", "", lora_name="query", lora_int_id=3)))
+        later.close()
+    finally:
+        request_tag.LOADS = usual
+    return {**ended(engine, loaded), "said": [line for line in said if "is not cached" in line]}
 
 
 def no_files(address: str, keys: str, folder: str) -> dict[str, Any]:

@@ -69,8 +69,8 @@ from kvdock.connectors.vllm.setup import (
 from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
 from kvdock.connectors.vllm.steps import Orders, Report
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
-from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
+from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.protocol.access_token import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -158,12 +158,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_load_failure_policy = "recompute"  # vLLM reads it afterwards; of another connector's copy never
         elif role == KVConnectorRole.WORKER and (self._is_beside or not self._settings.recompute_failed_loads):
             warn_of_policy((transfer if engine is None else engine.kv_transfer_config).kv_load_failure_policy, place)
+        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, told=self._runs)
         self._worker: VllmWorker | None = None
         self._computed: torch.cuda.Stream | None = None
         self._aside: torch.cuda.Stream | None = None
         self._scheduler: VllmScheduler | None = None
         self._handshake: Handshake | None = None
-        self._weights = RunningWeights(trusts_versions=self._settings.trust_weight_versions, told=self._runs)
         self._told, self._built = Report(), 0  # what workers said before the manifests were there; steps planned
         self._waiting: list[Any] = []  # requests that came before the handshake
         self._events: Events | None = None
@@ -246,16 +246,16 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._is_beside else self._handshake
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, Metadata)
-        orders = kv_connector_metadata.orders
-        if self._worker is None:
-            return
     def kvdock_weights_written(self) -> None:
         """Something was loaded into the model (weight_changes.py)."""
         if self._worker is not None:
             self._worker.weights_written()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, Metadata)
+        orders = kv_connector_metadata.orders
+        if self._worker is None:
+            return
         self._worker.fence(orders, _stream_of(self._worker.device))
         if self._computed is not None and orders.stores:  # they wait for earlier steps, but not for this one
             self._computed.wait_stream(torch.cuda.current_stream(self._computed.device))
@@ -349,12 +349,12 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             namer=namer_of(self._groups, manifest.chunk_tokens, hash_tokens),
             own_cache=own_cache_of(self._config, self._groups, hash_tokens),
         )
+        self._prove_hooks()
         self._scheduler.unfit = why_unfit(self._config, manifest.token_order, os.environ)
         if self._scheduler.unfit:
             log.warning(UNLOADED, self._scheduler.unfit)
         self._scheduler.start()
         for request in self._waiting:
-        self._prove_hooks()
             self._scheduler.arrived(request)
         self._waiting.clear()
 
@@ -399,6 +399,23 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, table, num_external_tokens)
 
     @in_turn
+    def kvdock_weights(self, kind: str, version: str) -> None:
+        """As weight_changes.Hears has it."""
+        if self._scheduler is not None:
+            self._scheduler.weights_change(kind, version)
+        else:
+            self._weights.hear(kind, version)
+
+    def _runs(self, weights: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.runs(weights)
+
+    def _prove_hooks(self) -> None:
+        why = self._why_unheard()
+        if why != self._weights.doubt:
+            self.kvdock_weights("unheard" if why else "heard", why)
+
+    @in_turn
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         self._built += 1
         self._prove_hooks()
@@ -417,23 +434,6 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
             self._scheduler.loads_failed()  # perhaps another connector's
-    @in_turn
-    def kvdock_weights(self, kind: str, version: str) -> None:
-        """As weight_changes.Hears has it."""
-        if self._scheduler is not None:
-            self._scheduler.weights_change(kind, version)
-        else:
-            self._weights.hear(kind, version)
-
-    def _runs(self, weights: str) -> None:
-        if self._scheduler is not None:
-            self._scheduler.runs(weights)
-
-    def _prove_hooks(self) -> None:
-        why = self._why_unheard()
-        if why != self._weights.doubt:
-            self.kvdock_weights("unheard" if why else "heard", why)
-
         self._scheduler.take(report)
 
     def _introduced(self, report: Report) -> Report:

@@ -430,3 +430,70 @@ def test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored(schedul
     scheduler.finished(request, has_answered=False, has_failed=True)
     dropped = {store.request_id: store.is_dropped for store in scheduler._stores._stores.values()}
     assert dropped == {"other": False, "r": True}
+
+
+def computed(scheduler: VllmScheduler, request_id: str, local_tokens: int, blocks: list[int | None]) -> list[set[int]]:
+    """The stores that begin when a request of two chunks is computed behind `local_tokens`."""
+    request, before = request_of(96), len(offered(scheduler))
+    request.request_id = request_id
+    scheduler.lookup(request, local_tokens)
+    scheduler.allocated(request, [blocks], 0)
+    request.num_computed_tokens = local_tokens
+    step(scheduler, request, 64 - local_tokens, new=[blocks])
+    return offered(scheduler)[before:]
+
+
+@pytest.mark.weights
+def test_what_was_computed_before_a_change_is_not_stored_after_it(scheduler: VllmScheduler) -> None:
+    request = request_of(96)
+    scheduler.lookup(request, 0)
+    scheduler.allocated(request, [[1, 2, 3, 4]], 0)
+    step(scheduler, request, 32, new=[[1, 2, 3, 4]])
+    assert offered(scheduler) == [{1, 2}]
+    assert step(scheduler, request, 16).weights == 0
+    scheduler.weights_change("changed")
+    orders = step(scheduler, request, 16)
+    assert (orders.weights, orders.loads) == (1, ())
+    assert not any({3, 4} & blocks for blocks in offered(scheduler)), "its first tokens are of other weights"
+    assert scheduler.finished(request, has_answered=True) is None
+    assert not any({3, 4} & blocks for blocks in offered(scheduler))
+
+
+@pytest.mark.weights
+def test_behind_kv_of_earlier_weights_nothing_is_stored_or_looked_up(scheduler: VllmScheduler) -> None:
+    scheduler._weights.computed()
+    scheduler.weights_change("changed")
+    assert computed(scheduler, "behind a local hit", 32, [1, 2, 3, 4]) == []
+    assert computed(scheduler, "from its first token", 0, [5, 6, 7, 8]) == [{5, 6, 7, 8}]
+    scheduler.weights_change("flushed")
+    assert computed(scheduler, "once flushed", 32, [9, 10, 11, 12]) != []
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("kind", ["begin", "unheard"])
+def test_while_weights_are_not_known_nothing_is_stored(scheduler: VllmScheduler, kind: str) -> None:
+    scheduler.weights_change(kind, "a plug-in has taken a place")
+    assert computed(scheduler, "meanwhile", 0, [1, 2, 3, 4]) == []
+    scheduler.weights_change("end" if kind == "begin" else "heard")
+    scheduler.weights_change("flushed")
+    assert computed(scheduler, "afterwards", 0, [5, 6, 7, 8]) == [{5, 6, 7, 8}]
+
+
+@pytest.mark.weights
+def test_a_worker_that_heard_of_a_change_alone_is_believed_once(scheduler: VllmScheduler) -> None:
+    scheduler.take(Report(wrote_weights={0}))
+    assert scheduler._weights.epoch == 1
+    scheduler.take(Report(wrote_weights={0}))  # what it says of the step before is no other change
+    assert scheduler._weights.epoch == 1
+
+
+@pytest.mark.weights
+def test_a_reset_after_a_change_clears_nothing_at_the_server(
+    scheduler: VllmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr(scheduler._clearing, "ask", lambda *more: bool(cleared.append(1)) or True)
+    assert scheduler.reset() and len(cleared) == 1
+    scheduler.weights_change("changed")
+    assert scheduler.reset() and len(cleared) == 1, "what other engines share stays"
+    assert scheduler.reset() and len(cleared) == 2

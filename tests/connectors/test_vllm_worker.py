@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from kvdock.connectors.requests import Fetch
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.setup import EngineTraits, Settings
-from kvdock.connectors.vllm.steps import LoadOrder, Orders, StoreOrder
+from kvdock.connectors.vllm.steps import LoadOrder, Orders, Report, StoreOrder
 from kvdock.connectors.vllm.worker import VllmWorker
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CpuCopier
@@ -177,3 +178,46 @@ def test_a_step_does_not_wait_until_the_server_knows_of_a_store_or_of_the_one_be
     eventually(worker.is_told)
     worker.expect_stored(TOKENS)
     worker.expect_stored(OTHERS)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("is_told", [True, False], ids=["by the scheduler's side", "by the model alone"])
+def test_a_load_that_is_under_way_when_the_weights_change_fails(worker: Worker, is_told: bool) -> None:
+    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    eventually(worker.is_told)
+    worker.half.report()
+    load = replace(worker.load("r", TOKENS, 1 + BLOCKS, after=()), is_async=True)
+    may_copy = threading.Event()
+    copier = worker.half._connector._loaders[0]
+    assert isinstance(copier, CpuCopier)
+    copier._thread.submit(may_copy.wait)  # it is at work for somebody else
+    worker.half.begin(Orders(loads=(load,)))
+    if not is_told:
+        worker.half.weights_written()
+    worker.half.begin(Orders(weights=int(is_told)))
+    may_copy.set()
+    reports: list[Report] = []
+
+    def has_ended() -> bool:
+        loaded, _ = worker.half.ended()
+        reports.append(worker.half.report())
+        return loaded == {"r"}
+
+    eventually(has_ended)
+    assert reports[-1].valid_tokens == {"r": 0}
+    assert worker.half.failed_blocks() == set(range(1 + BLOCKS, 1 + 2 * BLOCKS))
+    assert reports[0].wrote_weights == (set() if is_told else {0})
+
+
+@pytest.mark.weights
+def test_an_unheard_change_refuses_loads_until_the_schedulers_side_knows_of_it(worker: Worker) -> None:
+    worker.half.begin(Orders(stores=(worker.order("first", TOKENS, 1),)))
+    eventually(worker.is_told)
+    worker.half.weights_written()
+    load = replace(worker.load("r", TOKENS, 1 + BLOCKS, after=()), is_async=True)
+    worker.half.begin(Orders(loads=(load,)))
+    assert worker.half.ended()[0] == {"r"}
+    report = worker.half.report()
+    assert (report.valid_tokens, report.wrote_weights) == ({"r": 0}, {0})
+    worker.half.begin(Orders(weights=1))
+    assert not worker.half.report().wrote_weights

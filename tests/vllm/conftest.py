@@ -22,12 +22,13 @@ KINDS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs all scenarios of a version, in one process; whole engines, one by one, go to whoever is free."""
+    """One worker runs all scenarios of a version, in one process; whole engines, one by one, go to whoever is free,
+    but for those that share engines."""
     for number, item in enumerate(items):
         if _needs_schedulers(item):
             params = item.callspec.params if hasattr(item, "callspec") else {}
             item.add_marker(pytest.mark.xdist_group(f"schedulers of {params.get('version', VERSIONS[-1])}"))
-        elif item.path.parent == Path(__file__).parent:
+        elif item.path.parent == Path(__file__).parent and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"engine {number}"))
     items.sort(key=lambda item: not _needs_schedulers(item))
 

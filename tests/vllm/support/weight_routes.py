@@ -111,15 +111,8 @@ def _model(llm: Any, folder: str) -> None:
     getattr(worker, "worker", worker).model_runner.get_model().load_weights(tensors_of(folder))
 
 
-def _memory(llm: Any, folder: str) -> None:
-    """Into the parameters' memory, with no call to anything."""
-    worker = llm.llm_engine.model_executor.driver_worker
-    write_into(getattr(worker, "worker", worker).model_runner.get_model(), folder)
-
-
 ROUTES: dict[str, Callable[[Any, str], None]] = {
     "reload": _reload, "function": _function, "extension": _extension, "transfer": _transfer, "model": _model,
-    "memory": _memory,
 }
 
 

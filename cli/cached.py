@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.screen import say
-from kvdock.cli.words import brief, counted, duration, percent, printable, size
+from kvdock.cli.words import brief, counted, duration, percent, printable, size, space
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.usage import Prefixes, PrefixView
 
@@ -44,9 +44,10 @@ def show_cached(server: str, *, limit: int, as_json: bool, console: Console) -> 
 def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
     return _table(("model", "tenant", "namespace", "cached", "chunks", "hit rate", "last used", "oldest", "engines"), [
         (
-            view.manifest.model, view.tenant or "-", view.namespace[:8], size(view.bytes), f"{view.chunks:,}",
+            view.manifest.model, view.tenant or "-", space(view.namespace, view.weights), size(view.bytes),
+            f"{view.chunks:,}",
             percent(view.totals.hit_tokens / view.totals.lookup_tokens if view.totals.lookup_tokens else None),
-            _ago(view.unused_s), _ago(view.oldest_s), f"{view.sessions:,}" + (" (bench)" if view.is_bench else ""),
+            _ago(view.unused_s), _ago(view.oldest_s), f"{view.sessions:,}" + _beside(view),
         )
         for view in views
     ], left=3)
@@ -55,11 +56,18 @@ def _namespaces_table(views: Iterable[NamespaceView]) -> Table:
 def _prefixes_table(views: Iterable[PrefixView]) -> Table:
     return _table(("prefix", "model", "namespace", "used", "tokens", "cached", "stored", "last used"), [
         (
-            view.key[:12], view.model, view.namespace[:8], counted(view.uses, "time"), brief(view.tokens),
-            size(view.bytes), _ago(view.age_s), _ago(view.unused_s),
+            view.key[:12], view.model, space(view.namespace, view.weights), counted(view.uses, "time"),
+            brief(view.tokens), size(view.bytes), _ago(view.age_s), _ago(view.unused_s),
         )
         for view in views
     ], left=3)
+
+
+def _beside(view: NamespaceView) -> str:
+    """What is said of its engines."""
+    if view.left_s is not None:
+        return f" (left {duration(view.left_s)} ago)"
+    return " (bench)" if view.is_bench else ""
 
 
 def _ago(seconds: float | None) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvdock.cli.operator import first, print_json, reached
 from kvdock.cli.screen import say
-from kvdock.cli.words import duration, printable, size
+from kvdock.cli.words import duration, printable, size, space
 from kvdock.protocol.reports import Leases, LeaseView, Requests, RequestView
 from kvdock.protocol.schemas import MemberView, Sessions, SessionView
 
@@ -58,8 +58,9 @@ def show_requests(server: str, *, begins: str, limit: int | None, as_json: bool,
 def sessions_table(sessions: Iterable[SessionView]) -> Table:
     return _table("sessions", ("engine", "model", "namespace", "processes", "leases", "reservations", "held",
                                "attached"), (
-        (view.label or view.instance, view.model, view.namespace[:8], ", ".join(map(_member, view.members)),
-         str(view.leases), str(view.reservations), size(view.held_bytes), duration(view.age_s))
+        (view.label or view.instance, view.model, space(view.namespace, view.weights),
+         ", ".join(map(_member, view.members)), str(view.leases), str(view.reservations), size(view.held_bytes),
+         duration(view.age_s))
         for view in sessions
     ))
 

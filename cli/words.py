@@ -15,6 +15,12 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def space(namespace: str, weights: str | None) -> str:
+    """A namespace, as short as lists show it, and the weights whose chunks are in it, if engines changed theirs."""
+    known = "weights unknown" if weights is None else weights if len(weights) <= 24 else f"{weights[:23]}…"
+    return f"{namespace[:8]} ({known})" if known else namespace[:8]
+
+
 def percent(share: float | None) -> str:
     """0.7824 → 78.2 %; what was not measured is a dash."""
     return "-" if share is None else f"{100 * share:.1f} %" if share < 0.9995 else "100 %"

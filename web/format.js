@@ -46,6 +46,13 @@ export function share(x) {
   return percent.toFixed(whole ? 0 : 1) + NB + "%";
 }
 
+/** The weights whose chunks are in a namespace, short; "" for those that engines start with. */
+export function weightsName(weights) {
+  if (weights === null) return "weights unknown";
+  const text = weights ?? "";
+  return text && `weights ${text.length > 24 ? `${text.slice(0, 23)}…` : text}`;
+}
+
 /** part/whole as a share; a dash when there is no whole. */
 export function shareOf(part, whole) {
   return whole > 0 ? share(part / whole) : "–";

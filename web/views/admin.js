@@ -4,7 +4,7 @@ import { send } from "../api.js";
 import { button, labelled, search, select, setOptions } from "../choice.js";
 import { confirmed } from "../confirm.js";
 import { el, setHidden, setText } from "../dom.js";
-import { bytes, count, plural } from "../format.js";
+import { bytes, count, plural, weightsName } from "../format.js";
 import { parsedBytes } from "../parse.js";
 import { COSTS, FOR, pin } from "./keep.js";
 import { mountLimits } from "./limits.js";
@@ -21,8 +21,8 @@ const WHOLE_KEY = /^[0-9a-f]{64}$/;
 
 const freeNow = ({ pool: p }) => p.free_bytes + Math.max(0, p.limit_bytes - p.allocated_bytes);
 
-function nameOf({ namespace, manifest, tenant }) {
-  return [manifest.model, manifest.adapter, tenant, namespace.slice(0, 8)].filter(Boolean).join(" · ");
+function nameOf({ namespace, manifest, tenant, weights }) {
+  return [manifest.model, manifest.adapter, weightsName(weights), tenant, namespace.slice(0, 8)].filter(Boolean).join(" · ");
 }
 
 /** What clearing one namespace, or all, takes out of use. */

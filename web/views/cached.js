@@ -4,7 +4,7 @@ import { send } from "../api.js";
 import { button, choice, labelled, select } from "../choice.js";
 import { confirmed } from "../confirm.js";
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
-import { about, age, bytes, count, plural, shareOf } from "../format.js";
+import { about, age, bytes, count, plural, shareOf, weightsName } from "../format.js";
 import { barred, Table, twoPart } from "../table.js";
 import { COSTS, FOR, pin } from "./keep.js";
 
@@ -22,8 +22,9 @@ const GROUPS = {
   namespace: {
     key: (n) => n.namespace,
     name: (n) => n.namespace.slice(0, 12),
-    beside: ([{ manifest, tenant }]) => [
-      manifest.model, manifest.adapter && `adapter ${manifest.adapter}`, tenant && `tenant ${tenant}`,
+    beside: ([{ manifest, tenant, weights, left_s: left }]) => [
+      manifest.model, manifest.adapter && `adapter ${manifest.adapter}`, weightsName(weights),
+      tenant && `tenant ${tenant}`, (left ?? null) !== null && `left ${age(left)} ago`,
     ].filter(Boolean).join(", "),
   },
   tenant: { key: (n) => n.tenant, name: (n) => tenantName(n.tenant), beside: (all) => plural(all.length, "namespace") },

@@ -84,7 +84,7 @@ function story(e) {
   if ((e.saved_s ?? null) !== null) parts.push(saved(e.saved_s));
   if (e.lookups.length) parts.push(section(plural(e.lookups.length, "lookup"), ...e.lookups.map(lookup)));
   if (e.nearest) parts.push(nearest(e.nearest));
-  parts.push(section("Where", facts([["Model", e.model], ["Namespace", e.namespace]])));
+  parts.push(section("Where", facts([["Model", e.model], ["Namespace", e.namespace], ["Weights", e.weights || null]])));
   return parts;
 }
 

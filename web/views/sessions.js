@@ -1,7 +1,7 @@
 // Attached engines: a row for each, with what it found, loaded and stored, and how its processes are.
 
 import { el, hint, KeyedList, setAttr, setText } from "../dom.js";
-import { age, bytes, count, exact, plural, rankWords, rate, shareOf } from "../format.js";
+import { age, bytes, count, exact, plural, rankWords, rate, shareOf, weightsName } from "../format.js";
 import { barred, Table, twoPart } from "../table.js";
 
 export function nameOf(session) {
@@ -88,7 +88,9 @@ const COLUMNS = [
   {
     head: "Model", cls: "wide stacked",
     make: twoPart(
-      (s) => s.model, (s) => `namespace ${s.namespace.slice(0, 8)}${s.is_bench ? ", benchmark" : ""}`,
+      (s) => s.model, (s) => [
+        `namespace ${s.namespace.slice(0, 8)}`, weightsName(s.weights), s.is_bench && "benchmark",
+      ].filter(Boolean).join(", "),
       (s) => `${s.model} · namespace ${s.namespace}`,
     ),
   },

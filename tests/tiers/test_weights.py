@@ -1,0 +1,80 @@
+"""Lower tiers beneath engines whose weights change: chunks of each are kept apart, and dead ones are not written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_helpers import ServerProcess, eventually
+from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_server import PART, SETTINGS, flood, is_served, is_written, mover, written
+
+pytestmark = [pytest.mark.weights, pytest.mark.tiers, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(**{**SETTINGS, "disk_path": str(tmp_path / "disk")}) as process:
+        yield process
+
+
+@pytest.fixture
+def engine(server: ServerProcess) -> Iterator[TierEngine]:
+    made = TierEngine(server.unix, manifest(PART))
+    is_served(server, 1)
+    yield made
+    made.close()
+
+
+def runs(engine: TierEngine, weights: str) -> None:
+    engine.session.runs(weights)
+    eventually(lambda: engine.attachment.weights == weights)
+
+
+def is_served_as(engine: TierEngine, weights: str) -> None:
+    """The mover has a session in the namespace of those weights."""
+    eventually(lambda: any(
+        one.label == "lower tiers" and one.weights == weights for one in engine.client.sessions().sessions
+    ), 30.0)
+
+
+def test_a_tier_has_the_chunks_of_each_weights_apart(server: ServerProcess, engine: TierEngine) -> None:
+    keys = engine.chain(4)
+    runs(engine, "step-1")
+    is_served_as(engine, "step-1")
+    engine.store(keys)
+    is_written(engine, keys)
+    flood(engine)
+    runs(engine, "step-2")
+    is_served_as(engine, "step-2")
+    assert engine.awaited(keys, "other weights").hit_tokens == 0
+    runs(engine, "")
+    assert engine.awaited(keys, "start").hit_tokens == 0
+    runs(engine, "step-1")
+    is_served_as(engine, "step-1")
+    found = engine.awaited(keys, "same weights")
+    assert found.hit_tokens == 4 * CHUNK_TOKENS
+    engine.read(keys, found)
+    engine.release(found)
+
+
+def test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights(
+    server: ServerProcess, engine: TierEngine
+) -> None:
+    runs(engine, "step-1")
+    is_served_as(engine, "step-1")
+    process = mover(server)
+    process.suspend()  # what is stored now waits
+    engine.store(engine.chain(16))
+    runs(engine, "step-2")
+    last = engine.chain(2)
+    engine.store(last)
+    process.resume()
+    is_served_as(engine, "step-2")
+    is_written(engine, last)
+    eventually(lambda: not any(
+        one.label == "lower tiers" and one.weights == "step-1" for one in engine.client.sessions().sessions
+    ), 30.0)
+    eventually(lambda: all(tier.queued_bytes == 0 for tier in engine.client.status().tiers))
+    assert written(engine) == 2

@@ -59,7 +59,8 @@ test-vllm-versions: vllm $(BETWEEN:%=.venv-vllm-%/.deps)
 	VLLM_VERSIONS='$(BETWEEN)' VLLM_SEEDS=$(or $(VLLM_SEEDS),24) $(IN_VLLM) -m every_minor $(ARGS)
 
 # What test-vllm needs.
-vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream weights) .venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
+vllm: setup $(addprefix .venv-vllm-cpu/.,built installed upstream weights) \
+	.venv-vllm-0.24.0/.deps .venv-vllm-0.33.0/.deps
 
 # The linker inside real SGLang, without a GPU: whole engines on the CPU.
 test-sglang: sglang

@@ -234,6 +234,39 @@ def test_groups_that_swap_their_backends_share_nothing() -> None:
     assert " FLASH " in order("FLASH", "FLASH")
 
 
+def described(
+    *, version: str = "0.33.0", chunk: int = 16, block: int = 16, ranks: int = 1, latent: bool = False,
+    hashing: tuple[str, str] = ("f", "s"), swapped: bool = False, layers: int = 1,
+) -> bytes:
+    """The namespace of an engine whose pages are like this. `swapped`: K and V stand the other way round in a page."""
+    set_up = engine()
+    set_up.parallel_config.tensor_parallel_size = ranks
+    names = [f"layer.{number}" for number in range(layers)]
+    groups = [KVGroup(None, block, dict.fromkeys(names, 4096), latent)]
+    one = torch.zeros((4, 2, 1024), dtype=torch.bfloat16)
+    tensors = {name: one.as_strided((4, 2, 1024), (2048, 1, 2)) if swapped else one.clone() for name in names}
+    return namespace_digest(msgspec.to_builtins(manifest_of(
+        set_up, version, groups, tensors, place_of(set_up.parallel_config, groups), num_blocks=4, chunk_tokens=chunk,
+        weights_digest=GIVEN, hashing=hashing, find_snapshot=nowhere,
+    )))
+
+
+def test_minor_versions_are_kept_apart_and_patches_are_not() -> None:
+    assert described(version="0.33.0") == described(version="0.33.7") != described(version="0.32.0")
+
+
+def test_the_split_over_workers_keeps_engines_apart_but_for_latent_attention() -> None:
+    assert described() == described(ranks=1) != described(ranks=2)
+    assert described(latent=True, ranks=1) == described(latent=True, ranks=2)
+
+
+@pytest.mark.parametrize("other", [
+    {"chunk": 32}, {"block": 8}, {"swapped": True}, {"layers": 2}, {"hashing": ("g", "s")}, {"hashing": ("f", "t")},
+])
+def test_the_form_of_pages_and_chunks_keeps_engines_apart(other: dict[str, Any]) -> None:
+    assert described() == described() != described(**other)
+
+
 # --------------------------------------------------------------------------- names
 
 

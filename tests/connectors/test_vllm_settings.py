@@ -216,6 +216,15 @@ def test_workers_of_one_machine_are_counted_over_its_engines() -> None:
     assert workers_here(config(local_world_size=4, data_parallel_size_local=0)) == 4  # all engines are elsewhere
 
 
+def test_kv_whose_scales_are_found_at_run_time_is_refused() -> None:
+    set_up = config()
+    set_up.cache_config.calculate_kv_scales = False
+    refuse_what_is_not_supported(set_up, 1, Settings())
+    set_up.cache_config.calculate_kv_scales = True
+    with pytest.raises(NotSupportedError, match="scales are found at run time: calculate_kv_scales is on"):
+        refuse_what_is_not_supported(set_up, 1, Settings())
+
+
 @pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head"])
 def test_kv_that_a_cpu_lays_out_otherwise_than_it_says_is_refused_there(kind: str) -> None:
     def refuse(kind: str, device: str) -> None:

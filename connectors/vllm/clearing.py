@@ -1,8 +1,8 @@
 """reset_cache: what the server holds for engines like this one is taken out of use, and none of it is found again.
 
-The server clears what is published. Stores that the workers have begun may publish later what was computed before, so
-the namespace is cleared once more when they have ended, and until then, or until a server that did not answer has
-cleared, nothing is looked up. It is asked again after a pause that doubles; a lost one when it is back.
+The server clears what is published, in lower tiers too, and closes what is reserved: stores that workers have begun
+publish nothing any more. Until a server that did not answer has cleared, nothing is looked up. It is asked again after
+a pause that doubles; a lost one when it is back.
 
 Threads: the scheduler's thread calls everything but again() and tell_of_others(); `_lock` guards what they share.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvdock.connectors.session import EngineSession
 from kvdock.protocol.admin_schemas import ClearCache
@@ -35,16 +35,14 @@ class Clearing:
         self._session, self._clock = session, clock
         self._lock = threading.Lock()
         self._asked = self._cleared = 0  # how often: lookups wait until the second has reached the first
-        self._stores: set[str] = set()
         self._running = False
         self._pause_s, self._next_try_s = FIRST_PAUSE_S, 0.0  # the latter by `clock`; 0: at once
         self._is_failing = False  # and has been logged
 
-    def ask(self, stores: Iterable[str]) -> bool:
-        """Clears now. `stores`: those that workers may still publish. False: the server did not clear."""
+    def ask(self) -> bool:
+        """Clears now. False: the server did not clear."""
         with self._lock:
             self._asked += 1
-            self._stores.update(stores)
             self._pause_s, self._next_try_s, self._is_failing = FIRST_PAUSE_S, 0.0, False
         cleared = self._clear(None)
         if not cleared:
@@ -53,9 +51,6 @@ class Clearing:
                 "`kvdock clear --namespace` does it by hand; `kvdock sessions` shows which"
             )
         return cleared
-
-    def store_ended(self, store_id: str) -> None:
-        self._stores.discard(store_id)
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +61,7 @@ class Clearing:
         """Whether it is time to call again(), in the background. True once for each time that it ends."""
         with self._lock:
             starts = (
-                not self.is_over and not self._stores and not self._running
+                not self.is_over and not self._running
                 and self._session.attachment is not None and self._clock() >= self._next_try_s
             )
             self._running |= starts
@@ -90,7 +85,6 @@ class Clearing:
         asked, attachment = self._asked, self._session.attachment
         if attachment is None:
             return False
-        is_last = not self._stores
         namespace = attachment.filed_in.hex()
         try:
             self._session.tell_weights(attachment)  # what is to be found from now on is cleared
@@ -104,9 +98,10 @@ class Clearing:
             return False
         self._is_failing = False
         log.info("reset_cache: %d chunks of namespace %s are out of use", answer.chunks, namespace[:12])
-        if is_last:
-            with self._lock:
-                self._cleared = max(self._cleared, asked)
+        if answer.untold:
+            log.info("reset_cache: the lower tiers %s are not used until they were told", ", ".join(answer.untold))
+        with self._lock:
+            self._cleared = max(self._cleared, asked)
         return True
 
     def tell_of_others(self) -> None:

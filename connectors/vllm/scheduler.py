@@ -420,8 +420,7 @@ class VllmScheduler:
             self._driver.load_ended(request_id, valid)
             self._outcomes.failed(request_id, valid)
             self.figures.add("load_failures", 1)
-        for store_id in self._stores.read(report.stores):
-            self._clearing.store_ended(store_id)
+        self._stores.read(report.stores)
         self._clear_again()
 
     def loads_failed(self) -> None:
@@ -459,18 +458,9 @@ class VllmScheduler:
         is_done_with, self._reset_epoch = self._weights.epoch != self._reset_epoch, self._weights.epoch
         if self._on_reset != "clear" or is_done_with:  # since the weights have changed, nothing of before is found
             return True
-        cleared = self._clearing.ask(self._stores.sent)
+        cleared = self._clearing.ask()
         self._driver.run(self._clearing.tell_of_others)
         return cleared
-
-    def _clear_again(self) -> None:
-        if self._clearing.starts_again():
-            self._driver.run(self._clearing.again)
-
-    @property
-    def busy(self) -> bool:
-        """Stores are under way: the engine must go on stepping for them to get to the workers."""
-        return bool(self._stores)
 
     def weights_change(self, kind: str, version: str = "") -> None:
         """As weight_changes.Hears has it."""

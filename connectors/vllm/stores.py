@@ -105,10 +105,6 @@ class Stores:
         for store in self._stores.values():
             store.is_dropped |= not store.is_sent and request_id in (None, store.request_id)
 
-    @property
-    def sent(self) -> list[str]:
-        return [store_id for store_id, store in self._stores.items() if store.is_sent]
-
     def send(self) -> list[StoreOrder]:
         """A step is planned: those whose slots are reserved, and which are not held back any more."""
         self.step += 1
@@ -134,11 +130,10 @@ class Stores:
             self._reserved[:0] = held
         return orders
 
-    def read(self, ranks: Mapping[str, int]) -> Iterator[str]:
-        """`ranks`: how many more of them read no more, by store. Yields the stores that have ended."""
+    def read(self, ranks: Mapping[str, int]) -> None:
+        """`ranks`: how many more of them read no more, by store."""
         for store_id, count in ranks.items():
             store = self._stores[store_id]
             store.ranks_left -= count
             if store.ranks_left <= 0:
                 del self._stores[store_id]
-                yield store_id

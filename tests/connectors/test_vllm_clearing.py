@@ -13,6 +13,8 @@ from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, mortal, tokens_of
 
 from kvdock.connectors.session import EngineSession
 from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.schemas import Commit, PartDone, Reserve
 
 TOKENS = tokens_of(1, 2)
 HIT = len(TOKENS)
@@ -43,38 +45,26 @@ def test_one_namespace_is_cleared_and_no_other(server: ServerProcess) -> None:
             assert hit(one, "b") == HIT
         clearing = Clearing(session(rig))
         assert over(clearing)
-        assert clearing.ask([]) and over(clearing)
+        assert clearing.ask() and over(clearing)
         assert hit(rig, "c") == 0 and hit(other, "c") == HIT
 
 
-def test_it_is_over_once_the_stores_that_were_under_way_are_cleared_too(server: ServerProcess) -> None:
+def test_what_was_being_stored_is_not_published_after_the_reset(server: ServerProcess) -> None:
     with Rig(server.unix) as rig:
+        attachment = session(rig).attachment
+        assert attachment is not None
+        granted = session(rig).client.reserve(Reserve(
+            session=attachment.session, member=attachment.member, store="begun", keys=bytes(range(32))
+        ))
+        assert granted.reservation is not None
         clearing = Clearing(session(rig))
-        assert clearing.ask(["7", "8"]) and not over(clearing)
-        store(rig, "late")
-        clearing.store_ended("7")
-        assert not clearing.starts_again()
-        clearing.store_ended("8")
-        assert clearing.starts_again() and not clearing.starts_again()
-        assert not over(clearing)
-        clearing.again()
-        assert over(clearing) and not clearing.starts_again()
-        assert hit(rig, "a") == 0
-
-
-def test_a_second_reset_waits_for_its_own_stores(server: ServerProcess) -> None:
-    with Rig(server.unix) as rig:
-        clearing = Clearing(session(rig))
-        assert clearing.ask(["1"])
-        clearing.store_ended("1")
-        assert clearing.starts_again()
-        assert clearing.ask(["2"])  # while again() is about to run
-        clearing.again()
-        assert not over(clearing)
-        clearing.store_ended("2")
-        assert clearing.starts_again()
-        clearing.again()
-        assert over(clearing)
+        assert clearing.ask() and over(clearing)
+        parts = [PartDone(chunk.index, part.group, 7) for chunk in granted.chunks for part in chunk.parts]
+        with pytest.raises(ApiError) as refused:
+            session(rig).client.commit(
+                granted.reservation, Commit(session=attachment.session, rank=0, parts=parts)
+            )
+        assert refused.value.code == "grant_closed"
 
 
 def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +72,7 @@ def test_a_server_that_is_gone_is_cleared_when_it_is_back(caplog: pytest.LogCapt
         store(rig, "a")
         clearing = Clearing(session(rig))
         server.stop(signal.SIGKILL)
-        assert not clearing.ask([]) and not over(clearing)
+        assert not clearing.ask() and not over(clearing)
         assert "kvdock clear" in caplog.text
         with next_at(server) as restarted:
             until = time.monotonic() + PATIENCE_S
@@ -99,7 +89,7 @@ def test_nothing_is_tried_while_no_server_is_there() -> None:
     with mortal() as server, Rig(server.unix) as rig:
         clearing = Clearing(session(rig))
         server.stop(signal.SIGKILL)
-        assert not clearing.ask([])
+        assert not clearing.ask()
         assert session(rig).attachment is None and not over(clearing) and not clearing.starts_again()
 
 
@@ -109,7 +99,7 @@ def test_what_fails_is_tried_again_after_a_pause_that_doubles_and_is_logged_once
     now_s = 100.0
     with Rig(server.unix) as rig:
         clearing = Clearing(session(rig), clock=lambda: now_s)
-        known = rig.attachment.namespace
+        known = rig.attachment.filed_in
 
         def pauses(count: int) -> list[float]:
             """After each of so many tries, until the next one; steps of vLLM are a hundredth of a second apart."""
@@ -125,41 +115,18 @@ def test_what_fails_is_tried_again_after_a_pause_that_doubles_and_is_logged_once
                 clearing._running = False  # as if that try, which we only waited for, had not begun
             return found
 
-        rig.attachment.namespace = bytes(32)  # which the server refuses: it has never heard of it
-        assert not clearing.ask([])
+        rig.attachment.filed_in = bytes(32)  # which the server refuses: it has never heard of it
+        assert not clearing.ask()
         assert pauses(8) == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
         assert caplog.text.count("cannot clear namespace") == 1
-        assert not clearing.ask([]), "somebody asks anew"
+        assert not clearing.ask(), "somebody asks anew"
         assert pauses(2) == [0.1, 0.2]
         assert caplog.text.count("cannot clear namespace") == 2
 
-        rig.attachment.namespace = known
+        rig.attachment.filed_in = known
         assert clearing.starts_again()
         clearing.again()
         assert over(clearing) and not clearing.starts_again()
-
-
-def test_a_pause_is_short_again_after_a_try_that_succeeded(server: ServerProcess) -> None:
-    now_s = 0.0
-    with Rig(server.unix) as rig:
-        clearing, known = Clearing(session(rig), clock=lambda: now_s), rig.attachment.namespace
-        rig.attachment.namespace = bytes(32)
-        assert not clearing.ask([])
-        for _ in range(3):
-            now_s += 5.0
-            assert clearing.starts_again()
-            clearing.again()
-        rig.attachment.namespace = known
-        now_s += 5.0
-        assert clearing.starts_again()
-        clearing._stores.add("1")  # a store went to the workers: the next try clears, but it is not over
-        clearing.again()
-        clearing.store_ended("1")
-        rig.attachment.namespace = bytes(32)
-        assert not over(clearing) and clearing.starts_again()
-        clearing.again()
-        now_s += 0.2
-        assert clearing.starts_again()
 
 
 def test_others_who_share_it_are_named(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:

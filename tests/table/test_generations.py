@@ -1,4 +1,5 @@
-"""A namespace's generation: one call clears it, also for who reserved before, and for a server that is killed midway."""
+"""A namespace's generation: one call clears it, also for who reserved before, and for a server that is killed midway.
+"""
 
 from __future__ import annotations
 

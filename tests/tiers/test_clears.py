@@ -1,5 +1,5 @@
-"""Clear means clear: what was cleared, deleted or found to be damaged comes back from no lower tier, whoever still had it
-on its way, whatever is restarted, and at no other server that uses the same store."""
+"""Clear means clear: what was cleared, deleted or found to be damaged comes back from no lower tier, whoever still had
+it on its way, whatever is restarted, and at no other server that uses the same store."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
 @pytest.mark.parametrize("change", [clear, delete], ids=lambda change: change.__name__)
 def test_what_another_server_was_writing_is_not_found(sharing: Servers, change: Change) -> None:
     """It has leased the chunks before, and writes them after the clear."""
-    server, engine = ready(sharing)
+    _, engine = ready(sharing)
     another = sharing.start("another.sock")
     has_state(another.unix, "open")
     other = sharing.engine(another, "other")

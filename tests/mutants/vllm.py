@@ -255,7 +255,7 @@ MUTANTS = (
     ),
     Mutant(
         "V18e", "a request that asks not to be stored is stored", SCHEDULER,
-        "return self._outcomes.asked(request).store and ", "return ",
+        "return self._outcomes.asked(tracked.request).store and ", "return ",
         (*TAGGED, "say_what and 0.24.0"), "test_requests_say_what_is_done_for_them_and_hear_what_came_of_it",
     ),
     Mutant(
@@ -334,9 +334,43 @@ MUTANTS = (
     ),
     Mutant(
         "V31", "after a reset that sets apart, requests share as before", SCHEDULER,
-        "self._tags.weights_changed()", "pass",
+        """        if self._on_reset == "apart":
+            self.weights_change("changed")
+""", "",
         ("tests/vllm/test_tags.py", "-k", "kept_apart and tokens-0.33.0"),
         "test_weights_that_may_have_changed_are_kept_apart_and_named_weights_are_shared",
+    ),
+    Mutant(
+        "V33", "what runs across a change of weights is stored", SCHEDULER,
+        "        if self._weights.epoch != epoch:\n", "        if False:\n",
+        BY_HAND, "test_what_was_computed_before_a_change_is_not_stored_after_it",
+    ),
+    Mutant(
+        "V33b", "what begins behind KV of earlier weights is stored", SCHEDULER,
+        " or (self._weights.is_stale and local_tokens > 0)", "",
+        BY_HAND, "test_behind_kv_of_earlier_weights_nothing_is_stored_or_looked_up",
+    ),
+    Mutant(
+        "V33c", "a load that is under way when the weights change succeeds", WORKER,
+        "            valid = plan.local_tokens\n", "            pass\n",
+        ("tests/connectors/test_vllm_worker.py",), "test_a_load_that_is_under_way_when_the_weights_change_fails",
+    ),
+    Mutant(
+        "V33d", "a method that nobody knows leaves the weights alone", "connectors/vllm/weight_changes.py",
+        '        return ""\n    return "changed"\n', '        return ""\n    return ""\n',
+        ("tests/connectors/test_vllm_weight_changes.py",),
+        "test_what_is_not_known_to_leave_weights_alone_counts_as_a_change",
+    ),
+    Mutant(
+        "V33e", "a hook that was replaced counts as in force", "connectors/vllm/hooks.py",
+        "        if self not in probe.heard:\n", "        if False:\n",
+        ("tests/connectors/test_vllm_weight_changes.py",), "test_a_hook_whose_place_was_taken_is_not_in_force",
+    ),
+    Mutant(
+        "V33f", "a version counts for ever", "connectors/running_weights.py",
+        "            self._spoilt.add(version)\n", "            pass\n",
+        ("tests/connectors/test_running_weights.py",),
+        "test_a_version_that_stands_for_two_sets_of_weights_is_not_trusted",
     ),
     Mutant(
         "V32", "KV memory goes while stores copy from it", WORKER,

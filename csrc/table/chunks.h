@@ -140,8 +140,8 @@ class Chunks {
   // Until room_bytes() is the target, or about max_chunks went; returns how many did.
   uint32_t evict(uint64_t target_room_bytes, uint32_t max_chunks);
   bool can_evict() const;
-  // Of the namespaces that were left, whenever that was, but for the `kept` latest: the oldest first, at most max_chunks.
-  // Returns how many went. `tenant`: of its namespaces; `kept` is 0 then.
+  // Of the namespaces that were left, whenever that was, but for the `kept` latest: the oldest first, at most
+  // max_chunks. Returns how many went. `tenant`: of its namespaces; `kept` is 0 then.
   uint32_t empty_left(size_t kept, uint32_t max_chunks, const std::optional<Id16>& tenant);
   std::vector<SpaceInfo> spaces();
   // About those that go next, `bytes` of them at most, by namespace. Duplicates are left out: their engine has them.

@@ -47,7 +47,9 @@ class LeftSpaces {
   uint64_t left_at(uint32_t space) const { return entries_[space].at_ms; }
   // Of those with chunks that may go: the one that was left first, if that was at `until_ms` or before.
   std::optional<Left> of_shape(uint32_t shape, uint64_t until_ms) const { return first(by_shape_, shape, until_ms); }
-  std::optional<Left> of_tenant(uint32_t tenant, uint64_t until_ms) const { return first(by_tenant_, tenant, until_ms); }
+  std::optional<Left> of_tenant(uint32_t tenant, uint64_t until_ms) const {
+    return first(by_tenant_, tenant, until_ms);
+  }
   // Whenever that was; all but the `kept` that were left last.
   std::optional<Left> before_the_last(size_t kept) const {
     return all_.size() > kept ? std::optional(*all_.begin()) : std::nullopt;

@@ -22,7 +22,9 @@ const WHOLE_KEY = /^[0-9a-f]{64}$/;
 const freeNow = ({ pool: p }) => p.free_bytes + Math.max(0, p.limit_bytes - p.allocated_bytes);
 
 function nameOf({ namespace, manifest, tenant, weights }) {
-  return [manifest.model, manifest.adapter, weightsName(weights), tenant, namespace.slice(0, 8)].filter(Boolean).join(" · ");
+  return [
+    manifest.model, manifest.adapter, weightsName(weights), tenant, namespace.slice(0, 8),
+  ].filter(Boolean).join(" · ");
 }
 
 /** What clearing one namespace, or all, takes out of use. */

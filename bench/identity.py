@@ -4,8 +4,8 @@
 
 One file of safetensors with the tensors of Llama 3 8B, as many of its layers as `--gib` has room for, of random bytes.
 It is read by samples and as a whole, from the disk (`cold`: the kernel is told to drop what it has cached) and from
-memory (`warm`); of each the quickest of `--rounds`. `found`: of `--changes` random changes of so many neighbouring bytes
-of a large tensor, the share that the samples find.
+memory (`warm`); of each the quickest of `--rounds`. `found`: of `--changes` random changes of so many bytes in a row of
+a large tensor, the share that the samples find.
 """
 
 from __future__ import annotations

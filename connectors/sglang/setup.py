@@ -92,8 +92,8 @@ UNSERVED = {
     "enable_hisparse": "part of its KV is elsewhere",
     "dllm_algorithm": "a diffusion model's KV depends on later tokens",
     "disaggregation_mode": "the transfer between the two engines is not tried beside it",
-    "enable_return_routed_experts": "SGLang keeps the experts of each slot beside its KV, and a load brings KV alone",
-    "enable_return_indexer_topk": "SGLang keeps what the indexer chose beside each slot's KV, and a load brings KV alone",
+    "enable_return_routed_experts": "SGLang keeps the experts of each slot beside its KV, and a load has KV alone",
+    "enable_return_indexer_topk": "SGLang keeps an indexer's choice beside each slot's KV, and a load has KV alone",
 }
 """Settings that are on, with the reason for which they are refused."""
 

@@ -269,7 +269,7 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
     ({"args": {"disaggregation_mode": "decode"}}, "does not serve --disaggregation-mode"),
     ({"args": {"enable_return_routed_experts": True}}, "--enable-return-routed-experts under SGLang: SGLang keeps the"),
-    ({"args": {"enable_return_indexer_topk": True}}, "--enable-return-indexer-topk under SGLang: SGLang keeps what"),
+    ({"args": {"enable_return_indexer_topk": True}}, "--enable-return-indexer-topk under SGLang: SGLang keeps an"),
     ({"components": ["FULL", "SWA", "MAMBA"]}, "serve recurrent states .* beside sliding windows under SGLang"),
     (
         {"components": ["FULL", "MAMBA"], "args": {"speculative_algorithm": "NGRAM"}},

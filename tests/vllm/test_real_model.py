@@ -21,7 +21,7 @@ from served_engine import ServedEngine
 
 from kvdock.client.client import Client
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 WEIGHTS = ENGINE_PYTHON.parent.parent / "weights"
 """What `make vllm` makes of the package that has the weights (real_model.py)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ class ServedEngine:
                 start_new_session=True,
             )
 
-    def wait_ready(self, seconds: float = 300.0) -> Self:
+    def wait_ready(self, seconds: float = 600.0) -> Self:
         assert comes_true(self._is_healthy, seconds), f"vLLM did not start:\n{self.log_text()[-4000:]}"
         return self
 
@@ -84,15 +85,14 @@ class ServedEngine:
         return self.log_path.read_text()
 
     def close(self) -> int:
-        """Its exit status. What it started has ended too."""
+        """Its exit status; that of SIGKILL if it does not end by itself. What it started has ended too."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
             return self.process.wait(60)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, 9)
-                self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait(60)
 
     def __enter__(self) -> Self:
         return self

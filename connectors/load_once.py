@@ -145,6 +145,7 @@ class LoadOnce:
     ) -> bool:
         """Whether the request, whose first `local_tokens` tokens the engine's own cache has, waits. `keys_of`: makes
         the keys of its chunks. It waits for no less than `least_tokens`."""
+        self._over(request_id, "failed")  # it is looked up anew: what it had loaded, the engine has taken from it
         wait = self._waits.get(request_id)
         if wait is not None and wait.load is not None:
             if local_tokens < wait.wanted_tokens and not self._is_over(wait.load):

@@ -50,6 +50,7 @@ from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
 from kvdock.connectors.vllm.own_cache import own_cache_of
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_tag import Tags
+from kvdock.connectors.vllm.resets import end_loads_first
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import (
     EngineTraits,
@@ -150,6 +151,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             warn_of_version(vllm.__version__)
             listen()
+            end_loads_first()
             self._why_unheard = hear(self, vllm_config)
             LOADS.listen()
         elif self._groups:

@@ -198,6 +198,13 @@ def test_when_a_load_fails_one_of_those_who_wait_loads_and_the_others_wait_for_t
     assert made.outcomes == ["failed", "failed"]
 
 
+def test_a_loader_that_is_looked_up_anew_has_lost_what_it_loaded(made: Made) -> None:
+    assert made.waits()
+    assert not made.waits("loads")
+    assert not made.waits()
+    assert made.outcomes == ["failed"]
+
+
 def test_nobody_waits_for_one_failed_load_after_the_other(made: Made) -> None:
     for number in range(MOST_IN_VAIN):
         assert made.waits(), number

@@ -5,10 +5,13 @@ Real Schedulers of vLLM 0.24 and 0.33: tests/vllm/support/load_once_scenarios.py
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from api_helpers import ServerProcess
+from engines import Engine, tokens_of
 from schedulers import Schedulers, every_mode, every_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -72,7 +75,7 @@ def test_who_comes_while_a_prefix_is_being_loaded_waits_for_it(
 def test_if_the_loaders_request_is_aborted_one_other_loads(
     version: str, policy: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = run(schedulers, version, "loader_goes", server.unix, "aborted", policy=policy, windows=windows)
+    found = run(schedulers, version, "loader_goes", server.unix, how="aborted", policy=policy, windows=windows)
     assert found["waiting"] == WAITING
     assert found["loads"] == 2 and found["loaded"] == 2 * STORED
     assert found["outcomes"] == {"failed": 3, "fulfilled": 2}
@@ -83,7 +86,7 @@ def test_if_the_loaders_request_is_aborted_one_other_loads(
 def test_if_the_load_is_damaged_no_other_loads_the_damage(
     version: str, overlap: bool, server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = run(schedulers, version, "loader_goes", server.unix, "damaged", overlap=overlap)
+    found = run(schedulers, version, "loader_goes", server.unix, how="damaged", overlap=overlap)
     assert found["waiting"] == WAITING
     assert found["loads"] == 1
 
@@ -92,7 +95,7 @@ def test_if_the_load_is_damaged_no_other_loads_the_damage(
 def test_a_slow_load_is_waited_for_no_longer_than_a_multiple_of_what_is_expected(
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    found = run(schedulers, version, "loader_goes", server.unix, "slow")
+    found = run(schedulers, version, "loader_goes", server.unix, how="slow")
     assert found["waiting"] == WAITING
     assert (found["before"], found["after"]) == (1, 4)
     assert found["outcomes"] == {"expired": 3}
@@ -143,3 +146,44 @@ def test_a_crowd_is_as_quick_as_when_each_loads_for_itself(
     )
     assert once["loaded"] == STORED and each["loaded"] > 8 * STORED
     assert once["steps"] <= each["steps"] and once["first"] <= each["first"]
+
+
+# ---------------------------------------------------------------------- whole engines
+
+PROMPT = [random.Random(7).randrange(5, 590) for _ in range(1000)]
+FOUND = 960
+"""Tokens of it that are stored: whole chunks."""
+EIGHT = [[*PROMPT, number + 5, 9, 8] for number in range(8)]
+HELD = 39
+"""Blocks of 32 tokens: what the eight have in common once, and the last one of each."""
+WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
+
+
+def test_samples_and_prompts_of_a_whole_engine_load_their_prefix_once(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(models["llama"], None, engine=WIDE) as plain:
+        wanted = plain.do("generate", prompts=EIGHT, at_once=True)
+        assert wanted["held"] == HELD
+    with Engine(models["llama"], server.unix, engine=WIDE) as engine:
+        samples = engine.do("generate", prompts=[PROMPT], samples=8)
+        assert engine.do("reset")["reset"]
+        again = engine.do("generate", prompts=[PROMPT], samples=8)
+        assert (again["brought"], again["samples"]) == (FOUND, samples["samples"])
+        assert again["held"] <= HELD + 2
+        assert engine.do("reset")["reset"]
+        found = engine.do("generate", prompts=EIGHT, at_once=True)
+        assert found["brought"] == FOUND
+        assert tokens_of(found["runs"]) == tokens_of(wanted["runs"])
+        assert found["held"] <= HELD + 2
+        assert engine.close() == 0, engine.log_text()
+
+
+def test_a_whole_engine_without_the_setting_loads_a_prefix_for_each(
+    models: dict[str, Path], server: ServerProcess
+) -> None:
+    with Engine(models["llama"], server.unix, engine=WIDE, extra={"load_once": False}) as engine:
+        engine.generate([PROMPT])
+        assert engine.do("reset")["reset"]
+        found = engine.do("generate", prompts=EIGHT, at_once=True, together=True)
+        assert found["brought"] == 8 * FOUND and found["held"] > 6 * HELD

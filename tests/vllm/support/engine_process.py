@@ -8,9 +8,10 @@ stdin, stdout and stderr, and where its process id and in the end its exit statu
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, "during_a_step" if they come while one runs, "adapter": [name, number, folder],
-"images": [[name or null, colour]] with one image for each prompt, and "new": how many tokens each generates.
-kv_transfer_params say "kvdock": {…} to kvdock and "handed":
-{…} to another connector; what the engine gives to be handed on is "handed" of the answer. Other jobs: {"do": "reset"},
+"images": [[name or null, colour]] with one image for each prompt, "samples": how many answers to each prompt, and
+"new": how many tokens each generates. kv_transfer_params say "kvdock": {…} to kvdock and "handed": {…} to another
+connector; what the engine gives to be handed on is "handed" of the answer, and "held" is how many blocks requests held
+at most. Other jobs: {"do": "reset"}, {"do": "reset_as_it_loads", "prompts": [[…]]},
 {"do": "drain"}, {"do": "metrics"}, what Prometheus would read, or {"do": "change", "route": …, "folder": …,
 "version": …}, which gives it other weights (weight_routes.py). The first line it writes says what the engine is made
 of. Log-probabilities travel as hexadecimal floats: what is compared is every bit. "drafts" are what each step was given
@@ -139,6 +140,55 @@ def brought_of(connector: Any) -> dict[str, int]:
 
     connector.update_state_after_alloc = update_state_after_alloc
     return brought
+
+
+@contextmanager
+def most_held(scheduler: Any) -> Iterator[list[int]]:
+    """How many blocks requests hold when each step has been scheduled."""
+    real, pool, held = scheduler.schedule, scheduler.kv_cache_manager.block_pool, [0]
+
+    def schedule(*arguments: Any, **more: Any) -> Any:
+        planned = real(*arguments, **more)
+        held.append(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one is the null block
+        return planned
+
+    scheduler.schedule = schedule
+    try:
+        yield held
+    finally:
+        scheduler.schedule = real
+
+
+def reset_as_it_loads(llm: Any, scheduler: Any, prompts: list[list[int]], params: Any) -> dict[str, Any]:
+    """vLLM's prefix cache is reset, and what runs is preempted, while all `prompts` load."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    worker = kv_transfer_state._KV_CONNECTOR_AGENT._worker
+    real, polls = worker._take_ended, 0
+
+    def take_ended(awaited: Any) -> None:
+        nonlocal polls
+        polls += is_reset is not None
+        if polls > 20:  # of the reset
+            real(awaited)
+
+    is_reset: bool | None = None
+    worker._take_ended = take_ended
+    names = [f"as it loads {number}" for number in range(len(prompts))]
+    for name, tokens in zip(names, prompts, strict=True):
+        llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    asked = [one for one in scheduler.requests.values() if one.request_id.startswith("as it loads")]
+    while any(one.status.name != "WAITING_FOR_REMOTE_KVS" for one in asked):
+        llm.llm_engine.step()
+    is_reset = False
+    try:
+        is_reset = llm.reset_prefix_cache(reset_running_requests=True)
+    finally:
+        worker._take_ended = real
+    ended = {}
+    while len(ended) < len(names):
+        ended.update({out.request_id: bits_of(out) for out in llm.llm_engine.step() if out.finished})
+    return {"reset": is_reset, "runs": [ended[name] for name in names]}
 
 
 def asked_of(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -290,6 +340,11 @@ def serve(said: dict[str, Any]) -> None:
         elif job["do"] == "drain":
             drain()
             say({})
+        elif job["do"] == "reset_as_it_loads":
+            brought.clear()
+            said_of_it = reset_as_it_loads(llm, scheduler, job["prompts"], params)
+            drain()
+            say({**said_of_it, "brought": sum(brought.values())})
         elif job["do"] == "change":
             change(llm, job["route"], job["folder"], job.get("version", ""))
             say({})
@@ -303,14 +358,18 @@ def serve(said: dict[str, Any]) -> None:
             params.extra_args = {"kv_transfer_params": handed} if handed else None
             drafts.clear()
             brought.clear()
-            with way_of(job, llm.llm_engine.engine_core.engine_core, said["address"]):
+            params.n = job.get("samples", 1)
+            with way_of(job, llm.llm_engine.engine_core.engine_core, said["address"]), most_held(scheduler) as held:
                 outs = [out for batch in batches for out in llm.generate(
                     batch, params, use_tqdm=False, lora_request=adapter
                 )]
             cached = [out.num_cached_tokens for out in outs]
             given = [out.kv_transfer_params for out in outs]
             runs = [bits_of(out) for out in outs]
-            say({"runs": runs, "cached": cached, "drafts": drafts, "handed": given, "brought": sum(brought.values())})
+            say({
+                "runs": runs, "cached": cached, "drafts": drafts, "handed": given, "brought": sum(brought.values()),
+                "held": max(held), "samples": [[list(one.token_ids) for one in out.outputs] for out in outs],
+            })
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,0 +1,122 @@
+"""A reset of vLLM's prefix cache that preempts what runs, while loads are under way.
+
+vLLM preempts requests that run, so that nobody holds a block when it resets. A request that loads, or has loaded and
+not run since, it leaves its blocks, and the reset raises. It does the same when it pauses to change weights, for then
+it resets at once. So before such a reset the loads end, which takes as long as they do: workers are stepped without
+computing anything. Then those requests give their blocks up, as vLLM has it for a load of which nothing came: they are
+looked up again. Steps that are under way end first as well, for until then vLLM keeps back the blocks of what it
+preempts.
+
+Connectors have no hook there, so `end_loads_first` wraps EngineCore.reset_prefix_cache. Whatever does not end within
+MOST_S is left to vLLM, which raises then.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+log = logging.getLogger("kvdock.vllm")
+
+CORE = "vllm.v1.engine.core"
+MOST_S = 10.0
+"""How long a reset waits for loads, and for steps under way. A load of a long prompt takes a second."""
+_is_wrapped = False
+
+Step = Callable[[], bool]
+"""Makes one step that computes nothing. Whether there is more to wait for."""
+
+
+def end_loads_first() -> None:
+    """From now on, in all cores of this process whose scheduler has a connector of kvdock's."""
+    global _is_wrapped
+    core = getattr(sys.modules.get(CORE), "EngineCore", None)  # not loaded: this process has no core
+    real = getattr(core, "reset_prefix_cache", None)
+    if core is None or real is None or _is_wrapped:
+        return
+
+    @wraps(real)
+    def reset_prefix_cache(self: Any, reset_running_requests: bool = False, *args: Any, **more: Any) -> Any:
+        if reset_running_requests and _is_ours(getattr(self.scheduler, "connector", None)):
+            try:
+                end_loads(self.scheduler, lambda: _step(self))
+            except Exception:  # vLLM resets all the same, and says whether it could
+                log.exception("loads could not be ended before vLLM resets its prefix cache")
+        return real(self, reset_running_requests, *args, **more)
+
+    core.reset_prefix_cache = reset_prefix_cache
+    _is_wrapped = True
+
+
+def _is_ours(connector: Any) -> bool:
+    return any(hasattr(one, "kvdock_received") for one in (connector, *getattr(connector, "_connectors", ())))
+
+
+def end_loads(scheduler: Any, step: Step, clock: Callable[[], float] = time.monotonic) -> None:
+    """No request holds blocks any more that does not run. `step`: what the workers do in a step of `scheduler`."""
+    end_s = clock() + MOST_S
+    with _paused(scheduler):
+        while (step() or _loads_under_way(scheduler)) and clock() < end_s:
+            time.sleep(0.001)  # copies end in other threads
+    for request in list(scheduler.requests.values()):
+        if request.status.name in ("WAITING_FOR_REMOTE_KVS", "WAITING", "PREEMPTED"):
+            _gives_up_blocks(scheduler, request)
+
+
+def _step(core: Any) -> bool:
+    """One step of a core whose scheduler is paused: its oldest step under way ends, or the workers are asked what has
+    ended. What that gives out goes where the core's own loop puts it."""
+    scheduler, has_queue = core.scheduler, hasattr(core, "output_queue")  # else it runs in its caller's process
+    if getattr(core, "batch_queue", None) and has_queue:
+        core._process_engine_step()
+        return bool(core.batch_queue)
+    planned = scheduler.schedule()
+    outputs = scheduler.update_from_output(planned, core.model_executor.execute_model(planned))
+    for output in outputs.items() if has_queue and outputs else ():
+        core.output_queue.put_nowait(output)
+    return False
+
+
+@contextmanager
+def _paused(scheduler: Any) -> Iterator[None]:
+    """It schedules nothing meanwhile."""
+    before = scheduler._pause_state
+    scheduler._pause_state = type(before).PAUSED_ALL  # not by its method, which logs
+    try:
+        yield
+    finally:
+        scheduler._pause_state = before
+
+
+def _loads_under_way(scheduler: Any) -> bool:
+    ended = scheduler.finished_recving_kv_req_ids
+    return any(
+        (request.status.name == "WAITING_FOR_REMOTE_KVS" and request.request_id not in ended) or request.is_finished()
+        for request in scheduler.requests.values()
+    )
+
+
+def _gives_up_blocks(scheduler: Any, request: Any) -> None:
+    if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        if request.request_id not in scheduler.finished_recving_kv_req_ids:
+            return  # it may still be written to
+        request.num_computed_tokens = 0
+        scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        promote = getattr(scheduler, "_handle_blocked_waiting_request", None)
+        (promote or scheduler._try_promote_blocked_waiting_request)(request)  # the older name: until 0.25
+        request.num_computed_tokens = 0
+    elif request.num_computed_tokens > 0:  # it had loaded, and there was no room for it to run
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+    else:
+        return
+    getattr(scheduler, "_inflight_prefills", set()).discard(request)
+    holding = getattr(scheduler, "kv_holding_waiting", None)  # newer versions
+    if holding is not None and request in holding:
+        holding.remove_request(request)
+        scheduler.waiting.prepend_request(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import access, api, census, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web
+from . import access, api, census, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web, weights
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
@@ -19,4 +19,5 @@ ROOMS: dict[str, tuple[Mutant, ...]] = {
     "mooncake": mooncake.MUTANTS,
     "cli": cli.MUTANTS,
     "web": web.MUTANTS,
+    "weights": weights.MUTANTS,
 }

@@ -25,8 +25,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvdock.connectors.running_weights import RunningWeights
-from kvdock.connectors.sglang.hooks import START
 
+START, UNKNOWN = "", None
+"""In the place of the hash of the page before: there is none; nobody knows."""
 MOST_PAGES = 1 << 18
 """How many pages are known to be fresh; those that came first are forgotten, and not stored again."""
 

@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdock.connectors.sglang.fresh import START, UNKNOWN, Fresh
 from kvdock.connectors.sglang.updates import (
     BEGINS,
     CHANGES,
@@ -45,7 +46,6 @@ from kvdock.connectors.sglang.updates import (
 )
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
-    from kvdock.connectors.sglang.fresh import Fresh
     from kvdock.connectors.sglang.holding import Holding
 
 log = logging.getLogger("kvdock.sglang")
@@ -54,8 +54,6 @@ WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheL
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
-START, UNKNOWN = "", None
-"""In the place of the hash of the page before: there is none; nobody knows."""
 
 
 class Told(Protocol):

@@ -42,9 +42,9 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.fresh import Fresh
+from kvdock.connectors.sglang.fresh import UNKNOWN, Fresh
 from kvdock.connectors.sglang.holding import Holding
-from kvdock.connectors.sglang.hooks import PLANS, UNKNOWN, hook_change, tell
+from kvdock.connectors.sglang.hooks import PLANS, hook_change, tell
 from kvdock.connectors.sglang.identity import manifest_of, revision
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Chains, Lookups

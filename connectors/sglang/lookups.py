@@ -27,7 +27,7 @@ from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.hooks import START, UNKNOWN
+from kvdock.connectors.sglang.fresh import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0

@@ -9,8 +9,8 @@ A method of these classes whose name looks like a change of weights counts as on
 
 Between begin_weight_update and end_weight_update parameters may be written at any time without a call (P2P, RDMA).
 
-SGLang names a version by Scheduler.record_weight_version_change: within an update once the parameters are loaded, and
-by itself for /update_weight_version. An update that does not come to that has failed, and left weights that nobody can
+SGLang's Scheduler names a version by record_weight_version_change: in an update once the parameters are loaded, and by
+itself for /update_weight_version. An update that does not come to that has failed, and left weights that nobody can
 name.
 
 A hook that is not in force says nothing: SGLang's method was renamed, another plugin has taken its place, or its
@@ -57,8 +57,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
 NAMES_VERSION = f"{SCHEDULER}.record_weight_version_change"
 
 _WRITES = re.compile(
-    r"(^|_)(update|load|reload|set|swap|replace|sync|refit|apply|write|copy|import|restore|merge|patch|pull|push|fetch)_"
-    r"(\w+_)?(param|parameters|params|checkpoint|state_dict|model)(_|$)"
+    r"(^|_)(update|load|reload|set|swap|replace|sync|refit|apply|write|copy|import|restore|merge|patch|pull|push|fetch)"
+    r"_(\w+_)?(param|parameters|params|checkpoint|state_dict|model)(_|$)"
 )
 _READS = re.compile(
     r"_*(get|check|is|has|list|save|send|export|record|count|num|observe|assert|describe|dump|log|report|validate"
@@ -68,7 +68,8 @@ _HARMLESS = frozenset((
     "weight_update_runners", "weight_load_time", "start_startup_weight_load", "finalize_startup_weight_load",
     "receive_weights_from_distributed", "_receive_bucketed_weights_from_distributed", "handle_update_weight_version",
 ))
-"""Of SGLang 0.5.23: they read, receive into memory of their own, are over before an engine serves, or say a version."""
+"""Methods of SGLang 0.5.23 that read, receive into memory of their own, run before an engine serves, or say a version.
+"""
 
 
 def looks_like_change(name: str) -> bool:
@@ -244,7 +245,7 @@ class Guard:
         found = inspect.getattr_static(owner, name, None)
         if found is None:
             raise _NotHeard(f"SGLang's {owner.__name__} has no {name}")
-        if isinstance(found, (classmethod, staticmethod)) or inspect.iscoroutinefunction(found):
+        if isinstance(found, (classmethod, staticmethod)) or _runs_later(inspect.unwrap(found)):
             raise _NotHeard(f"{owner.__name__}.{name} is no plain method, and kvdock does not know it")
         if not is_heard(getattr(owner, name)):
             self._hook(f"{owner.__module__}.{owner.__qualname__}", name)
@@ -268,6 +269,12 @@ class Guard:
 
 class _NotHeard(Exception):
     """Says what."""
+
+
+def _runs_later(method: Any) -> bool:
+    """Whether it goes on after the call."""
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return any(is_of(method) for is_of in kinds)
 
 
 def is_heard(method: Any) -> bool:

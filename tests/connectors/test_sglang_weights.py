@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 import torch
 
 from kvdock.connectors.running_weights import RunningWeights
-from kvdock.connectors.sglang.fresh import Fresh
-from kvdock.connectors.sglang.hooks import START, UNKNOWN
+from kvdock.connectors.sglang.fresh import START, UNKNOWN, Fresh
 from kvdock.connectors.sglang.updates import Changes, Guard, Probe, is_heard, looks_like_change, only_reads
 
 pytestmark = pytest.mark.weights
@@ -115,7 +115,7 @@ def test_a_check_of_weights_may_overwrite_them(action: str, reads: bool) -> None
 
 
 def heard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook as hooks.py makes it."""
+    """A hook as connectors/sglang/hooks.py makes it."""
 
     def hook(*arguments: Any) -> Any:
         if isinstance(arguments[0], Probe):
@@ -190,12 +190,13 @@ def test_hooks_are_proven_before_anything_is_shared_and_again_when_a_method_is_a
     one, (scheduler, classes) = Watched(), sglang()
     assert not one.guard.in_force(), "nobody has planned anything"
     assert one.meets(scheduler) and one.said == []
-    through = classes["Updater"].update_weights_from_disk  # type: ignore[attr-defined]  # made above
-    classes["Updater"].update_weights_from_disk = lambda self, request: through(self, request)  # type: ignore[attr-defined]
+    updater: Any = classes["Updater"]
+    through = updater.update_weights_from_disk
+    updater.update_weights_from_disk = lambda self, request: through(self, request)
     assert one.guard.in_force(), "it calls through"
-    classes["Updater"].update_weights_from_disk = lambda self, request: None  # type: ignore[attr-defined]
+    updater.update_weights_from_disk = lambda self, request: None
     assert not one.guard.in_force() and "Updater.update_weights_from_disk was replaced" in one.said[0]
-    classes["Updater"].update_weights_from_disk = through  # type: ignore[attr-defined]
+    updater.update_weights_from_disk = through
     assert not one.guard.in_force() and len(one.said) == 1, "nobody knows what was done meanwhile"
 
 
@@ -209,6 +210,12 @@ def _bring_one(scheduler: Any, classes: dict[str, Any]) -> None:
 
 def _bring_a_class_method(scheduler: Any, classes: dict[str, Any]) -> None:
     classes["Worker"].swap_weights = classmethod(_reads_first)
+
+
+def _bring_one_that_runs_later(scheduler: Any, classes: dict[str, Any]) -> None:
+    async def swap_weights(self: Any, folder: str) -> None: ...
+
+    classes["Worker"].swap_weights = wraps(swap_weights)(heard(swap_weights))
 
 
 def _bring_one_to_the_object(scheduler: Any, classes: dict[str, Any]) -> None:
@@ -227,6 +234,7 @@ def _have_no_dispatcher(scheduler: Any, classes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("breaks", "said"), [
     (_drop, "ModelUpdater has no end_weight_update"), (_bring_one, "Scheduler.reload_weights was replaced"),
     (_bring_a_class_method, "Worker.swap_weights is no plain method"),
+    (_bring_one_that_runs_later, "Worker.swap_weights is no plain method"),
     (_answer_elsewhere, "what answers ReloadWeightsRequest does not reach"), (_have_no_dispatcher, "not as expected"),
 ])
 def test_what_is_missing_unknown_or_bypassed_ends_sharing_with_a_sentence(

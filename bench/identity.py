@@ -73,7 +73,7 @@ def seconds(path: Path, *, whole: bool, cold: bool) -> float:
 
 
 def found_share(changed_bytes: int, changes: int, draw: random.Random) -> float:
-    """Of changes that begin anywhere in a matrix of an MLP."""
+    """The share found of changes that begin anywhere in a matrix of an MLP."""
     size = _bytes(LAYER["gate"])
     run = weight_files.Run(0, size, is_tensor=True)
     read = list(weight_files._pieces(run, weight_files.STRETCH_BYTES))

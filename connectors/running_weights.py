@@ -26,7 +26,7 @@ from collections.abc import Callable
 from hashlib import sha256
 
 MOST_LETTERS = 100
-"""Of a version that stands in the name of its weights."""
+"""The longest version that stands in the name of its weights as it is."""
 
 log = logging.getLogger("kvdock.weights")
 
@@ -70,7 +70,7 @@ class RunningWeights:
 
     @property
     def name(self) -> str:
-        """Of the weights: "" for those that the engine started with, "version …", or "private …"."""
+        """The name of the weights: "" for those that the engine started with, "version …", or "private …"."""
         if self._name is None:
             self._name = f"private {self._draw()}"
             log.info("the weights have changed and have no version: KV is shared with no other engine from now on")

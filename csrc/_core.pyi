@@ -274,8 +274,8 @@ class Table:
         `start` (0 first). Returns (chunks taken, next cursor or -1 when done): call it until then."""
     def raise_generation(self, namespace: int, least: int = 0) -> int:
         """Clears the namespace at once: what it has is not found any more, and what is reserved is not published.
-        Raises its generation by one, or to `least` where that is more; does nothing if `least` is not 0 and not above it.
-        Returns the generation. The memory goes with clear_old()."""
+        Raises its generation by one, or to `least` where that is more; does nothing if `least` is neither 0 nor above
+        it. Returns the generation. The memory goes with clear_old()."""
     def generation(self, namespace: int) -> int: ...
     def clear_old(self, start: int, budget: int) -> tuple[int, int]:
         """As clear(), for what raise_generation() has cleared."""

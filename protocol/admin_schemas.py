@@ -174,8 +174,8 @@ class NamespaceView(Answer, kw_only=True):
     manifest: Manifest
     """With `hidden` in place of its secrets."""
     weights: str | None = ""
-    """Of the engines whose chunks are here. Empty: those that they started with. None: not known since the server was
-    started again."""
+    """The weights of the engines whose chunks are here. Empty: those that they started with. None: not known since the
+    server was started again."""
     base: Key
     """The namespace of the same manifest and tenant for the weights that engines start with."""
     left_s: float | None = None

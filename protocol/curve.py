@@ -35,7 +35,7 @@ class TenantCurve(SpaceCurve, kw_only=True):
 
 class NamespaceCurve(SpaceCurve, kw_only=True):
     namespace: str
-    """Of the weights that engines start with; it stands for all weights of the manifest."""
+    """The namespace of the weights that engines start with; it stands for all weights of the manifest."""
     tenant: Tenant
     model: str
     chunk_tokens: int

@@ -250,7 +250,7 @@ class GenerationRaised(Event, kw_only=True, tag="generation_raised"):
 
     namespace: Key
     generation: int
-    """Of the pool, from now on."""
+    """The pool's, from now on."""
 
 
 class TiersUntold(Event, kw_only=True, tag="tiers_untold"):

@@ -155,9 +155,10 @@ class MoverNews(Answer, kw_only=True):
     namespaces: list[ServedNamespace] | None = None
     """Those in which engines have a session now; None: as before."""
     left: list[Key] = msgspec.field(default_factory=list)
-    """Of weights that no engine runs any more: what waits to be written of them is not written."""
+    """Namespaces of weights that no engine runs any more: what waits to be written of them is not written."""
     generations: list[Generation] | None = None
-    """Of all namespaces that tiers serve, also of those in which no engine has a session; None: as before."""
+    """The generations of all namespaces that tiers serve, also of those in which no engine has a session. None: as
+    before."""
     asked: list[Asked] = msgspec.field(default_factory=list)
     wanted: list[Wanted] = msgspec.field(default_factory=list)
     ended: list[int] = msgspec.field(default_factory=list)

@@ -156,7 +156,7 @@ class SessionAttached(Answer, kw_only=True):
     session: str
     member: str
     namespace: Key
-    """Of the manifest and the tenant: keys are made of it."""
+    """The digest of the manifest and the tenant: keys are made of it."""
     filed_in: Key
     """The namespace in which the session looks up and stores now: that of its weights. Calls that name a namespace mean
     one of these."""
@@ -371,7 +371,8 @@ class Reserve(Naming, kw_only=True):
     """Stored in free room alone, evicted first: the engine has them in its memory as well, and stores them once more,
     unmarked, when their request ends."""
     edition: int | None = None
-    """Of the server's mover alone: it fills the slots with what was stored before, which may be cleared meanwhile."""
+    """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
+    meanwhile."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
 
 

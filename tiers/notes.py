@@ -77,7 +77,7 @@ class Note:
 
     @staticmethod
     def length(head: bytes | memoryview) -> int:
-        """Of the whole note, in bytes. `head`: its first HEAD_BYTES. Raises NoteError."""
+        """The size of the whole note, in bytes. `head`: its first HEAD_BYTES. Raises NoteError."""
         head = bytes(head[:HEAD_BYTES])
         if len(head) < HEAD_BYTES or crc32(head[: _HEAD.size]) != _CRC.unpack_from(head, _HEAD.size)[0]:
             raise NoteError(f"a note begins with a head of {HEAD_BYTES} bytes and its CRC, found {head[:16]!r}")

@@ -190,7 +190,7 @@ class ObjectTier:
         return [bytes.fromhex(name) for name in names if len(name) == 2 * _NAMESPACE_BYTES]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Of each former generation the objects that one page of a list names."""
+        """Deletes of each former generation the objects that one page of a list names."""
         kept = f"{note.birth:016x}.{note.generation}"
         (folders,) = self._talk([self._folders(folder_of(namespace).rstrip("/"))], deadline)
         removed = 0

@@ -224,7 +224,7 @@ class RedisTier:
         return [bytes.fromhex(member.decode()) for member in members if isinstance(member, bytes)]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
-        """Of the keys that one SCAN of each server names, those of former generations go."""
+        """Deletes those of former generations, of the keys that one SCAN of each server names."""
         named = f"{folder_of(namespace)}{note.birth:016x}.{note.generation}/".encode()
         kept = name_of_note(namespace).encode()
         removed = 0

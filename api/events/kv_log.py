@@ -174,7 +174,7 @@ class KvLog:
         self._names: OrderedDict[tuple[int, bytes], BlockNames] = OrderedDict()
         self._names_bytes = self._kept_bytes = 0
         self._count: Counter[int] = Counter()
-        """How many entries of `there` and `_names` each namespace has: who takes over a number need not look for none."""
+        """How many entries of `there` and `_names` each namespace has: a number without any is taken over at once."""
         self._logs: dict[str, TenantLog] = {}
         self._is_walked = False
         self._lock = threading.Lock()

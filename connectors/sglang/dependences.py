@@ -92,8 +92,8 @@ _HARMLESS_VARIABLES = """
     SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION SGLANG_TEST_MAX_RETRY SGLANG_IS_IN_CI SGLANG_IS_IN_CI_AMD
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
-"""Of SGLang 0.5.23: what they say is where things lie, how they are watched, and which process this is. All others of
-its own count, as connectors/switches.py has it."""
+"""Variables of SGLang 0.5.23: they say where things lie, how they are watched, and which process this is. All others
+of its own count, as connectors/switches.py has it."""
 
 
 def settings_set(args: Any, fields: Iterable[Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ log = logging.getLogger("kvdock.vllm")
 
 
 class AdapterLoads:
-    """Of all cores of this process."""
+    """What is heard of all cores of this process."""
 
     def __init__(self) -> None:
         self._hooks: tuple[Hook, ...] = ()

@@ -340,7 +340,6 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
             session, self._groups, budget, self._settings, ranks=len(manifests),
             steps_ahead=self._config.max_concurrent_batches - 1,
             keeps_back=keeps_blocks_back(self._config),
-            fails_closed=len(self._groups) > 1 and not BY_REQUEST,
             announcer=self._events.announcer if self._events is not None else None,
             hash_tokens=hash_tokens if manifest.hash_function != HASH_FUNCTION else None,
             is_beside=is_beside, weights=self._weights,

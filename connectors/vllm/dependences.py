@@ -108,8 +108,8 @@ _HARMLESS_VARIABLES = """
     VLLM_WORKER_MULTIPROC_METHOD VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XGRAMMAR_CACHE_MB VLLM_XLA_CACHE_PATH
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
-"""Of vLLM 0.24 to 0.33: servers and their processes, logs, places, limits of requests, sampling, and what the manifest
-says otherwise (the order of KV's elements, images by their content)."""
+"""Variables of vLLM 0.24 to 0.33: servers and their processes, logs, places, limits of requests, sampling, and what the
+manifest says otherwise (the order of KV's elements, images by their content)."""
 NEVER = (
     "default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "bailing_mrope", "ntk",
     "openpangu", "proportional", "mllama4", "xdrope", "telechat3-yarn",

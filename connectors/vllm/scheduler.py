@@ -71,12 +71,13 @@ class VllmScheduler:
 
     def __init__(
         self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
-        fails_closed: bool, steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
+        steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
         hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
-        weights: RunningWeights | None = None, own_cache: OwnCache | None = None, clock: Callable[[], float] = time.perf_counter,
+        weights: RunningWeights | None = None, own_cache: OwnCache | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
-        self._ranks, self._load_async, self._fails_closed = ranks, settings.load_async, fails_closed
+        self._ranks, self._load_async = ranks, settings.load_async
         self._verifies_all = len(groups) > 1 or not settings.load_async
         self._has_states = any(group.state for group in groups)
         self.figures = Figures()
@@ -483,6 +484,15 @@ class VllmScheduler:
             self._forget(request_id)
             tracked.is_old = True
         self._stores.drop_unsent()
+
+    def _clear_again(self) -> None:
+        if self._clearing.starts_again():
+            self._driver.run(self._clearing.again)
+
+    @property
+    def busy(self) -> bool:
+        """Stores are under way: the engine must go on stepping for them to get to the workers."""
+        return bool(self._stores)
 
     def close(self) -> None:
         self._tags.close()

@@ -7,8 +7,8 @@ counts as a change, so what nobody knows yet costs hits and never tokens. In a w
 `load_weights` is heard as well, because programs that hold the engine's model call it directly.
 
     scheduler's process   Executor.collective_rpc ───────────► RunningWeights.begin, changed, end
-                          EngineCore.set_weight_version ─────► RunningWeights.named
-                          Scheduler.reset_prefix_cache, True ► RunningWeights.flushed
+                          the core's set_weight_version ─────► RunningWeights.named
+                          the scheduler resets its cache ────► RunningWeights.flushed
     worker's process      the model's load_weights ──────────► the next report, unless an order says so first
 
 Without the first hook nobody hears of a change: then nothing is shared (hooks.py proves it). Without the others an

@@ -123,7 +123,7 @@ class VllmWorker:
         self._failed_requests: set[str] = set()
         self._lost: LoadLostError | None = None
         self._weights, self._wrote_weights = 0, False
-        """Of the last orders, and whether something was loaded into the model since then."""
+        """The epoch in the last orders, and whether something was loaded into the model since then."""
         start(self._session, self._connector)
 
     # ------------------------------------------------------------------ the worker's thread

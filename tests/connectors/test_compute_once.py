@@ -147,7 +147,7 @@ class Consumer:
         budget = BlockBudget((group,), blocks=100, longest_tokens=1024, step_tokens=64)
         self.scheduler = VllmScheduler(
             session, (group,), budget, Settings(address=address, compute_once=float(on), lookup_wait_s=1.0),
-            ranks=1, fails_closed=False,
+            ranks=1,
         )
         self.scheduler._speed._tokens, self.scheduler._speed._seconds = float(CHUNK * CHUNKS), may_wait_s
         self.asked, self.arrived = 0, set[str]()

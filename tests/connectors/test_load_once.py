@@ -22,7 +22,7 @@ from kvdock.protocol.keys import chunk_keys
 CHUNK = 32
 TOKENS = list(range(100, 100 + 20 * CHUNK))
 EXPECTED_S = FIRST_FIXED_S + FIRST_TOKEN_S * 8 * CHUNK
-"""Of a load of eight chunks, before any was seen."""
+"""The expected seconds of a load of eight chunks, before any was seen."""
 
 
 def keys(*parts: Sequence[int]) -> list[bytes]:

@@ -139,7 +139,7 @@ def test_a_change_is_seen_while_steps_that_used_the_adapter_may_be_stored(tmp_pa
 
 
 class Core:
-    """Of vLLM, as far as adapters go."""
+    """A core of vLLM, as far as adapters go."""
 
     def __init__(self, connector: Any) -> None:
         self.scheduler = SimpleNamespace(connector=connector)

@@ -166,7 +166,7 @@ def test_a_plan_of_nothing_names_the_blocks_of_each_group_that_were_to_be_filled
     )
     session = EngineSession(Client("unix:/nobody/listens"), described, Identity("i", "m"))
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
-    side = VllmScheduler(session, groups, budget, Settings(), ranks=1, fails_closed=False)
+    side = VllmScheduler(session, groups, budget, Settings(), ranks=1)
     request = SimpleNamespace(
         request_id="r", prompt_token_ids=[1] * 150, all_token_ids=[1] * 150, num_tokens=150, num_prompt_tokens=150,
         max_tokens=0,

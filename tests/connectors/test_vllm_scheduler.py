@@ -51,7 +51,7 @@ def scheduler_of(
     )
     budget = BlockBudget(groups, blocks=100, longest_tokens=1024, step_tokens=64)
     return VllmScheduler(
-        session, groups, budget, Settings(address=address), ranks=1, fails_closed=False, steps_ahead=steps_ahead,
+        session, groups, budget, Settings(address=address), ranks=1, steps_ahead=steps_ahead,
         namer=namer,
     )
 
@@ -492,7 +492,12 @@ def test_a_reset_after_a_change_clears_nothing_at_the_server(
     scheduler: VllmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleared: list[int] = []
-    monkeypatch.setattr(scheduler._clearing, "ask", lambda *more: bool(cleared.append(1)) or True)
+
+    def ask(*more: object) -> bool:
+        cleared.append(1)
+        return True
+
+    monkeypatch.setattr(scheduler._clearing, "ask", ask)
     assert scheduler.reset() and len(cleared) == 1
     scheduler.weights_change("changed")
     assert scheduler.reset() and len(cleared) == 1, "what other engines share stays"

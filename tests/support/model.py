@@ -116,7 +116,7 @@ class Model:
             self.leave(before, engine, moves=True)
 
     def restart(self) -> None:
-        """Of weights that no engine runs, the next server says that they were left, if the one before did not."""
+        """The next server says of weights that no engine runs that they were left, if the one before did not."""
         for i, space in enumerate(self.spaces):
             if space.base is not None and not self.members[i]:
                 self.left_ms[i] = self.left_ms[i] or max(1, self.now)

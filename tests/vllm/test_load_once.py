@@ -130,7 +130,7 @@ def test_a_request_that_reads_no_prefix_cache_does_not_wait(
 def test_behind_windows_only_who_shares_all_of_a_load_waits_for_it(
     version: str, windows: list[int | None], shared: int, loads: int, server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    """Of a window its end alone is loaded, which is of no use to who shares less."""
+    """The end alone of a window is loaded, which is of no use to a request that shares less."""
     found = run(schedulers, version, "longer", server.unix, shared=shared, windows=windows)
     assert (found["loads"], found["outcomes"]) == (loads, {"fulfilled": 1} if loads == 1 else {})
 
@@ -156,7 +156,7 @@ FOUND = 960
 EIGHT = [[*PROMPT, number + 5, 9, 8] for number in range(8)]
 HELD = 39
 """Blocks of 32 tokens: what the eight have in common once, and the last one of each."""
-WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
+WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 300}
 
 
 def test_samples_and_prompts_of_a_whole_engine_load_their_prefix_once(
@@ -166,11 +166,11 @@ def test_samples_and_prompts_of_a_whole_engine_load_their_prefix_once(
         wanted = plain.do("generate", prompts=EIGHT, at_once=True)
         assert wanted["held"] == HELD
     with Engine(models["llama"], server.unix, engine=WIDE) as engine:
-        samples = engine.do("generate", prompts=[PROMPT], samples=8)
+        engine.generate([PROMPT])
         assert engine.do("reset")["reset"]
-        again = engine.do("generate", prompts=[PROMPT], samples=8)
-        assert (again["brought"], again["samples"]) == (FOUND, samples["samples"])
-        assert again["held"] <= HELD + 2
+        drawn = engine.do("generate", prompts=[PROMPT], samples=8)
+        assert (drawn["brought"], len(drawn["samples"][0])) == (FOUND, 8)
+        assert drawn["held"] <= HELD + 2
         assert engine.do("reset")["reset"]
         found = engine.do("generate", prompts=EIGHT, at_once=True)
         assert found["brought"] == FOUND

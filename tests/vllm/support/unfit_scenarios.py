@@ -16,7 +16,7 @@ ARCHITECTURE = CONFIG["architectures"][0]
 
 
 class Rules:
-    """Of a model, as vLLM asks for them when it starts."""
+    """The answers of a model, as vLLM asks for them when it starts."""
 
     @staticmethod
     def verify_and_update_config(config: Any) -> None:

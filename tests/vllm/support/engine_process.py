@@ -8,7 +8,7 @@ stdin, stdout and stderr, and where its process id and in the end its exit statu
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side and "together" if they
 are to be admitted in one step, "during_a_step" if they come while one runs, "adapter": [name, number, folder],
-"images": [[name or null, colour]] with one image for each prompt, "samples": how many answers to each prompt, and
+"images": [[name or null, colour]] with one image for each prompt, "samples": how many answers are drawn to each, and
 "new": how many tokens each generates. kv_transfer_params say "kvdock": {…} to kvdock and "handed": {…} to another
 connector; what the engine gives to be handed on is "handed" of the answer, and "held" is how many blocks requests held
 at most. Other jobs: {"do": "reset"}, {"do": "reset_as_it_loads", "prompts": [[…]]},
@@ -359,6 +359,7 @@ def serve(said: dict[str, Any]) -> None:
             drafts.clear()
             brought.clear()
             params.n = job.get("samples", 1)
+            params.temperature, params.seed = (0.0, None) if params.n == 1 else (1.0, 3)
             with way_of(job, llm.llm_engine.engine_core.engine_core, said["address"]), most_held(scheduler) as held:
                 outs = [out for batch in batches for out in llm.generate(
                     batch, params, use_tqdm=False, lora_request=adapter

@@ -297,12 +297,81 @@ def keep_prefixes() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+class Served:
+    """An engine, and what is counted of it. do() carries out a job and returns its answer."""
+
+    def __init__(self, llm: Any, address: str) -> None:
+        from vllm import SamplingParams
+
+        self._llm, self._address = llm, address
+        self._core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self._core.scheduler
+        self._drafts = drafts_of(self.scheduler)
+        connector = self.scheduler.connector
+        self._brought = brought_of(connector) if connector is not None else {}
+        self._params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
+
+    def do(self, job: dict[str, Any]) -> dict[str, Any]:
+        match job["do"]:
+            case "reset":
+                self._drain()
+                return {"reset": self._llm.reset_prefix_cache(reset_connector=job.get("connector", False))}
+            case "metrics":
+                from prometheus_client import generate_latest
+
+                self._drain()
+                return {"text": generate_latest().decode()}
+            case "drain":
+                self._drain()
+                return {}
+            case "reset_as_it_loads":
+                self._brought.clear()
+                found = reset_as_it_loads(self._llm, self.scheduler, job["prompts"], self._params)
+                self._drain()
+                return {**found, "brought": sum(self._brought.values())}
+            case "change":
+                change(self._llm, job["route"], job["folder"], job.get("version", ""))
+                return {}
+            case _:
+                return self._generate(job)
+
+    def _drain(self) -> None:
+        while self.scheduler.has_requests():
+            self._llm.llm_engine.step()
+            time.sleep(0.001)  # stores end in other threads
+
+    def _generate(self, job: dict[str, Any]) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        params = self._params
+        # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
+        asked = asked_of(job)
+        params.max_tokens = job.get("new", NEW)
+        batches = [asked] if job.get("at_once") else [[one] for one in asked]
+        adapter = LoRARequest(*job["adapter"]) if "adapter" in job else None
+        handed = {**job.get("handed", {}), **({"kvdock": job["kvdock"]} if "kvdock" in job else {})}
+        params.extra_args = {"kv_transfer_params": handed} if handed else None
+        self._drafts.clear()
+        self._brought.clear()
+        params.n = job.get("samples", 1)
+        params.temperature, params.seed = (0.0, None) if params.n == 1 else (1.0, 3)
+        with way_of(job, self._core, self._address), most_held(self.scheduler) as held:
+            outs = [out for batch in batches for out in self._llm.generate(
+                batch, params, use_tqdm=False, lora_request=adapter
+            )]
+        return {
+            "runs": [bits_of(out) for out in outs], "cached": [out.num_cached_tokens for out in outs],
+            "drafts": self._drafts, "handed": [out.kv_transfer_params for out in outs],
+            "brought": sum(self._brought.values()), "held": max(held),
+            "samples": [[list(one.token_ids) for one in out.outputs] for out in outs],
+        }
+
+
 def serve(said: dict[str, Any]) -> None:
     os.environ.update(said.get("environ", {}))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm import LLM
     from vllm.v1.executor import multiproc_executor
 
     if said.get("keeps_prefixes"):
@@ -312,65 +381,14 @@ def serve(said: dict[str, Any]) -> None:
     # Workers are forked too: on a CPU vLLM starts each anew, and each imports vLLM again.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model=said["model"], tokenizer=said["model"], **settings_of(said))
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    groups = scheduler.kv_cache_config.kv_cache_groups
+    served = Served(llm, said["address"])
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
-    def drain() -> None:
-        while scheduler.has_requests():
-            llm.llm_engine.step()
-            time.sleep(0.001)  # stores end in other threads
-
-    drafts = drafts_of(scheduler)
-    brought = brought_of(scheduler.connector) if scheduler.connector is not None else {}
-    say({"groups": len(groups)})
-    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False, logprobs=3)
+    say({"groups": len(served.scheduler.kv_cache_config.kv_cache_groups)})
     for line in sys.stdin:
-        job = json.loads(line)
-        if job["do"] == "reset":
-            drain()
-            say({"reset": llm.reset_prefix_cache(reset_connector=job.get("connector", False))})
-        elif job["do"] == "metrics":
-            from prometheus_client import generate_latest
-
-            drain()
-            say({"text": generate_latest().decode()})
-        elif job["do"] == "drain":
-            drain()
-            say({})
-        elif job["do"] == "reset_as_it_loads":
-            brought.clear()
-            said_of_it = reset_as_it_loads(llm, scheduler, job["prompts"], params)
-            drain()
-            say({**said_of_it, "brought": sum(brought.values())})
-        elif job["do"] == "change":
-            change(llm, job["route"], job["folder"], job.get("version", ""))
-            say({})
-        else:
-            # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
-            asked = asked_of(job)
-            params.max_tokens = job.get("new", NEW)
-            batches = [asked] if job.get("at_once") else [[one] for one in asked]
-            adapter = LoRARequest(*job["adapter"]) if "adapter" in job else None
-            handed = {**job.get("handed", {}), **({"kvdock": job["kvdock"]} if "kvdock" in job else {})}
-            params.extra_args = {"kv_transfer_params": handed} if handed else None
-            drafts.clear()
-            brought.clear()
-            params.n = job.get("samples", 1)
-            params.temperature, params.seed = (0.0, None) if params.n == 1 else (1.0, 3)
-            with way_of(job, llm.llm_engine.engine_core.engine_core, said["address"]), most_held(scheduler) as held:
-                outs = [out for batch in batches for out in llm.generate(
-                    batch, params, use_tqdm=False, lora_request=adapter
-                )]
-            cached = [out.num_cached_tokens for out in outs]
-            given = [out.kv_transfer_params for out in outs]
-            runs = [bits_of(out) for out in outs]
-            say({
-                "runs": runs, "cached": cached, "drafts": drafts, "handed": given, "brought": sum(brought.values()),
-                "held": max(held), "samples": [[list(one.token_ids) for one in out.outputs] for out in outs],
-            })
+        say(served.do(json.loads(line)))
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -173,8 +173,9 @@ class Agreement:
                 has_done = self._carry_out(lane)
                 self._read(lane)
                 is_swept = self._sweep(lane)
-            except TierError:
-                continue  # the breaker counts it; it is tried again
+            except TierError as error:
+                log.debug("%s: its notes are tried again: %s", lane.name, error)
+                continue
             except Exception:  # without this thread the tier would not be used any more
                 log.exception("notes of %s could not be read", lane.name)
                 continue

@@ -76,12 +76,10 @@ def build(
     quotas = Quotas(pool.table, default_quota(settings))
     counters, pulse = Counters(), Pulse(perf_ns)
     bus = bus or Bus(wall_s)
-    owed = OwedFile(Path(f"{settings.socket_path}.owed"))
-    clears = Clears(pool.table, registry, bus, owed, settings.tier_names)
+    clears = Clears(pool.table, registry, bus, OwedFile(Path(f"{settings.socket_path}.owed")), settings.tier_names)
     desk = TierDesk(
-        pool.table, registry, counters, clears, has_mover=settings.has_tiers,
-        room=lambda: (pool.free_bytes, pool.limit_bytes),
-        is_draining=lambda: drain.begun, now_ms=clock.now_ms, now_s=now_s,
+        pool.table, registry, counters, clears, has_mover=settings.has_tiers, now_ms=clock.now_ms, now_s=now_s,
+        room=lambda: (pool.free_bytes, pool.limit_bytes), is_draining=lambda: drain.begun,
     )
     stream = EventStream(pool.incarnation, bus.flush)
     durations = Durations()
@@ -112,11 +110,9 @@ def build(
         ),
         admin=Admin(
             settings, pool=pool, registry=registry, quotas=quotas, clock=clock, bus=bus, clears=clears,
-            forget_count=contents.forget
+            forget_count=contents.forget,
         ),
-        reports=reports, contents=contents,
-        explainer=Explainer(tally.recent, registry, pool.table),
-        probes=probes,
+        reports=reports, contents=contents, explainer=Explainer(tally.recent, registry, pool.table), probes=probes,
         metrics=Metrics(pool=pool, quotas=quotas, reports=reports, meter=meter, pulse=pulse, bus=bus,
                         durations=durations, missed=tally.missed, spans=extras.spans, kv_log=kv_log, now_s=now_s),
         stream=stream if stream.name in settings.observers else None, kv_stream=kv_stream,

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from turns import turns_of
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer
-from kvdock.api.admin import CLEAR_SLICE_RECORDS, Admin
+from kvdock.api.admin import Admin
 from kvdock.api.build import build
 from kvdock.api.clock import ServerClock
 from kvdock.api.events.bus import Bus
@@ -31,6 +32,8 @@ from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import UNLIMITED, Quotas
 from kvdock.api.pool.registry import Registry
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.clears import CLEAR_SLICE_RECORDS, Clears
+from kvdock.api.tiers.owed import OwedFile
 from kvdock.api.tokens import LONG_BODY_BYTES, MAX_PACKED_TOKENS, check_packed_tokens, cut_tokens, hash_tokens
 from kvdock.api.views.contents import Contents
 from kvdock.client.client import Client
@@ -170,14 +173,15 @@ def full_pool() -> Iterator[tuple[Settings, Pool, Registry]]:
         pool.close()
 
 
-def test_clearing_many_chunks_goes_in_short_turns() -> None:
+def test_clearing_many_chunks_goes_in_short_turns(tmp_path: Path) -> None:
     """Admin alone."""
     with full_pool() as (loaded, pool, registry):
         table = pool.table
         cleared: list[int] = []
+        bus = Bus(time.time)
         admin = Admin(
-            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(),
-            bus=Bus(time.time), forget_count=lambda: None,
+            loaded, pool=pool, registry=registry, quotas=Quotas(table, UNLIMITED), clock=ServerClock(), bus=bus,
+            clears=Clears(table, registry, bus, OwedFile(tmp_path / "owed"), ()), forget_count=lambda: None,
         )
 
         async def work() -> None:

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 from api_helpers import ServerProcess, eventually
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
+from tier_notes import KeptNotes
 from tier_server import PART, POOL, POOL_CHUNKS
 
 from kvdock.datapath.checksum import checksum
+from kvdock.protocol.mover_schemas import Generation
+from kvdock.tiers.mover.agreed import Agreement
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, Fetch, Fetches
 from kvdock.tiers.mover.lanes import Lane
 from kvdock.tiers.mover.places import Place
@@ -25,12 +28,13 @@ BATCH = AHEAD_BATCH_BYTES // PART
 """Chunks that come together ahead of requests."""
 
 
-class HeldTier:
+class HeldTier(KeptNotes):
     """It has every chunk. A load waits until the test sets the event of its first key."""
 
     name = "memory"
 
     def __init__(self, engine: TierEngine) -> None:
+        super().__init__()
         self._engine, self.held = engine, defaultdict[bytes, threading.Event](threading.Event)
         self.began: list[bytes] = []
         """The first key of each load."""
@@ -85,14 +89,19 @@ def ended() -> list[Fetch]:
 
 
 @pytest.fixture
-def fetches(engine: TierEngine, tier: HeldTier, ended: list[Fetch]) -> Iterator[Fetches]:
+def fetches(engine: TierEngine, tier: HeldTier, place: Place, ended: list[Fetch]) -> Iterator[Fetches]:
     lane = Lane(tier, clock=lambda: 0.0, lost=lambda error: None)
+    agreement = Agreement(lambda: [place.digest], learned=lambda said: None, told=lambda said: None)
+    agreement.follow([Generation(namespace=place.digest.hex(), generation=1, edition=0)])
+    agreement.use(lane)
     made = Fetches(
-        [lane], engine.client, promise=lambda said: None, ended=ended.append, lacked=lambda lane, keys: None
+        [lane], engine.client, agreement, promise=lambda said: None, ended=ended.append,
+        lacked=lambda lane, keys: None,
     )
     yield made
     tier.close(Deadline(1.0))
     made.close()
+    agreement.close()
     lane.close(Deadline(1.0))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tier_helpers import Part, Parts, eventually
+from tier_notes import KeptNotes
 
 from kvdock.tiers.mover.lanes import (
     FIRST_REST_S,
@@ -34,13 +35,14 @@ class Clock:
         return self.now_s
 
 
-class MemoryTier:
+class MemoryTier(KeptNotes):
     """A load takes a second. `outcome`: of all that it is asked for. `hangs`: the verbs that do not return before
     `goes_on` is set."""
 
     name = "memory"
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._clock = clock
         self.outcome, self.hangs, self.goes_on = Outcome.DONE, set[str](), threading.Event()
 

@@ -1,0 +1,27 @@
+"""What a tier in memory needs to take part in clears: its notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvdock.tiers.notes import Change, Note
+from kvdock.tiers.tier import Deadline
+
+
+class KeptNotes:
+    """Notes by namespace, of a tier that no other server uses."""
+
+    poll_s = 0.0
+
+    def __init__(self) -> None:
+        self.noted: dict[bytes, Note] = {}
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        return [self.noted.get(namespace) for namespace in namespaces]
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        note = self.noted[namespace] = change(self.noted.get(namespace))
+        return note
+
+    def namespaces(self, deadline: Deadline) -> list[bytes]:
+        return list(self.noted)

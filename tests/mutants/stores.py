@@ -97,7 +97,8 @@ MUTANTS = (
     ),
     Mutant(
         "ST17", "a store that cannot refuse to overwrite is not written", "tiers/objects.py",
-        "        except (errors.NotSupportedError, NotImplementedError):\n", "        except ZeroDivisionError:\n",
+        "        except (errors.NotSupportedError, NotImplementedError):\n            self._can_create = False\n",
+        "        except ZeroDivisionError:\n            self._can_create = False\n",
         (_OBJECTS, "-k", "cannot_refuse"), "test_a_store_that_cannot_refuse_to_overwrite_is_written_all_the_same",
     ),
     Mutant(

@@ -19,10 +19,13 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, sm
 from kvdock.api.pool import pool as pools
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
-from kvdock.protocol.admin_schemas import PatchConfig
+from kvdock.protocol.admin_schemas import ClearCache, PatchConfig
 from kvdock.protocol.errors import ApiError
 
 CHUNK_BYTES = 16384
+
+NO_TIERS = {"tier_chunks": 0, "untold": [], "is_cleared": False}
+"""What a deletion answers of lower tiers where there are none."""
 
 
 @pytest.fixture
@@ -47,8 +50,8 @@ def test_clear_takes_one_namespace_and_leaves_the_others(server: ServerProcess, 
     engine.store(chain)
     other.store(chain)
     body = {"namespace": engine.attached.namespace}
-    assert ok(server.http, "POST", "/v1/cache/clear", body) == {"chunks": 40}
-    assert ok(server.http, "POST", "/v1/cache/clear", body) == {"chunks": 0}
+    assert ok(server.http, "POST", "/v1/cache/clear", body) == {"chunks": 40, "untold": []}
+    assert ok(server.http, "POST", "/v1/cache/clear", body) == {"chunks": 0, "untold": []}
     assert (hit_tokens(engine, chain), hit_tokens(other, chain)) == (0, 40 * 16)
     assert ok(server.http, "POST", "/v1/cache/clear", {})["chunks"] >= 40
     assert hit_tokens(other, chain) == 0
@@ -70,8 +73,8 @@ def test_delete_takes_the_named_chunks_only(server: ServerProcess, engine: Engin
     chain = keys(6, unique("delete"))
     engine.store(chain)
     body = {"namespace": engine.attached.namespace, "keys": [*chain[3:5], *keys(2, unique("absent"))]}
-    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 2}
-    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 0}
+    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 2, **NO_TIERS}
+    assert ok(server.http, "POST", "/v1/chunks/delete", body) == {"chunks": 0, **NO_TIERS}
     assert hit_tokens(engine, chain) == 3 * 16
 
 
@@ -419,3 +422,13 @@ def test_the_eviction_policy_changes_while_the_server_runs() -> None:
         assert client.config().settings["eviction"] == "lru", "as it was started"
         assert refused(server.http, "PATCH", "/v1/config", {"eviction": "fifo"})["found"] == "$.eviction"
         assert client.config().limits.eviction == "arc"
+
+
+def test_slots_for_what_was_found_before_a_clear_are_refused(engine: Engine) -> None:
+    """As the server's mover asks for them: what it has found below the pool was cleared meanwhile."""
+    assert engine.reserve(keys(2), edition=0).reservation is not None
+    engine.client.clear(ClearCache(namespace=engine.attached.namespace))
+    with pytest.raises(ApiError) as error:
+        engine.reserve(keys(2), edition=0)
+    assert (error.value.code, error.value.found, error.value.wanted) == ("cleared_meanwhile", 0, 1)
+    assert engine.reserve(keys(2), edition=1).reservation is not None

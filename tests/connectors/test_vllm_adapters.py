@@ -168,7 +168,7 @@ def core_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     """Another class for each test, which is wrapped."""
     made = type("EngineCore", (Core,), {name: vars(Core)[name] for name in ("add_lora", "collective_rpc")})
     module = ModuleType(CORE)
-    module.EngineCore = made  # type: ignore[attr-defined]
+    module.EngineCore = made  # type: ignore[attr-defined]  # a module made here
     monkeypatch.setitem(sys.modules, CORE, module)
     return made
 

@@ -12,17 +12,25 @@ import pytest
 from api_helpers import ServerProcess
 from engines import ENGINE_PYTHON, HERE, TP2
 
-KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b")
+KINDS = ("llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c")
 """What models.py makes."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole engines, one by one, go to whoever is free. Tests that fill two cores by themselves run in one worker, one
-    after the other: each rank of an engine keeps a core busy, even while it waits for work."""
+    after the other: each rank of an engine keeps a core busy, even while it waits for work. Those that ask about one
+    story share its engines."""
     for number, item in enumerate(items):
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("sglang" if _fills_two_cores(item) else f"sglang {number}"))
+            item.add_marker(pytest.mark.xdist_group(_group(item, number)))
+
+
+def _group(item: pytest.Item, number: int) -> str:
+    if _fills_two_cores(item):
+        return "sglang"
+    told = [name for name in getattr(item, "fixturenames", ()) if name.endswith("_story")]
+    return f"sglang {told[0]}" if told else f"sglang {number}"
 
 
 def _fills_two_cores(item: pytest.Item) -> bool:

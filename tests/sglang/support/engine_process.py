@@ -9,7 +9,7 @@ address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "salt" and "extra_key" as SGLang has them. Other jobs: {"do": "flush"}, what /flush_cache does;
-{"do": "metrics"}; {"do": "weights", "model": folder}.
+{"do": "metrics"}; {"do": "weights", "model": folder}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import odd_plugins
+import weight_routes
 from cpu_drafts import bring_drafts
 from cpu_only import prepare
 from cpu_states import bring_states
@@ -71,6 +73,7 @@ def import_sglang() -> None:
     bring_states()
     bring_drafts()
     keep_attention_latent()
+    weight_routes.bring_pokes()
     # SGLang starts its processes anew, and each would import all of it again.
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
@@ -146,7 +149,7 @@ def settings_of(said: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_path": said["model"], "device": "cpu", "load_format": "safetensors", "skip_tokenizer_init": True,
         "dtype": "float32", "attention_backend": "torch_native", "sampling_backend": "pytorch",
-        "disable_cuda_graph": True, "mem_fraction_static": 0.2, "page_size": 64, "max_total_tokens": 4096,
+        "disable_cuda_graph": True, "mem_fraction_static": 0.6, "page_size": 64, "max_total_tokens": 4096,
         "chunked_prefill_size": 256, "log_level": "warning", "watchdog_timeout": 3600, "grammar_backend": "none",
         "max_running_requests": 4, "max_mamba_cache_size": 64, "skip_server_warmup": True, "random_seed": 0,
         **linker, **said.get("engine", {}),
@@ -159,6 +162,8 @@ def serve(said: dict[str, Any]) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     import sglang
 
+    if "plugin_of_others" in said:
+        getattr(odd_plugins, said["plugin_of_others"])()
     engine = sglang.Engine(**settings_of(said))
 
     def say(answer: dict[str, Any]) -> None:
@@ -236,7 +241,7 @@ def weights(engine: Any, model: str) -> dict[str, Any]:
     return {"done": str(done)}
 
 
-JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": weights}
+JOBS = {"generate": generate, "flush": flush, "metrics": metrics, "weights": weights, **weight_routes.JOBS}
 
 
 if __name__ == "__main__":

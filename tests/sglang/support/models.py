@@ -25,11 +25,11 @@ def make(kind: str, folder: str) -> None:
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed({"llama-b": 1, "llama-c": 2}.get(kind, 0))
     if kind.startswith("adapter"):
         write_adapter(folder, seed=ord(kind[-1]))
         return
-    if kind == "llama":
+    if kind in ("llama", "llama-b", "llama-c"):
         config = transformers.LlamaConfig(**COMMON)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "wide":
@@ -61,7 +61,8 @@ def make(kind: str, folder: str) -> None:
         )
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
-        raise ValueError(f"found {kind!r}, wanted llama, window, states, mla, wide, wide-states, wide-mla or adapter-…")
+        wanted = "llama, llama-b, llama-c, window, states, mla, wide, wide-states, wide-mla or adapter-…"
+        raise ValueError(f"found {kind!r}, wanted {wanted}")
     model.to(config.dtype)
     # The states' model has experts that all tokens share, of no width; SGLang knows none.
     weights = {name: weight for name, weight in model.state_dict().items() if "shared_expert" not in name}

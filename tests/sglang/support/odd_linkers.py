@@ -64,6 +64,18 @@ class LateLinker(KvdockLinker):
         self._worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
 
 
+class HeldOffersLinker(KvdockLinker):
+    """Offers wait before the server is asked for room."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._offloads._offering.run(self._hold)
+
+    def _hold(self) -> None:
+        while not happens("go"):
+            time.sleep(0.01)  # between two looks
+
+
 class DearLinker(KvdockLinker):
     """Loads take half a second, as far as it knows."""
 

@@ -139,6 +139,10 @@ class Driver:
             self.statistics.looked_up(request_id, tokens, found.tokens if isinstance(found, Hit) else local_tokens)
         return found
 
+    def still_waits(self, request_id: str, local_tokens: int) -> bool:
+        """Whether a lookup of the request would be Pending, because the load that it waits for is under way."""
+        return self._loads is not None and self._loads.still_waits(request_id, local_tokens)
+
     def _waits_for_load(self, request_id: str, tokens: Sequence[int], local_tokens: int) -> bool:
         """Whether the request waits for what another one loads. It needs no answer for that, and may have none."""
         if self._loads is None:

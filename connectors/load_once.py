@@ -145,11 +145,11 @@ class LoadOnce:
     ) -> bool:
         """Whether the request, whose first `local_tokens` tokens the engine's own cache has, waits. `keys_of`: makes
         the keys of its chunks. It waits for no less than `least_tokens`."""
+        if self.still_waits(request_id, local_tokens):
+            return True
         self._over(request_id, "failed")  # it is looked up anew: what it had loaded, the engine has taken from it
         wait = self._waits.get(request_id)
         if wait is not None and wait.load is not None:
-            if local_tokens < wait.wanted_tokens and not self._is_over(wait.load):
-                return True
             self._end(wait, local_tokens)
         if not self._by_key or (wait is not None and wait.in_vain >= MOST_IN_VAIN):
             return False
@@ -161,6 +161,13 @@ class LoadOnce:
         wait.load, wait.wanted_tokens = found
         wait.began_s = self._clock()
         return True
+
+    def still_waits(self, request_id: str, local_tokens: int) -> bool:
+        """Whether the request waits for a load, which is under way."""
+        wait = self._waits.get(request_id)
+        if wait is None or wait.load is None or local_tokens >= wait.wanted_tokens:
+            return False
+        return not self._is_over(wait.load)
 
     def _to_wait_for(
         self, request_id: str, keys: Sequence[bytes], local_tokens: int, least_tokens: int
@@ -184,9 +191,11 @@ class LoadOnce:
         return seen_s if seen_s is not None else FIRST_FIXED_S + FIRST_TOKEN_S * tokens
 
     def _is_over(self, load: _Load) -> bool:
-        has_had_its_steps = self._steps - load.step > self._least_steps
-        has_had_its_time = self._clock() - load.began_s > MOST_TIMES * load.takes_s + SLACK_S
-        if not load.why_over and has_had_its_steps and has_had_its_time:
+        if load.why_over:
+            return True
+        if self._steps - load.step <= self._least_steps:
+            return False
+        if self._clock() - load.began_s > MOST_TIMES * load.takes_s + SLACK_S:
             self._is_waited_for_no_more(load, "expired")
         return bool(load.why_over)
 

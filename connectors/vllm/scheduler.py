@@ -163,6 +163,8 @@ class VllmScheduler:
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
+        if self._driver.still_waits(request.request_id, local_tokens):
+            return None, False  # at once: in each step vLLM asks about all that wait
         self._begins_anew(request.request_id)
         self._outcomes.looked_up(request.request_id, local_tokens)
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))

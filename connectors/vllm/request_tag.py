@@ -137,6 +137,8 @@ class Tags:
         """Why it is not cached, told once for each request; then ""."""
         met = self._meet(request)
         why, met.is_counted = "" if met.is_counted else self._why_not(met), True
+        if why == "adapter" and met.adapter is not None:
+            self._adapters.tell(met.adapter)
         return why
 
     def meet_adapter(self, asked: Any) -> None:

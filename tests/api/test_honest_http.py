@@ -265,7 +265,7 @@ OPERATIONS = {
     "list_prefixes",
     "list_requests", "list_segments", "list_sessions", "livez", "lookup", "metrics", "mismatch", "pin_chunks",
     "prefetch", "readyz", "release", "release_many", "reserve", "show_config", "show_lease", "show_session",
-    "startupz", "stats", "status",
+    "startupz", "stats", "status", "weights",
 }
 
 

@@ -126,6 +126,12 @@ def chain(engine: Engine) -> list[str]:
     return keys(3, engine.session)
 
 
+def changes_weights(engine: Engine) -> Request:
+    """The chunks that it has stored stay where they are."""
+    engine.store(chain(engine))
+    return Request("POST", "/v1/weights", asker(engine, weights="step-1"))
+
+
 def lease(engine: Engine) -> str:
     """On the three chunks that the engine has stored."""
     engine.store(chain(engine))
@@ -191,6 +197,7 @@ CASES = [
         "POST", "/v1/mismatches", {"session": e.session, "lease": lease(e), "chunks": [1]})),
     Case(("POST", "/v1/holds"), lambda e: Request("POST", "/v1/holds", asker(e, request="h", keys=chain(e)))),
     Case(("POST", "/v1/prefetches"), lambda e: Request("POST", "/v1/prefetches", asker(e, keys=chain(e)))),
+    Case(("POST", "/v1/weights"), changes_weights),
     Case(("POST", "/v1/hints"), lambda e: Request(
         "POST", "/v1/hints", asker(e, keys=chain(e), priority=10, duration_s=600))),
     Case(("POST", "/v1/reservations"), lambda e: Request(

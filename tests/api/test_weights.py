@@ -325,7 +325,9 @@ def test_thousands_of_weight_changes_neither_fill_the_table_nor_grow_the_server(
 def test_a_table_full_of_namespaces_that_were_left_takes_another_one() -> None:
     pool_bytes = 2048 * CHUNK_BYTES
     with (
-        ServerProcess(pool_bytes=pool_bytes, segment_bytes=pool_bytes, watch_s=60.0) as server,
+        ServerProcess(
+            pool_bytes=pool_bytes, segment_bytes=pool_bytes, watch_s=60.0, history_interval_s=60.0
+        ) as server,
         Client(server.unix) as client,
     ):
         engine = attach(client)
@@ -333,7 +335,7 @@ def test_a_table_full_of_namespaces_that_were_left_takes_another_one() -> None:
             runs(engine, f"step-{step}")
             engine.store(keys(1, f"w{step}"))
         assert found(engine, keys(1, "w1199")) == 16
-        assert 900 < len(client.namespaces(limit=1000).namespaces) < 1000, "not many more went than had to"
+        assert client.namespaces(limit=1000).next is not None, "not many more went than had to"
         runs(engine, "step-1198")
         assert found(engine, keys(1, "w1198")) == 16
         other = attach(client, revision="another")

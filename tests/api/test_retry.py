@@ -238,7 +238,7 @@ def settled(answer: dict[str, Any], engine: Engine) -> dict[str, Any]:
     for one in (engine.session, engine.member, engine.attached.namespace):
         text = text.replace(one, "")
     plain: dict[str, Any] = json.loads(text)
-    ids = ("lease", "reservation", "grant", "segments")
+    ids = ("lease", "reservation", "grant", "segments", "filed_in")
     return {name: "" if name in ids else value for name, value in plain.items()}
 
 

@@ -25,6 +25,7 @@ from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.steps import Report
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Abort, Group, Manifest
@@ -159,6 +160,8 @@ class Consumer:
 
         self.client.lookup = counted  # type: ignore[method-assign]  # counts
         self.scheduler.start()
+        assert session.attachment is not None
+        self.scheduler.take(Report(epochs={0: session.attachment.epoch}))  # the worker is attached to the same server
 
     def ask(self, name: str, tokens: list[int] = TOKENS) -> tuple[int | None, bool]:
         request = request_of(name, tokens)

@@ -33,7 +33,7 @@ if DEVICE == "cpu":
     prepare()
 
 import torch
-from linker_checks import LINKER_CHECKS, found
+from linker_checks import LINKER_CHECKS, found, scheduler
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -221,6 +221,8 @@ class Subject:
         components = [SimpleNamespace(name=names[group]) for group in self._groups]
         extra = {"address": address, "timeout_s": 20.0, "lookup_wait_s": 0.2, "load_if_cheaper": False}
         linker = KvdockLinker(args, params, components=components, extra_config=extra, forward_stream=stream)
+        linker.guard.meet(scheduler())
+        assert linker.guard.in_force(), linker.guard.why
         self.connector: Any = Verbs(linker, self._groups)
         if DEVICE == "cuda":
             wait_until_registered(address, self.label)

@@ -15,6 +15,27 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 PAGE = 64
 
 
+def scheduler() -> Any:
+    """One of SGLang's that runs nothing: a linker proves at its methods, and at those of what it has, that hooks are in
+    force."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.utils import TypeBasedDispatcher
+
+    made: Any = object.__new__(Scheduler)
+    made.weight_updater, made.tp_worker = object.__new__(SchedulerWeightUpdaterManager), object.__new__(TpModelWorker)
+    made.tp_worker._model_runner = object.__new__(ModelRunner)
+    made.tp_worker.model_runner.weight_updater = object.__new__(WeightUpdater)
+    made._request_dispatcher = TypeBasedDispatcher(
+        [(BeginWeightUpdateReqInput, made.weight_updater.begin_weight_update)]
+    )
+    return made
+
+
 def transfer(keys: list[str], pages: list[int] | None = None, device: str = "cpu") -> PoolTransfer:
     indices = None
     if pages is not None:

@@ -20,7 +20,7 @@ from kvdock.api.keeper import MOST_LEFT
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a, schemas as s
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.keys import filed_in
+from kvdock.protocol.keys import chunk_keys, filed_in
 
 pytestmark = pytest.mark.weights
 
@@ -91,6 +91,8 @@ def test_keys_that_the_server_makes_of_tokens_do_not_depend_on_the_weights(clien
     ))
     engine.commit(granted)
     assert client.lookup(body).hit_tokens == 32
+    made = chunk_keys(bytes.fromhex(engine.attached.namespace), range(32), 16)
+    assert found(engine, [key.hex() for key in made]) == 32, "keys that an engine makes are the same"
     runs(engine, "")
     assert client.lookup(replace(body, request="r2")).hit_tokens == 0
     filed = filed_in(bytes.fromhex(engine.attached.namespace), "step-1").hex()

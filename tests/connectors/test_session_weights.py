@@ -65,8 +65,18 @@ def test_saying_it_waits_for_no_server() -> None:
         session.close()
 
 
-def test_a_session_that_attaches_later_or_again_says_what_its_engine_runs_by_then() -> None:
+def test_a_session_that_attaches_later_or_again_says_what_its_engine_runs_by_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with mortal() as server, Client(server.unix) as client:
+        told: list[str] = []
+        real = client.weights
+
+        def weights(body: s.RunWeights) -> s.WeightsAnswer:
+            told.append(body.weights)
+            return real(body)
+
+        monkeypatch.setattr(client, "weights", weights)
         session = session_at(client)
         session.runs("step-1")
         session.start()
@@ -79,6 +89,7 @@ def test_a_session_that_attaches_later_or_again_says_what_its_engine_runs_by_the
             attachment = session.attachment
             assert attachment is not None and attachment.filed_in == filed_in(attachment.namespace, "step-2")
             session.close()
+        assert "step-1" not in told, "attaching says it"
 
 
 def test_what_the_server_refuses_is_said_once_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

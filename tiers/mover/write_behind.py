@@ -195,9 +195,7 @@ class WriteBehind:
             has = self._lane.exists(names, Deadline(BATCH_S / 10))
         except TierError:
             return keys
-        for key, is_there in zip(keys, has, strict=True):
-            if is_there:
-                self._settled.add(key)
+        self._settle(place, agreed, [key for key, is_there in zip(keys, has, strict=True) if is_there])
         return [key for key, is_there in zip(keys, has, strict=True) if not is_there]
 
     def _write_leased(self, place: Place, agreed: Agreed, attachment: Attachment, keys: list[bytes]) -> bool:
@@ -250,10 +248,16 @@ class WriteBehind:
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
         self._lane.counters["left_out_failed"] += len(bad)
         good = [key for key in keys if key in of_key and key not in bad]
-        if self._agreement.of(self._lane, place.digest) != agreed:
-            return True  # cleared meanwhile: nobody finds them
-        with self._wake:
-            for key in good:
-                self._settled.add(key)
-        self._stored(place.digest, good)
+        if self._settle(place, agreed, good):
+            self._stored(place.digest, good)
         return True
+
+    def _settle(self, place: Place, agreed: Agreed, keys: Sequence[bytes]) -> bool:
+        """The tier has them, and need not be offered them again. False: they were cleared meanwhile, and nobody finds
+        them. An order changes what is agreed before drop() is called: under one lock, neither is missed."""
+        with self._wake:
+            if self._agreement.of(self._lane, place.digest) != agreed:
+                return False
+            for key in keys:
+                self._settled.add(key)
+            return True

@@ -7,6 +7,7 @@ computes of them under a salt that nobody else has.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from api_helpers import MIB, ServerProcess, eventually
-from engines import TP2, Engine, comes_true, prompts_of, tokens_of
+from engines import TP2, Engine, comes_true, tokens_of
 
 from kvdock.client.client import Client
 
@@ -33,6 +34,12 @@ CHANGES = [
 gives away comes first: who does not notice it goes on under the name of the first weights."""
 
 _salts = count()
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Prompts that share no page with those of another seed: each of their tokens is drawn."""
+    draw = random.Random(seed)
+    return [[draw.randrange(5, 590) for _ in range(length)] for length in (150, 333, 530)]
 
 
 def longer(prompts: list[list[int]]) -> list[list[int]]:

@@ -96,7 +96,10 @@ class Places:
         self._rewinding.update(place.digest for place in self.all())
 
     def _heard(self, place: Place, attachment: Attachment, changes: Changes) -> None:
-        """In the thread of the session's heartbeats."""
+        """In the thread of the session's heartbeats, which may come before the place is known to who writes: all of it
+        is heard again then."""
+        if self.of(place.digest) is not place:
+            return
         self._changed(place, changes)
         if place.digest in self._rewinding:
             self._rewinding.discard(place.digest)

@@ -59,11 +59,11 @@ MEANINGS: dict[str, str] = {
     "tier_drain_s": "How long chunks are still written to lower tiers when the server ends.",
     "heartbeat_s": "Interval of engines' heartbeats.",
     "missed_heartbeats": "After this many missed heartbeats a process gets no new leases until it reports again.",
+    "settle_s": "Time between the death of a process and the reuse of memory that it held.",
+    "ask_s": "After this time the server asks the engine whether it still needs a lease.",
     "weights_grace_s": (
         "How long chunks of weights that no engine runs any more are kept like others; then they are evicted first."
     ),
-    "settle_s": "Time between the death of a process and the reuse of memory that it held.",
-    "ask_s": "After this time the server asks the engine whether it still needs a lease.",
     "watch_s": "How often the server checks for dead processes, expired deadlines and free space.",
     "adopt": "What to do with a pool that another server left at this socket: `auto` takes it over, or removes it if "
     "damaged; `never` removes it; `require` takes it over or does not start.",

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
@@ -45,6 +46,8 @@ CHUNK_BYTES: Final = 16 << 20
 """How much one request of an upload in pieces carries."""
 UPLOADS: Final = 4
 DELETE_AT_ONCE: Final = 1000
+NOTE_FRESH_S: Final = 6 * 3600.0
+"""A note that is older is written again: rules of buckets count days, and delete a note like anything else."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
@@ -78,17 +81,16 @@ class ObjectTier:
     name = NAME
     poll_s = 5.0
 
-    def __init__(self, place: Place, obstore: Any) -> None:
-        """`obstore`: the module."""
-        self._place, self._store, self._obstore = place, place.store, obstore
+    def __init__(self, place: Place, obstore: Any, clock: Callable[[], float] = time.time) -> None:
+        """`obstore`: the module. `clock`: seconds since 1970, to which the ages of notes are compared."""
+        self._place, self._store, self._obstore, self._clock = place, place.store, obstore, clock
         self._can_create = place.can_create
         self._loop = asyncio.new_event_loop()
         self._loading, self._storing, self._asking = (asyncio.Semaphore(place.connections) for _ in range(3))
         self._lock = threading.Lock()
         self._objects = self._bytes = self._wear = 0
         self._can_update = place.can_create
-        self._noted: dict[bytes, tuple[str | None, Note | None]] = {}
-        """Notes as they were read last, with the marks of their objects."""
+        self._noted: dict[bytes, _Noted] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
 
@@ -140,7 +142,7 @@ class ObjectTier:
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """One GET each; a note that has not changed is not sent."""
         def ask(namespace: bytes) -> Callable[[], Awaitable[tuple[Note | None, Any]]]:
-            return lambda: self._note(namespace)
+            return lambda: self._fresh_note(namespace)
 
         found = self._talk([ask(namespace) for namespace in namespaces], deadline)
         return [_known(one)[0] for one in found]
@@ -285,23 +287,52 @@ class ObjectTier:
 
     async def _note(self, namespace: bytes, *, is_asked_anew: bool = False) -> tuple[Note | None, Any]:
         """The note, and what its object is told apart by when it is replaced."""
-        mark, known = (None, None) if is_asked_anew else self._noted.get(namespace, (None, None))
+        noted = None if is_asked_anew else self._noted.get(namespace)
         errors = self._obstore.exceptions
         try:
             async with self._asking:
-                options = {"if_none_match": mark} if mark else None
+                options = {"if_none_match": noted.mark} if noted is not None and noted.mark else None
                 found = await self._obstore.get_async(self._store, name_of_note(namespace), options=options)
                 data = bytes(await found.bytes_async())
         except FileNotFoundError:
             return None, None
         except errors.NotModifiedError:
-            return known, {"e_tag": mark}
+            assert noted is not None
+            return noted.note, {"e_tag": noted.mark}
+        mark = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
         try:
-            note: Note | None = Note.read(data)
-        except NoteError:
-            note = None  # it is begun anew
-        self._noted[namespace] = found.meta["e_tag"] if note is not None else None, note
-        return note, {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+            note = Note.read(data)
+        except NoteError:  # it is begun anew
+            self._noted.pop(namespace, None)
+            return None, mark
+        self._noted[namespace] = _Noted(note, found.meta["e_tag"], found.meta["last_modified"].timestamp())
+        return note, mark
+
+    async def _fresh_note(self, namespace: bytes) -> tuple[Note | None, Any]:
+        note, mark = await self._note(namespace)
+        noted = self._noted.get(namespace)
+        is_old = noted is not None and self._clock() - noted.written_s > NOTE_FRESH_S
+        if note is None or not is_old or not self._can_update or self._place.folder is not None:
+            return note, mark
+        await self._write_again(namespace)
+        return await self._note(namespace)
+
+    async def _write_again(self, namespace: bytes) -> None:
+        """As it is: a store that cannot refuse to replace what somebody else has changed meanwhile is not asked."""
+        note, mark = await self._note(namespace, is_asked_anew=True)
+        errors = self._obstore.exceptions
+        if note is None:
+            return
+        try:
+            async with self._asking:
+                await self._obstore.put_async(
+                    self._store, name_of_note(namespace), note.packed(), use_multipart=False, mode=mark
+                )
+        except (errors.NotSupportedError, NotImplementedError):
+            self._can_update = False
+        except errors.PreconditionError:
+            return  # it was written just now
+        self._noted[namespace] = replace(self._noted[namespace], written_s=self._clock())
 
     async def _try_to_change(self, namespace: bytes, change: Change) -> Note | None:
         """None: somebody else has changed it meanwhile."""
@@ -473,6 +504,16 @@ def _release(views: Sequence[memoryview]) -> None:
                 if time.monotonic() > until_s:
                     raise StillRunning(NAME, "obstore still reads pages of a store that was given up") from None
                 time.sleep(0.001)  # obstore says to nobody when it lets go of a buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A note as it was read last. `mark`: its object's ETag. `written_s`: when it was written, by this clock or the
+    store's."""
+
+    note: Note
+    mark: str | None
+    written_s: float
 
 
 def _known(found: tuple[Note | None, Any] | Outcome) -> tuple[Note | None, Any]:

@@ -28,13 +28,14 @@ KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGIO
 
 
 class S3Server:
-    """Keeps objects in its memory: `limit_bytes` of them at most, if that is not 0. `flag`: while this file is there,
-    it takes nothing. `half`: while this one is there, an answer stops in its midst."""
+    """Keeps objects in its memory: `limit_bytes` of them at most, if that is not 0, and notes beside them, unless
+    `with_notes`. `flag`: while this file is there, it takes nothing. `half`: while this one is there, an answer stops
+    in its midst."""
 
-    def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, limit_bytes: int = 0, *, with_notes: bool = False) -> None:
         pytest.importorskip("moto")
         self.port, self.flag, self.half, self._log = held_port(), folder / "full", folder / "half", folder / "log"
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._with_notes = limit_bytes, with_notes
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -45,9 +46,9 @@ class S3Server:
     def start(self) -> None:
         program = Path(__file__).with_name("s3_process.py")
         with self._log.open("ab") as log:
+            what = (self.port, self.flag, self.half, self._limit_bytes, int(self._with_notes))
             self._process = subprocess.Popen(
-                [sys.executable, str(program), *map(str, (self.port, self.flag, self.half, self._limit_bytes))],
-                stdout=subprocess.PIPE, stderr=log,
+                [sys.executable, str(program), *map(str, what)], stdout=subprocess.PIPE, stderr=log
             )
         assert self._process.stdout is not None
         if not self._process.stdout.readline():

@@ -1,8 +1,8 @@
-"""An S3 server (moto's) for tests: `python s3_process.py PORT FULL HALF LIMIT`.
+"""An S3 server (moto's) for tests: `python s3_process.py PORT FULL HALF LIMIT NOTES`.
 
 While the file FULL is there it takes no data. While HALF is there it sends one half of what it is asked for, and the
 other half once the file is gone. Beyond LIMIT bytes of objects it deletes what was stored first, as a rule of a bucket
-would; 0: no limit.
+would; 0: no limit. It spares notes, which servers write again before any rule counts a day, unless NOTES is 1.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from werkzeug.test import Client, EnvironBuilder
 
 BEGUN = ".begun"
 """The file beside HALF with this suffix is there once half of something was sent."""
+NOTE = "/generation"
 LEAST_HALVED = 4096
 """Answers with fewer bytes come whole."""
 
@@ -28,12 +29,14 @@ LEAST_HALVED = 4096
 class Kept:
     """What was stored, oldest first, and how much it is."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes, self._lock = limit_bytes, threading.Lock()
+    def __init__(self, limit_bytes: int, *, with_notes: bool) -> None:
+        self._limit_bytes, self._with_notes, self._lock = limit_bytes, with_notes, threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def beyond(self, path: str, size: int) -> list[str]:
         """What has to go after this was stored."""
+        if path.endswith(NOTE) and not self._with_notes:
+            return []
         with self._lock:
             self._sizes.pop(path, None)
             self._sizes[path] = size
@@ -51,8 +54,8 @@ def halved(body: bytes, half: Path) -> Iterator[bytes]:
     yield body[len(body) // 2 :]
 
 
-def main(port: int, full: Path, half: Path, limit_bytes: int) -> None:
-    s3, kept = DomainDispatcherApplication(create_backend_app), Kept(limit_bytes)
+def main(port: int, full: Path, half: Path, limit_bytes: int, with_notes: bool) -> None:
+    s3, kept = DomainDispatcherApplication(create_backend_app), Kept(limit_bytes, with_notes=with_notes)
 
     def limited(environ: dict[str, Any], answer: Any) -> Iterable[bytes]:
         size = int(environ.get("CONTENT_LENGTH") or 0)
@@ -76,4 +79,4 @@ def main(port: int, full: Path, half: Path, limit_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1")

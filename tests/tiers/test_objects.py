@@ -1,5 +1,5 @@
 """What only the tier over object stores does: its URL, ranges, uploads in pieces, two writers, HTTP, pages it gives
-back."""
+back; notes that grow old."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import http.server
 import mmap
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -37,7 +38,8 @@ from tier_helpers import (
 )
 
 from kvdock.tiers import objects
-from kvdock.tiers.objects import ObjectTier, open_tier
+from kvdock.tiers.notes import begins, deletes
+from kvdock.tiers.objects import NOTE_FRESH_S, ObjectTier, open_tier
 from kvdock.tiers.objects_url import Place, read_place
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, ToStore
@@ -422,3 +424,43 @@ def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
     for found in (Found(whole, data[:-1]), Found(whole, data + b"x"), Found((1, len(data)), data), Found(whole, b"")):
         with pytest.raises(RecordError):
             take(found)
+
+
+# --------------------------------------------------------------------------- notes
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[S3Server]:
+    """Beyond so many bytes, a rule deletes what was stored first, notes as well."""
+    one = S3Server(tmp_path, 150_000, with_notes=True)
+    yield one
+    one.kill()
+
+
+@pytest.mark.parametrize("age_s", [NOTE_FRESH_S / 2, 2 * NOTE_FRESH_S], ids=["new", "old"])
+def test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it(
+    small: S3Server, parts: Parts, age_s: float
+) -> None:
+    namespace, now_s = bytes(32), [time.time()]
+    with environment(KEYS):
+        tier = ObjectTier(read_place(small.url, obstore.store), obstore, clock=lambda: now_s[0])
+    note = tier.change(namespace, begins(3), patient())
+    store_all(tier, [parts.make(50_000), parts.make(50_000)])
+    now_s[0] += age_s
+    assert tier.notes([namespace], patient()) == tier.notes([namespace], patient()) == [note]
+    store_all(tier, [parts.make(50_000)])
+    assert tier.notes([namespace], patient()) == [note if age_s > NOTE_FRESH_S else None]
+    tier.close(patient())
+
+
+def test_a_note_that_is_written_again_keeps_what_others_have_changed(server: S3Server) -> None:
+    namespace, now_s = secrets.token_bytes(32), [time.time()]
+    with environment(KEYS):
+        tier = ObjectTier(read_place(server.url, obstore.store), obstore, clock=lambda: now_s[0])
+    tier.change(namespace, begins(3), patient())
+    tier.notes([namespace], patient())
+    with opened(server.url) as other:
+        changed = other.change(namespace, deletes([bytes(32)], 3), patient())
+        now_s[0] += 2 * NOTE_FRESH_S
+        assert tier.notes([namespace], patient()) == other.notes([namespace], patient()) == [changed]
+    tier.close(patient())

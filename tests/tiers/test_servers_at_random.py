@@ -23,7 +23,7 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Tier
+from kvdock.tiers.tier import Sweeps, Tier
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(180)]
 
@@ -112,11 +112,15 @@ def names_of(tier: Tier, namespace: bytes, keys: list[bytes]) -> list[PartName]:
     return [noted.name(namespace, key, 0, writer) for key in keys for writer in range(WRITERS)]
 
 
-def harm(tier: Tier, store: SharedStore, names: list[PartName], ended: threading.Event) -> None:
-    """Deletes, as another server does, and damages what is there."""
+def harm(tier: Tier, store: SharedStore, namespace: bytes, keys: list[bytes], ended: threading.Event) -> None:
+    """Deletes, as another server does, and damages what is there; by the note that the store has now, which it may
+    evict as well."""
     chance = random.Random(f"{SEED}/harm")
     while not ended.wait(0.005):
-        name = chance.choice(names)
+        (note,) = tier.notes([namespace], patient())
+        if note is None:
+            continue
+        name = note.name(namespace, chance.choice(keys), 0, chance.randrange(WRITERS))
         if chance.random() < 0.3:
             tier.delete([name], patient())
         else:
@@ -138,7 +142,7 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
     chance = random.Random(SEED)
     chains = [[chance.randbytes(32) for _ in range(CHUNKS)] for _ in range(CHAINS[store.name])]
     workers = [Worker(servers[number % SERVERS], number, chains) for number in range(SERVERS * ENGINES)]
-    names = names_of(tier, workers[0].namespace, [key for chain in chains for key in chain])
+    namespace, all_keys = workers[0].namespace, [key for chain in chains for key in chain]
     ended = threading.Event()
     def has_seen_all() -> bool:
         is_full = sum(counted(servers, "stored_bytes")) > STORE_BYTES[store.name]
@@ -146,7 +150,7 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
 
     with ThreadPoolExecutor(len(workers) + 1) as threads:
         working = [threads.submit(worker.run, ended) for worker in workers]
-        working.append(threads.submit(harm, tier, store, names, ended))
+        working.append(threads.submit(harm, tier, store, namespace, all_keys, ended))
         try:
             ended.wait(SECONDS)
             eventually(lambda: has_seen_all() or any(work.done() for work in working), 90.0)
@@ -157,7 +161,7 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
     for worker in workers:
         worker.close()
 
-    tier.delete(names, patient())
+    make_room(tier, namespace, all_keys)
     for number, server in enumerate(servers):
         assert server.process.poll() is None and "Traceback" not in server.log_text(), server.log_text()[-3000:]
         has_state(server.unix, "open")
@@ -170,6 +174,15 @@ def test_every_hit_is_what_was_stored_and_every_server_works_on(
         engine.close()
         for other in servers:
             is_hit(other, engine, keys)
+
+
+def make_room(tier: Tier, namespace: bytes, keys: list[bytes]) -> None:
+    """Also of what was stored by a note that the store has evicted."""
+    tier.delete(names_of(tier, namespace, keys), patient())
+    if isinstance(tier, Sweeps):
+        (note,) = tier.notes([namespace], patient())
+        assert note is not None
+        eventually(lambda: tier.sweep(namespace, note, patient()) == 0, 30.0)
 
 
 def is_stored(tier: Tier, by: TierEngine, keys: list[bytes]) -> None:

@@ -284,8 +284,11 @@ class Agreement:
             return
         for digest, note in zip(wanted, lane.notes(wanted, Deadline(NOTE_S)), strict=True):
             generation, _ = pool[digest]
+            is_lost = note is None and (lane.name, digest) in self._notes
             if note is None or note.generation < generation:
                 note = lane.change(digest, begins(generation), Deadline(NOTE_S))
+            if is_lost:
+                self._raised(lane, digest, note)
             self._compare(lane, digest, note)
 
     def _compare(self, lane: Lane, digest: bytes, note: Note) -> None:

@@ -290,9 +290,11 @@ class CacheService:
 
     def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant)
-        damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
+        number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         quarantined = len(damaged) // KEY_BYTES
-        self._clears.damaged(session.namespace, damaged)
+        space = self._registry.of_number(number)  # a session that runs other weights since has another one itself
+        if damaged and space is not None:
+            self._clears.damaged(space, damaged)
         self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))
         return s.MismatchAnswer(quarantined=quarantined)
 

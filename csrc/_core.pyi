@@ -264,8 +264,9 @@ class Table:
     ) -> tuple[int, list[int]]:
         """parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining)."""
     def abort(self, session: int, grant: int, ranks: Sequence[int]) -> list[int]: ...  # unpublished chunks go
-    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> bytes:  # chunks: counted from token 0
-        """Takes chunks of a lease, whose checksums did not match, out of use; returns the keys of those that were."""
+    def mismatch(self, session: int, grant: int, chunks: Sequence[int]) -> tuple[int, bytes]:
+        """Takes chunks of a lease, whose checksums did not match, out of use. `chunks`: counted from token 0. Returns
+        the namespace of the lease, and the keys of those that were."""
     def delete(self, namespace: int, keys: bytes) -> int:
         """Takes chunks out of use, also those that are being written; returns how many were READY."""
     def drop_unread(self, namespace: int, keys: bytes) -> int: ...  # those that are temporary and no lookup leased

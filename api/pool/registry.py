@@ -171,6 +171,9 @@ class Registry:
         """In rising order of their table ids."""
         return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
+    def of_number(self, table_id: int) -> NamespaceRecord | None:
+        return next((one for one in self._namespaces.values() if one.table_id == table_id), None)
+
     def namespace(self, digest: bytes, sees: Callable[[str], bool]) -> NamespaceRecord:
         """`sees`: whether the caller may know of a tenant. Of the others it learns nothing."""
         found = self._namespaces.get(digest)

@@ -337,8 +337,8 @@ void bind_grants(py::class_<BoundTable>& c) {
       }, "start"_a, "budget"_a)
       .def("release", call(&Table::release), "session"_a, "grant"_a, "ranks"_a)
       .def("mismatch", [](BoundTable& t, uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks) {
-        std::vector<Key> keys = call(&Table::mismatch)(t, session, grant, chunks);
-        return py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes);
+        auto [space, keys] = call(&Table::mismatch)(t, session, grant, chunks);
+        return std::make_pair(space, py::bytes(reinterpret_cast<const char*>(keys.data()), keys.size() * kKeyBytes));
       }, "session"_a, "grant"_a, "chunks"_a)
       .def("abort", call(&Table::abort), "session"_a, "grant"_a, "ranks"_a)
       .def("cancel", call(&Table::cancel), "session"_a, "member"_a, "grant"_a)

@@ -58,6 +58,11 @@ struct LookupResult {
   std::vector<PartAt> parts;        // of all chunks, one after the other
   std::vector<uint32_t> part_ends;  // per chunk: where its parts end
 };
+// What a reader has found to be damaged: chunks of one namespace.
+struct Damaged {
+  uint32_t space = 0;
+  std::vector<Key> keys;
+};
 struct ReserveCall {
   Id16 store;
   Key parent;

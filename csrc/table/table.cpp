@@ -180,7 +180,7 @@ void Table::keep(uint64_t member, uint64_t id, uint64_t now) {
   if (Grant* g = grants_.find(id); g && g->asker == cell) g->asked_ms = now;
 }
 
-std::vector<Key> Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
+Damaged Table::mismatch(uint64_t session, uint64_t id, const std::vector<uint32_t>& chunks) {
   Grant* g = grants_.of_session(session, id, GrantKind::kLease);
   if (!g) return {};
   std::set<uint32_t> wanted(chunks.begin(), chunks.end());
@@ -189,12 +189,15 @@ std::vector<Key> Table::mismatch(uint64_t session, uint64_t id, const std::vecto
     if (!wanted.count(line.index)) return;
     if (chunks_.record(line.record).state() == RecordState::kReady) ids.push_back(line.record);
   });
-  std::vector<Key> keys;
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-  for (uint32_t id : ids) keys.push_back(chunks_.record(id).key);
+  Damaged found;
+  for (uint32_t id : ids) {
+    found.space = chunks_.record(id).space;  // a lease is of one namespace
+    found.keys.push_back(chunks_.record(id).key);
+  }
   counters_.mismatches += take_out(std::move(ids), Gone::mismatched);
-  return keys;
+  return found;
 }
 
 // ---- administration

@@ -83,7 +83,7 @@ class Table {
   void withdraw(uint64_t session, const Id16& request);  // what the request's lookups have promised
   std::vector<uint32_t> release(uint64_t session, uint64_t grant, const std::vector<uint32_t>& ranks);
   // Returns the keys of what it took out.
-  std::vector<Key> mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
+  Damaged mismatch(uint64_t session, uint64_t grant, const std::vector<uint32_t>& chunks);
 
   // -- stores
   ReserveResult reserve(uint64_t session, uint64_t member, const ReserveCall& call, uint64_t now);

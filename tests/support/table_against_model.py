@@ -262,8 +262,10 @@ class TableAgainstModel(RuleBasedStateMachine):
         g = self.model.grants[grant]
         index = data.draw(st.sampled_from(sorted(g.lines)))
         was_ready = g.lines[index].state == "ready"
-        assert self.table.mismatch(g.session, grant, [index]) == (g.lines[index].key if was_ready else b"")
+        space, keys = self.table.mismatch(g.session, grant, [index])
+        assert keys == (g.lines[index].key if was_ready else b"")
         if was_ready:
+            assert space == self.spaces[g.lines[index].space], "that of the lease, which the session may have left"
             self.model.remove(g.lines[index])
 
     # -- administration, time and death

@@ -10,6 +10,8 @@ from api_helpers import ServerProcess, eventually
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, flood, is_served, is_written, mover, written
 
+from kvdock.protocol.schemas import ReportMismatch
+
 pytestmark = [pytest.mark.weights, pytest.mark.tiers, pytest.mark.timeout(120)]
 
 
@@ -78,3 +80,23 @@ def test_what_waits_to_be_written_is_dropped_once_nobody_runs_its_weights(
     ), 30.0)
     eventually(lambda: all(tier.queued_bytes == 0 for tier in engine.client.status().tiers))
     assert written(engine) == 2
+
+
+def test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_of_before(
+    server: ServerProcess, engine: TierEngine
+) -> None:
+    keys = engine.chain(4)
+    runs(engine, "step-1")
+    is_served_as(engine, "step-1")
+    engine.store(keys)
+    is_written(engine, keys)
+    found = engine.awaited(keys, "reads")
+    assert found.lease is not None and found.hit_tokens == 4 * CHUNK_TOKENS
+    runs(engine, "step-2")
+    engine.client.mismatch(ReportMismatch(session=engine.attachment.session, lease=found.lease, chunks=[1]))
+    engine.release(found)
+    eventually(lambda: all(tier.untold == 0 for tier in engine.client.status().tiers), 30.0)
+    flood(engine)
+    runs(engine, "step-1")
+    is_served_as(engine, "step-1")
+    assert engine.awaited(keys, "again").hit_tokens == CHUNK_TOKENS

@@ -185,9 +185,10 @@ class Clears:
             return
         owed.order.tiers.remove(one.tier)
         owed.chunks += one.chunks
+        # The pool may have followed before: the mover reads the note as well, and says what it has found there.
+        owed.was_raised |= bool(owed.order.keys) and one.generation > owed.order.least
         space = self._known(owed.order.namespace) if one.generation else None
         if space is not None and one.generation > self._table.generation(space.table_id):
-            owed.was_raised = bool(owed.order.keys)
             self._raise(space, one.generation)
             self._run(self._walk())
         if not owed.order.tiers:
@@ -236,7 +237,9 @@ class Clears:
         if not self._tiers:
             return None
         before = [owed for owed in self._owed.values() if owed.order.namespace == digest.hex()]
-        if keys and sum(len(owed.order.keys) for owed in before) + len(keys) > MOST_OWED_KEYS * KEY_BYTES:
+        is_too_many = sum(len(owed.order.keys) for owed in before) + len(keys) > MOST_OWED_KEYS * KEY_BYTES
+        was_raised = bool(keys) and is_too_many
+        if is_too_many:
             keys = b""
         tiers = list(self._tiers)
         if not keys:
@@ -247,7 +250,7 @@ class Clears:
             number=next(self._numbers), namespace=digest.hex(), tiers=tiers, least=least, keys=keys,
             groups=len(manifest.groups) if manifest is not None else 0,
             writers=manifest.writers if manifest is not None else 0,
-        ))
+        ), was_raised=was_raised)
         self._owed[owed.order.number] = owed
         return owed
 

@@ -21,6 +21,7 @@ import torch
 from api_helpers import Engine as Member, ServerProcess, attach, unique
 from bytes_helpers import open_descriptors
 from engine_helpers import config, poison, prompt
+from frozen import send
 
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
@@ -226,7 +227,7 @@ def successor(server: ServerProcess) -> Iterator[ServerProcess]:
 
 
 def stopped(server: ServerProcess) -> None:
-    server.process.send_signal(signal.SIGSTOP)
+    send(server.process.pid, signal.SIGSTOP)
 
 
 def continued(server: ServerProcess) -> None:

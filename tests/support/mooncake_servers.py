@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from frozen import send
 from paths import SUPPORT
 from ports import held_port
 from tier_helpers import MIB, eventually
@@ -40,7 +41,7 @@ class Served:
         return self.process.stdout.readline()
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        send(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

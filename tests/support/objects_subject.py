@@ -14,6 +14,7 @@ from typing import ClassVar
 from urllib.request import Request, urlopen
 
 import pytest
+from frozen import send
 from ports import held_port
 from tier_helpers import KIB, patient
 from tier_subject import TierSubject
@@ -67,7 +68,7 @@ class S3Server:
 
     def send(self, what: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(what)
+        send(self._process.pid, what)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from frozen import send
 
 START_S = 30.0
 
@@ -49,7 +50,7 @@ class RedisServer:
 
     def send(self, what: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(what)
+        send(self._process.pid, what)
 
     def kill(self) -> None:
         if self._process is not None:

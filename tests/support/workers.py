@@ -22,7 +22,7 @@ from paths import SUPPORT
 WORKERS: Final = 2
 """As many as CI has cores: with three, a run of all of vLLM's tests took half as long again."""
 LONGEST: Final = (
-    "tests/cli/test_demo.py", "tests/page/test_page.py", "tests/engine/test_soak.py",
+    "tests/tiers/test_clears.py", "tests/cli/test_demo.py", "tests/page/test_page.py", "tests/engine/test_soak.py",
     "tests/engine/test_same_tokens_tp.py", "tests/engine/test_connector.py", "tests/api/test_faults.py",
     "tests/page/test_reach.py", "tests/engine/test_same_tokens_matrix.py", "tests/engine/test_tp.py",
     "tests/api/test_fuzz.py", "tests/cli/test_end.py", "tests/connectors/test_session.py",

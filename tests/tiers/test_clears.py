@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_helpers import MIB, ServerProcess, eventually, unique
@@ -97,13 +98,18 @@ class Servers:
             Path(f"{shm.SHM_DIR}{name}").unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="module", params=STORES, ids=lambda kind: kind.name)
+def apart(kinds: Sequence[type[Store]]) -> list[Any]:
+    """The tests of each store may run beside those of the others."""
+    return [pytest.param(kind, id=kind.name, marks=pytest.mark.xdist_group(f"clears-{kind.name}")) for kind in kinds]
+
+
+@pytest.fixture(scope="module", params=apart(STORES))
 def made(request: pytest.FixtureRequest) -> Iterator[Store]:
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, opened(request.param, Path(name)) as one:
         yield one
 
 
-@pytest.fixture(scope="module", params=SHARED, ids=lambda kind: kind.name)
+@pytest.fixture(scope="module", params=apart(SHARED))
 def shared(request: pytest.FixtureRequest) -> Iterator[Store]:
     with tempfile.TemporaryDirectory(prefix="kvdock-test-") as name, opened(request.param, Path(name)) as one:
         yield one

@@ -1,0 +1,24 @@
+"""Signals to processes under test. A stopped process does nothing more once send() has returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def send(pid: int, what: signal.Signals) -> None:
+    """A SIGSTOP reaches the threads of a process one after the other, so send() waits for all of them."""
+    os.kill(pid, what)
+    until_s = time.monotonic() + 10.0
+    while what is signal.SIGSTOP and not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
+        assert time.monotonic() < until_s, f"process {pid} does not stop"
+        time.sleep(0.001)  # the kernel tells nobody
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(") ")[2].startswith("T")
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return True

@@ -125,8 +125,11 @@ class Tags:
 
     def namespace_of(self, request: Any, namespace: bytes) -> bytes:
         """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
-        is_named = self._trusts_names and bool(asked_by(request).weights)
-        return namespace if is_named else tagged(namespace, self._weights.tag)
+        return namespace if self.names_weights(request) else tagged(namespace, self._weights.tag)
+
+    def names_weights(self, request: Any) -> bool:
+        """Whether the name that the request gives stands for the weights that compute it."""
+        return self._trusts_names and bool(asked_by(request).weights)
 
     def waits(self, request: Any) -> bool:
         """Whether the tag may be known soon enough for a lookup to wait for it."""

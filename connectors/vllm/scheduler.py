@@ -87,6 +87,8 @@ class VllmScheduler:
         self._weights = weights if weights is not None else RunningWeights()
         self._tags = tags if tags is not None else Tags(weights=self._weights)
         self._reset_epoch = 0  # of the weights, when the connector was reset last
+        # Requests that name their weights look for chunks of other weights than the engine runs. Keys tell all apart.
+        self._files_together = settings.on_reset == "apart"
         share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
         self._speed = PrefillSpeed(clock, steps_ahead)
         speed = self._speed if settings.load_if_cheaper else None
@@ -156,6 +158,9 @@ class VllmScheduler:
     def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
         request = self._tracked[request_id].request
         hashes = request.block_hashes if hash_tokens is not None else ()
+        if self._tags.names_weights(request) and not self._files_together:
+            self._files_together = True
+            self._session.runs("")
         namespace = self._tags.namespace_of(request, namespace)
         return chain_of(self._tags.of(request), namespace, chunk_tokens, hashes, hash_tokens)
 
@@ -477,8 +482,8 @@ class VllmScheduler:
                 self._announcer.weights_changed()
 
     def runs(self, weights: str) -> None:
-        """As EngineSession has it."""
-        self._session.runs(weights)
+        """As EngineSession has it, unless chunks of all weights are filed together."""
+        self._session.runs("" if self._files_together else weights)
 
     def _leave_behind(self) -> None:
         """What requests have computed, and what they have asked for, is not shared any more."""

@@ -66,7 +66,7 @@ def test_all_workers_load_the_bits_of_local_hits(
     with Engine(models[model], server.unix, **several(shards, stages), **keeps) as first:
         assert first.generate(PROMPTS)[1] == [0, 0]
         local, at_hand = first.generate(PROMPTS)
-        assert at_hand == HITS
+        assert [own // 64 * 64 for own in at_hand] == HITS  # vLLM's own blocks may be smaller than a chunk
         assert first.do("reset")["reset"]
         again, loaded = first.generate(PROMPTS)
         assert loaded == HITS and again == local

@@ -10,7 +10,7 @@ from sched_engine import SchedEngine
 from sched_scenarios import prompt
 from vllm.v1.request import Request, RequestStatus
 
-from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.keys import HashedChain, KeyChain
 from kvdock.protocol.schemas import Lookup
 
@@ -158,7 +158,7 @@ def comes_back(address: str) -> dict[str, Any]:
     client = made.scheduler._session.client
     wanted = made.compute("wanted", prompt(9, 8 * CHUNK + 5))
     assert made.reaches(lambda: sum(tier.objects for tier in client.status().tiers) >= 8)
-    client.clear(ClearCache())
+    client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))  # a clear reaches the tiers
     made.engine.forget_prefixes()
     gone = made.found(wanted)
     own = {"store": False, "prefetch_after_s": 0}

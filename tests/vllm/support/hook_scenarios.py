@@ -173,7 +173,7 @@ def reset(address: str) -> dict[str, Any]:
 
 
 def reset_during_store(address: str) -> dict[str, Any]:
-    """A store that a worker is at work on when vLLM resets publishes later what was computed before: not found."""
+    """A store that a worker is at work on when vLLM resets: its reservation is closed, so it publishes nothing."""
     from kvdock.connectors.worker import WorkerConnector
 
     engine = own_engine(address)
@@ -207,7 +207,10 @@ def reset_during_store(address: str) -> dict[str, Any]:
             while not clearing.is_over and time.monotonic() < until:  # what was stored late is cleared once more
                 engine.step()
     engine.close()
-    return {"hits": hits, "answer": answer, "published": sum(published), "bad_reads": len(engine.bad_reads)}
+    return {
+        "hits": hits, "answer": answer, "stores": len(published), "published": sum(published),
+        "bad_reads": len(engine.bad_reads),
+    }
 
 
 def reset_running(address: str, *, preempts: bool) -> dict[str, Any]:

@@ -126,10 +126,17 @@ def unusual_of(model: Any) -> dict[str, str]:
     return dict(_unusual(model, UNUSUAL_MODEL))
 
 
+STATE_VARIABLES = frozenset({"VLLM_SSM_CONV_STATE_LAYOUT"})
+"""These say how recurrent states lie in memory: of other models they change nothing. vLLM sets the first one by itself
+beside some connectors."""
+
+
 def unusual_around(vllm_config: Any, environ: Mapping[str, str]) -> dict[str, str]:
     """What is set beside the model, of the configuration and of `environ`, the process's environment variables."""
     usual = {name: values for name, (values, _) in UNUSUAL_ENVIRONMENT.items()}
-    switches = counted(environ, ("VLLM_",), HARMLESS_VARIABLES, usual)
+    has_states = getattr(vllm_config.model_config, "has_inner_state", True)
+    harmless = HARMLESS_VARIABLES if has_states else HARMLESS_VARIABLES | STATE_VARIABLES
+    switches = counted(environ, ("VLLM_",), harmless, usual)
     return {**dict(_unusual(vllm_config, UNUSUAL_ENGINE)), **switches}
 
 

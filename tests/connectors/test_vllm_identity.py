@@ -195,6 +195,12 @@ def test_variables_of_processes_and_places_keep_nobody_apart(name: str) -> None:
     assert told(engine(), **{name: "1"}) == told(engine())
 
 
+def test_how_recurrent_states_lie_keeps_only_models_apart_that_have_some() -> None:
+    for has_states in (True, False):
+        one = engine(model={"has_inner_state": has_states})
+        assert (told(one, VLLM_SSM_CONV_STATE_LAYOUT="DS") == told(one)) is not has_states
+
+
 def test_a_configuration_is_the_same_wherever_it_was_saved() -> None:
     inner = {"hidden_size": 64, "auto_map": {"AutoConfig": "code.Config"}}
     hub = {"_name_or_path": "org/model", "transformers_version": "5", "text_config": {

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.vllm
 
 ENGINES_START_SLOWLY = pytest.mark.timeout(600)
 HITS = [128, 320]
-"""Whole chunks of the prompts below: 64 tokens a chunk."""
+"""Whole chunks of the prompts below: 64 tokens a chunk. No more of their blocks are full, which have 16 tokens or 32."""
 PROMPTS, OTHERS = (
-    [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((150, 333), first)]
+    [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((140, 333), first)]
     for first in (0, 50)
 )
 
@@ -66,7 +66,7 @@ def test_all_workers_load_the_bits_of_local_hits(
     with Engine(models[model], server.unix, **several(shards, stages), **keeps) as first:
         assert first.generate(PROMPTS)[1] == [0, 0]
         local, at_hand = first.generate(PROMPTS)
-        assert [own // 64 * 64 for own in at_hand] == HITS  # vLLM's own blocks may be smaller than a chunk
+        assert at_hand == HITS
         assert first.do("reset")["reset"]
         again, loaded = first.generate(PROMPTS)
         assert loaded == HITS and again == local

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 ENGINES_START_SLOWLY = pytest.mark.timeout(600)
 HITS = [128, 320]
-"""Whole chunks of the prompts below: 64 tokens a chunk. No more of their blocks are full, which have 16 tokens or 32."""
+"""Whole chunks of the prompts below, of 64 tokens. No more of their blocks are full, which have 16 tokens or 32."""
 PROMPTS, OTHERS = (
     [[random.Random(seed).randrange(5, 590) for _ in range(n)] for seed, n in enumerate((140, 333), first)]
     for first in (0, 50)

@@ -292,7 +292,7 @@ class CacheService:
         session = self._registry.session(body.session, peer.tenant)
         number, damaged = self._table.mismatch(session.table_id, grant_id(body.lease), body.chunks)
         quarantined = len(damaged) // KEY_BYTES
-        space = self._registry.of_number(number)  # a session that runs other weights since has another one itself
+        space = self._registry.of_number(number)  # the session may have moved to that of other weights
         if damaged and space is not None:
             self._clears.damaged(space, damaged)
         self._bus.publish(e.Mismatched(**session.who, lease=body.lease, chunks=quarantined))

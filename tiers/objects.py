@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import fcntl
 import importlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
@@ -35,6 +36,8 @@ from kvdock.tiers.tier import (
     Usage,
 )
 
+log = logging.getLogger("kvdock.tiers")
+
 NAME: Final = "objects"
 SLICE_S: Final = 0.02
 """How long a verb waits before it looks at its deadline again."""
@@ -48,6 +51,10 @@ UPLOADS: Final = 4
 DELETE_AT_ONCE: Final = 1000
 NOTE_FRESH_S: Final = 6 * 3600.0
 """A note that is older is written again: rules of buckets count days, and delete a note like anything else."""
+NOTE_RETRY_S: Final = 600.0
+"""After a note could not be written again, the next try comes so much later."""
+NOTE_WRITE_S: Final = 0.5
+"""How long whoever reads a note waits for it to be written again."""
 _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
@@ -312,27 +319,31 @@ class ObjectTier:
         note, mark = await self._note(namespace)
         noted = self._noted.get(namespace)
         is_old = noted is not None and self._clock() - noted.written_s > NOTE_FRESH_S
-        if note is None or not is_old or not self._can_update or self._place.folder is not None:
+        may_write = self._can_update and self._place.folder is None and not self._place.read_only
+        if note is None or not is_old or not may_write:
             return note, mark
         await self._write_again(namespace)
         return await self._note(namespace)
 
     async def _write_again(self, namespace: bytes) -> None:
-        """As it is: a store that cannot refuse to replace what somebody else has changed meanwhile is not asked."""
+        """Writes the note as it is. A store that takes no writes now is read all the same."""
         note, mark = await self._note(namespace, is_asked_anew=True)
-        errors = self._obstore.exceptions
+        errors, written_s = self._obstore.exceptions, self._clock()
         if note is None:
             return
         try:
-            async with self._asking:
+            async with asyncio.timeout(NOTE_WRITE_S), self._asking:
                 await self._obstore.put_async(
                     self._store, name_of_note(namespace), note.packed(), use_multipart=False, mode=mark
                 )
         except (errors.NotSupportedError, NotImplementedError):
-            self._can_update = False
+            self._can_update = False  # a write without a condition could undo another server's deletion
         except errors.PreconditionError:
-            return  # it was written just now
-        self._noted[namespace] = replace(self._noted[namespace], written_s=self._clock())
+            return  # another server has written it just now
+        except (TimeoutError, errors.BaseError) as error:
+            log.info("the note of namespace %s is not written again yet: %s", namespace.hex()[:12], error)
+            written_s += NOTE_RETRY_S - NOTE_FRESH_S
+        self._noted[namespace] = _Noted(note, mark.get("e_tag"), written_s)
 
     async def _try_to_change(self, namespace: bytes, change: Change) -> Note | None:
         """None: somebody else has changed it meanwhile."""
@@ -508,8 +519,8 @@ def _release(views: Sequence[memoryview]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A note as it was read last. `mark`: its object's ETag. `written_s`: when it was written, by this clock or the
-    store's."""
+    """A note as it was read last. `mark`: its object's ETag. `written_s`: when the object was written, in seconds since
+    1970."""
 
     note: Note
     mark: str | None

@@ -172,6 +172,7 @@ class Registry:
         return sorted(self._namespaces.values(), key=lambda record: record.table_id)
 
     def of_number(self, table_id: int) -> NamespaceRecord | None:
+        """The namespace with that number in the table; None: it is forgotten."""
         return next((one for one in self._namespaces.values() if one.table_id == table_id), None)
 
     def namespace(self, digest: bytes, sees: Callable[[str], bool]) -> NamespaceRecord:

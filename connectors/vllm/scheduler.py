@@ -158,7 +158,7 @@ class VllmScheduler:
     def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
         request = self._tracked[request_id].request
         hashes = request.block_hashes if hash_tokens is not None else ()
-        if self._tags.names_weights(request) and not self._files_together:
+        if not self._files_together and self._tags.names_weights(request):
             self._files_together = True
             self._session.runs("")
         namespace = self._tags.namespace_of(request, namespace)

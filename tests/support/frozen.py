@@ -14,7 +14,7 @@ def send(pid: int, what: signal.Signals) -> None:
     until_s = time.monotonic() + 10.0
     while what is signal.SIGSTOP and not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
         assert time.monotonic() < until_s, f"process {pid} does not stop"
-        time.sleep(0.001)  # the kernel tells nobody
+        time.sleep(0.001)  # no event says when a thread has stopped
 
 
 def _is_stopped(task: Path) -> bool:

@@ -431,7 +431,7 @@ def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[S3Server]:
-    """Beyond so many bytes, a rule deletes what was stored first, notes as well."""
+    """A server that keeps 150,000 bytes. Beyond that it deletes the oldest objects, notes among them."""
     one = S3Server(tmp_path, 150_000, with_notes=True)
     yield one
     one.kill()
@@ -463,4 +463,18 @@ def test_a_note_that_is_written_again_keeps_what_others_have_changed(server: S3S
         changed = other.change(namespace, deletes([bytes(32)], 3), patient())
         now_s[0] += 2 * NOTE_FRESH_S
         assert tier.notes([namespace], patient()) == other.notes([namespace], patient()) == [changed]
+    tier.close(patient())
+
+
+def test_a_note_that_cannot_be_written_again_is_read_all_the_same(server: S3Server) -> None:
+    namespace, now_s = secrets.token_bytes(32), [time.time()]
+    with environment(KEYS):
+        tier = ObjectTier(read_place(server.url, obstore.store), obstore, clock=lambda: now_s[0])
+    note = tier.change(namespace, begins(3), patient())
+    now_s[0] += 2 * NOTE_FRESH_S
+    server.flag.touch()
+    try:
+        assert tier.notes([namespace], Deadline(10)) == [note]
+    finally:
+        server.flag.unlink()
     tier.close(patient())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import secrets
 import socket
 import struct
 import sys
@@ -21,6 +22,7 @@ from tier_helpers import ARENA, MIB, POISON, Part, Parts, assert_loads, load, pa
 from kvdock.tiers.mooncake.library import Library
 from kvdock.tiers.mooncake.settings import MooncakeSettings
 from kvdock.tiers.mooncake.tier import MooncakeTier, open_tier
+from kvdock.tiers.notes import begins
 from kvdock.tiers.record import HEADER_BYTES
 from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError
 from kvdock.tiers.urls import TierUrlError
@@ -197,6 +199,23 @@ def test_a_peer_that_hangs_before_a_copy_never_gets_at_the_pages(
         assert store(tier, [parts.make(MIB)], Deadline(0.2)) == [Outcome.LATE]
     servers.peer.resume()
     assert_loads(tier, [part])
+
+
+@pytest.mark.parametrize("verb", ["notes", "change"])
+def test_a_note_that_a_peer_does_not_give_is_not_begun_anew(
+    tiers: Tiers, servers: MooncakeServers, verb: str
+) -> None:
+    """That would make all that was stored under it unreachable."""
+    namespace, tier = secrets.token_bytes(32), tiers.fresh("stall_s=1")
+    begun = tier.change(namespace, begins(0), patient())
+    servers.peer.stop()
+    with pytest.raises(TierError, match="cannot be read"):
+        if verb == "notes":
+            tier.notes([namespace], patient())
+        else:
+            tier.change(namespace, begins(1), patient())
+    servers.peer.resume()
+    assert tier.notes([namespace], patient()) == [begun]
 
 
 def test_a_write_that_never_ended_is_no_hit_and_can_be_stored(

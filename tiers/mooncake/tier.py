@@ -205,23 +205,27 @@ class MooncakeTier:
         return found
 
     def _read_note(self, key: str, own: Own) -> Note | None:
-        """What is no note is none: it is begun anew. Raises TierError."""
+        """What is no note is none: it is begun anew. What cannot be read may be one. Raises TierError."""
         (code,) = self._library.begin_reads([key])
         if code != codes.DONE:
             if code in _ABSENT:
                 return None
             raise TierError(TIER, f"{key} cannot be read (code {code})")
         try:
-            if self._library.read(key, own.address, HEAD_BYTES, 0) != HEAD_BYTES:
-                return None
+            self._read_whole(key, own, HEAD_BYTES)
             length = Note.length(own.view)
-            if self._library.read(key, own.address, length, 0) != length:
-                return None
+            self._read_whole(key, own, length)
             return Note.read(own.view[:length])
         except NoteError:
             return None
         finally:
             self._library.end_reads([key])
+
+    def _read_whole(self, key: str, own: Own, length: int) -> None:
+        """Raises TierError."""
+        code = self._library.read(key, own.address, length, 0)
+        if code != length:
+            raise TierError(TIER, f"{length} bytes of {key} cannot be read (code {code})")
 
     def _write_note(self, key: str, note: Note, own: Own, is_there: bool) -> bool:
         packed = note.packed()

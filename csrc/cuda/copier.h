@@ -39,7 +39,7 @@
 
 namespace kvdock::cuda {
 
-// CopyTuning in datapath/cuda.py has the usual values.
+// CopyTuning in kvdock/datapath/cuda.py has the usual values.
 struct Tuning {
   size_t piece_bytes;
   int buffers;                                   // staging buffers of piece_bytes each

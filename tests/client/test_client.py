@@ -186,7 +186,7 @@ def test_a_lookup_of_512_chunks_is_answered_within_20_ms(client: Client) -> None
 
 
 def test_every_call_of_the_client_is_a_body_of_the_schema() -> None:
-    """The client sends no body that protocol/ does not define."""
+    """The client sends no body that kvdock/protocol/ does not define."""
     import inspect
 
     bodies = {

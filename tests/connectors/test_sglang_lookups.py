@@ -81,7 +81,7 @@ class OneProbe(LoadOrCompute):
 
 
 class Engine:
-    """One rank's parts, as connectors/sglang/linker.py puts them together."""
+    """One rank's parts, as kvdock/connectors/sglang/linker.py puts them together."""
 
     def __init__(self, server: ServerProcess, cost: LoadOrCompute | None = None) -> None:
         self.memory = [[torch.zeros(PAGES * PAGE, 1, 16) for _ in range(LAYERS)] for _ in range(2)]

@@ -115,7 +115,7 @@ def test_a_check_of_weights_may_overwrite_them(action: str, reads: bool) -> None
 
 
 def heard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook as connectors/sglang/hooks.py makes it."""
+    """A hook as kvdock/connectors/sglang/hooks.py makes it."""
 
     def hook(*arguments: Any) -> Any:
         if isinstance(arguments[0], Probe):

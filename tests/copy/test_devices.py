@@ -66,7 +66,7 @@ def test_the_connectors_default_is_the_cpu() -> None:
 
 
 def test_the_core_takes_exactly_the_values_of_a_tuning() -> None:
-    stub = (ROOT / "csrc/_core.pyi").read_text()
+    stub = (ROOT / "kvdock/_core.pyi").read_text()
     taken = stub[stub.index("class CudaCopier") :]
     taken = taken[taken.index("device: int,") : taken.index(") -> None: ...")]
     names = re.findall(r"(\w+): int", taken)[1:]

@@ -11,8 +11,8 @@ import pytest
 from sources import sources
 
 DRIVER = {PurePosixPath("csrc/cuda/driver.cpp"), PurePosixPath("csrc/cuda/driver.h")}
-THREADS = PurePosixPath("datapath/threads.py")
-IN_ENGINES = ("client", "connectors", "datapath", "engine", "protocol", "shm")
+THREADS = PurePosixPath("kvdock/datapath/threads.py")
+IN_ENGINES = tuple(f"kvdock/{room}/" for room in ("client", "connectors", "datapath", "engine", "protocol", "shm"))
 OTHER_WAYS = re.compile(r"\bdl(?:m?open|sym)\b|libcuda|cudart|cuda_runtime|<cuda\.h>|\bcuda\.bindings\b")
 NAMES_TABLE = re.compile(r"(?<!&)\bDriver\b")
 NEW_THREAD = re.compile(r"\bThread\s*\(|\bThreadPoolExecutor\b|\bimport\b.*\bThread\b|\bstart_new_thread\b")
@@ -29,14 +29,14 @@ def found(pattern: re.Pattern[str], files: Files) -> list[str]:
 def ways_around_calls(files: Files) -> list[str]:
     """Native code that could call the driver without a Calls."""
     native = {path: text for path, text in files.items() if path.parts[0] == "csrc" and path not in DRIVER}
-    python = {path: text for path, text in files.items() if path.parts[0] in IN_ENGINES and path.suffix == ".py"}
+    python = {path: text for path, text in files.items() if str(path).startswith(IN_ENGINES) and path.suffix == ".py"}
     return found(OTHER_WAYS, native) + found(NAMES_TABLE, native) + found(OTHER_WAYS, python)
 
 
 def threads_elsewhere(files: Files) -> list[str]:
     return found(NEW_THREAD, {
         path: text for path, text in files.items()
-        if path.parts[0] in IN_ENGINES and path.suffix == ".py" and path != THREADS
+        if str(path).startswith(IN_ENGINES) and path.suffix == ".py" and path != THREADS
     })
 
 
@@ -65,7 +65,7 @@ def test_threads_of_engines_processes_are_made_in_one_module() -> None:
     ("csrc/cuda/copier.cpp", 'dlsym(dlopen("x", RTLD_NOW), "cuMemAlloc_v2");'),
     ("csrc/cuda/copier.cpp", "const Driver& kept = *cu.operator->();"),
     ("csrc/base/pause.cpp", "#include <cuda_runtime.h>"),
-    ("connectors/worker.py", 'ctypes.CDLL("libcuda.so.1")'),
+    ("kvdock/connectors/worker.py", 'ctypes.CDLL("libcuda.so.1")'),
 ])
 def test_another_way_to_the_driver_is_found(path: str, line: str) -> None:
     assert len(ways_around_calls({PurePosixPath(path): line})) == 1
@@ -75,5 +75,5 @@ def test_another_way_to_the_driver_is_found(path: str, line: str) -> None:
     "threading.Thread(target=run).start()", "with ThreadPoolExecutor(1) as pool:", "from threading import Lock, Thread",
 ])
 def test_a_thread_that_another_module_starts_is_found(line: str) -> None:
-    assert len(threads_elsewhere({PurePosixPath("connectors/worker.py"): line})) == 1
-    assert threads_elsewhere({PurePosixPath("api/keeper.py"): line}) == [], "no engine's process"
+    assert len(threads_elsewhere({PurePosixPath("kvdock/connectors/worker.py"): line})) == 1
+    assert threads_elsewhere({PurePosixPath("kvdock/api/keeper.py"): line}) == [], "no engine's process"

@@ -26,7 +26,7 @@ def test_no_python_module_imports_itself_by_way_of_others() -> None:
     graph = import_graph({
         path: text for path, text in sources().items() if path.suffix == ".py" and path.parts[0] not in NOT_KVDOCK
     })
-    assert "connectors.scheduler" in graph["connectors.driver"]
+    assert "kvdock.connectors.scheduler" in graph["kvdock.connectors.driver"]
     assert circle(graph) == []
 
 
@@ -66,10 +66,10 @@ def test_a_circle_of_headers_is_found(files: dict[str, str], way: list[str]) -> 
 
 
 @pytest.mark.parametrize(("files", "way"), [
-    ({"api/a.py": "def f():\n    from kvdock.api import b", "api/b.py": "import kvdock.api.c",
-      "api/c.py": "if TYPE_CHECKING:\n    from .a import A"}, ["api.a", "api.b", "api.c", "api.a"]),
-    ({"api/__init__.py": "from kvdock.api.a import A", "api/a.py": "from kvdock import api"}, ["api", "api.a", "api"]),
-    ({"api/a.py": "from kvdock.api.b import B", "api/b.py": "from kvdock.api.c import a", "api/c.py": ""}, []),
+    ({"kvdock/a.py": "def f():\n    from kvdock import b", "kvdock/b.py": "import kvdock.c",
+      "kvdock/c.py": "if TYPE_CHECKING:\n    from .a import A"}, ["kvdock.a", "kvdock.b", "kvdock.c", "kvdock.a"]),
+    ({"x/__init__.py": "from x.a import A", "x/a.py": "import x"}, ["x", "x.a", "x"]),
+    ({"kvdock/a.py": "from kvdock.b import B", "kvdock/b.py": "from kvdock.c import a", "kvdock/c.py": ""}, []),
 ])
 def test_a_circle_of_modules_is_found(files: dict[str, str], way: list[str]) -> None:
     assert circle(import_graph({PurePosixPath(name): text for name, text in files.items()})) == way

@@ -11,11 +11,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import pytest
 from graphs import imports
 from paths import ROOT
+from sources import sources
 
 
 class Room(NamedTuple):
@@ -75,7 +78,7 @@ def breaches(room: str, source: str) -> list[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_point_down_from(room: str) -> None:
-    modules = sorted((ROOT / room).rglob("*.py"))
+    modules = sorted((ROOT / ("" if room == "bench" else "kvdock") / room).rglob("*.py"))
     assert modules
     found = [f"{path.relative_to(ROOT)}:{breach}" for path in modules for breach in breaches(room, path.read_text())]
     assert not found, "\n".join(["", *found])
@@ -125,6 +128,38 @@ def test_an_import_that_points_down_is_allowed(room: str, source: str) -> None:
     assert breaches(room, source) == []
 
 
+def unresolved(files: Mapping[PurePosixPath, str]) -> list[str]:
+    """Imports of kvdock, of `files` by their paths from the root, that lead to no file there."""
+    def leads(name: str) -> bool:
+        """To a module, to a package, or to what one of them holds by that name."""
+        path = PurePosixPath(*name.split("."))
+        if any(one in files for one in (path.with_suffix(".py"), path.with_suffix(".pyi"), path / "__init__.py")):
+            return True
+        return any(path.name in files.get(one, "") for one in (
+            path.parent.with_suffix(".py"), path.parent.with_suffix(".pyi"), path.parent / "__init__.py"
+        ))
+
+    return [
+        f"{path}:{line}: {name}" for path, text in files.items() if path.suffix == ".py"
+        for line, name in imports(text, ".".join(path.parent.parts)) if name.startswith("kvdock.") and not leads(name)
+    ]
+
+
+def test_every_import_of_kvdock_leads_to_a_file_by_its_path_alone() -> None:
+    found = unresolved(sources())
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(("text", "count"), [
+    ("from kvdock.api.a import A", 0), ("import kvdock.api.a", 0), ("from kvdock.api import a", 0),
+    ("from kvdock.api.b import A", 1), ("def f():\n    import kvdock.web", 1), ("from kvdock._core import x", 0),
+])
+def test_an_import_that_leads_nowhere_is_found(text: str, count: int) -> None:
+    files = {"kvdock/__init__.py": "", "kvdock/api/__init__.py": "", "kvdock/api/a.py": "class A: ...",
+             "kvdock/_core.pyi": "x: int", "bench/x.py": text}
+    assert len(unresolved({PurePosixPath(path): held for path, held in files.items()})) == count
+
+
 @pytest.mark.parametrize(("module", "absent"), [
     ("kvdock.api.server", {"torch", "numpy"}),
     ("kvdock.client.client", {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic"}),
@@ -151,7 +186,7 @@ def external_urls(text: str) -> list[str]:
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    files = [path for path in (ROOT / "web").rglob("*") if path.suffix in (".html", ".js", ".css", ".svg")]
+    files = [path for path in (ROOT / "kvdock/web").rglob("*") if path.suffix in (".html", ".js", ".css", ".svg")]
     assert files
     found = {path.name: urls for path in files if (urls := external_urls(path.read_text()))}
     assert found == {}

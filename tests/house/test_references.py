@@ -34,7 +34,7 @@ def test_every_reference_leads_somewhere(rule: Rule, tree: Tree) -> None:
 FILES = {
     "docs/lifetime_protocol.md": "## Grants\n\n- **I1** A slot has one owner.\n",
     "Makefile": "setup: x\ntest: setup\n",
-    "api/keeper.py": "class Keeper:\n    def look(self) -> None: ...\n",
+    "kvdock/api/keeper.py": "class Keeper:\n    def look(self) -> None: ...\n",
     "csrc/table/table.h": "class Table {\n  void check_integrity();\n};\n",
     "bench/copy.py": "",
     "tests/support/helper.py": "",
@@ -44,21 +44,22 @@ VERBS = {"": frozenset({"--version"}), "serve": frozenset({"--port"})}
 
 @pytest.mark.parametrize(("rule", "path", "text", "found"), [
     ("labels", "csrc/x.cpp", "// I1, then I9: W1.\nint I7;\n", ["1: I9", "1: W1"]),
-    ("sections", "api/x.py", '"""As it says (section 7)."""\n', ["1: section 7"]),
-    ("paths", "api/x.py", "# keeper.py, gone.py, api/keeper.py and api/old/keeper.py\n", ["1: gone.py", "1: api/old"]),
+    ("sections", "kvdock/api/x.py", '"""As it says (section 7)."""\n', ["1: section 7"]),
+    ("paths", "kvdock/api/x.py", "# keeper.py, gone.py, kvdock/api/keeper.py and kvdock/old/keeper.py\n",
+     ["1: gone.py", "1: kvdock/old"]),
     ("paths", "csrc/table/x.cpp", "// table.h, table/table.h and table_store.cpp\n", ["1: table_store.cpp"]),
     ("paths", "tests/api/test_x.py", '"""As helper.py has it.\n\nNot as its_helper.py.\n"""\n', ["3: its_helper.py"]),
-    ("paths", "docs/x.md", "See docs/lifetime_protocol.md#grants, `api/gone/`, not lifetime_protocol.md#leases.\n",
-     ["1: lifetime_protocol.md#leases", "1: api/gone"]),
-    ("names", "api/x.py", "# check_integrity() and Keeper.look, os.fsync(), but integrity() and Keeper.stare\n",
+    ("paths", "docs/x.md", "See docs/lifetime_protocol.md#grants, `kvdock/gone/`, not lifetime_protocol.md#leases.\n",
+     ["1: lifetime_protocol.md#leases", "1: kvdock/gone"]),
+    ("names", "kvdock/api/x.py", "# check_integrity() and Keeper.look, os.fsync(), but integrity() and Keeper.stare\n",
      ["1: integrity()", "1: Keeper.stare"]),
-    ("names", "docs/x.md", "`Keeper.look` (`api/keeper.py`), `Looker` (api/keeper.py)\n", ["1: Looker"]),
+    ("names", "docs/x.md", "`Keeper.look` (`kvdock/api/keeper.py`), `Looker` (kvdock/api/keeper.py)\n", ["1: Looker"]),
     ("names", "docs/x.md", "kvdock.api.keeper.Keeper, kvdock.api.looker, bench.copy\n", ["1: kvdock.api.looker"]),
     ("commands", "docs/x.md", "`python -m bench.copy`, `python -m bench.paste`, `make test`, `make tests ARGS=-x`\n",
      ["1: python -m bench.paste", "1: make tests"]),
     ("commands", "docs/x.md", "    kvdock serve --port 1 --ports 2\n    kvdock stop\n    make love\n",
      ["1: kvdock serve --ports", "2: kvdock stop", "3: make love"]),
-    ("commands", "api/x.py", "# `kvdock serve --port` and `kvdock --help`\n", ["1: kvdock  --help"]),
+    ("commands", "kvdock/api/x.py", "# `kvdock serve --port` and `kvdock --help`\n", ["1: kvdock  --help"]),
 ])  # fmt: skip
 def test_a_reference_to_what_is_gone_is_found_and_no_other(rule: str, path: str, text: str, found: list[str]) -> None:
     tree = Tree({PurePosixPath(name): held for name, held in {**FILES, path: text}.items()}, VERBS)

@@ -50,19 +50,19 @@ except BaseException:
     raise
 '''
 BROKEN = {
-    "long_lines": ("api/x.py", "x = '" + "a" * 120 + "'\n"),
+    "long_lines": ("kvdock/x.py", "x = '" + "a" * 120 + "'\n"),
     "untidy_space": ("docs/x.md", "a line \nanother\tone\nno newline"),
     "machine_paths": ("tests/x.py", f'folder = "/{"work"}/main"\nother = "/{"home"}/me/x"\n'),
-    "leftovers": ("api/x.py", f"# {'TO' + 'DO'}: later\nprint(1)\nbreakpoint()\n"),
-    "headless": ("api/x.py", "x = 1\n"),
-    "long_functions": ("api/x.py", "def f():\n" + "    call()\n" * 60),
+    "leftovers": ("kvdock/x.py", f"# {'TO' + 'DO'}: later\nprint(1)\nbreakpoint()\n"),
+    "headless": ("kvdock/x.py", "x = 1\n"),
+    "long_functions": ("kvdock/x.py", "def f():\n" + "    call()\n" * 60),
     "long_native_functions": ("csrc/x.cpp", (
         "namespace k {\nT::T(int a)\n    : a_{a},\n      b_(a) {\n" + "  f();\n" * 55 + "}\n"
         "int g(int a) {\n" + "  if (a) { f(\"}\"); }  // }\n" * 59 + "}\n}\n"
     )),
-    "of_docstrings": ("api/x.py", 'x = 1\n"""Of a first load."""\n'),
-    "silenced_without_reason": ("api/x.py", f"x = y  # {'type'}: ignore[misc]\nz = 1  # {'no' + 'qa'}: E501\n"),
-    "broad_excepts": ("api/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass\n"),
+    "of_docstrings": ("kvdock/x.py", 'x = 1\n"""Of a first load."""\n'),
+    "silenced_without_reason": ("kvdock/x.py", f"x = y  # {'type'}: ignore[misc]\nz = 1  # {'no' + 'qa'}: E501\n"),
+    "broad_excepts": ("kvdock/x.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass\n"),
 }
 FINDINGS = {"untidy_space": 3, "machine_paths": 2, "leftovers": 3, "silenced_without_reason": 2}
 
@@ -71,7 +71,7 @@ FINDINGS = {"untidy_space": 3, "machine_paths": 2, "leftovers": 3, "silenced_wit
 def test_each_rule_finds_what_it_is_for_and_nothing_else(rule: Rule) -> None:
     name, text = BROKEN[name_of(rule)]
     assert len(breaches(rule, {PurePosixPath(name): text})) == FINDINGS.get(name_of(rule), 1)
-    assert breaches(rule, {PurePosixPath("api/x.py"): ALLOWED}) == []
+    assert breaches(rule, {PurePosixPath("kvdock/x.py"): ALLOWED}) == []
 
 
 def test_a_header_without_a_comment_is_found() -> None:
@@ -82,8 +82,8 @@ def test_a_header_without_a_comment_is_found() -> None:
 
 def test_print_is_allowed_where_people_read_it() -> None:
     rule = next(rule for rule in RULES if name_of(rule) == "leftovers")
-    assert breaches(rule, {PurePosixPath("cli/x.py"): "print(1)\n"}) == []
-    assert len(breaches(rule, {PurePosixPath("engine/x.py"): "print(1)\n"})) == 1
+    assert breaches(rule, {PurePosixPath("kvdock/cli/x.py"): "print(1)\n"}) == []
+    assert len(breaches(rule, {PurePosixPath("kvdock/engine/x.py"): "print(1)\n"})) == 1
 
 
 # --------------------------------------------------------------------------- documents

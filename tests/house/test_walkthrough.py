@@ -62,11 +62,11 @@ def test_a_step_names_what_its_files_hold(step: str) -> None:
 
 @pytest.mark.parametrize(("step", "wrong"), [
     ("1. It arrives.", ["no link"]),
-    ("1. [engine/gone.py](../engine/gone.py) `Engine`", ["engine/gone.py is not there"]),
-    ("1. [api/service.py](../api/service.py), [api/http/hot_path.py](../api/http/hot_path.py) `HotPath`",
-     ["api/service.py: no name"]),
-    ("1. [api/service.py](../api/service.py) `CacheService.lookup`, `CacheService.look`, `lookup.CacheService`",
-     ["CacheService.look is not in api/service.py", "lookup.CacheService is not in api/service.py"]),
+    ("1. [kvdock/gone.py](../kvdock/gone.py) `Engine`", ["kvdock/gone.py is not there"]),
+    ("1. [kvdock/api/service.py](../kvdock/api/service.py), [csrc/table/table.h](../csrc/table/table.h) `Table`",
+     ["kvdock/api/service.py: no name"]),
+    ("1. [kvdock/api/service.py](../kvdock/api/service.py) `CacheService.lookup`, `CacheService.look`, `lookup.x`",
+     ["CacheService.look is not in kvdock/api/service.py", "lookup.x is not in kvdock/api/service.py"]),
     ("1. [csrc/table/lookup.cpp](../csrc/table/lookup.cpp) `Table::lookup`, `Table::seek`",
      ["Table::seek is not in csrc/table/lookup.cpp"]),
 ])  # fmt: skip

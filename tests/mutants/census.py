@@ -13,7 +13,7 @@ LAST = (*CENSUS, "-k", "last_key_is_the_deepest")
 RANKED_TEST = "test_the_most_used_of_many_prefixes_of_several_namespaces_are_ranked_together"
 GONE_TEST = "test_a_prefix_that_goes_after_the_count_is_left_out_and_what_takes_its_record_is_not_it"
 MEANWHILE_TEST = "test_the_last_key_is_one_of_its_prefix_although_chunks_go_meanwhile"
-CONTENTS_FILE = "api/views/contents.py"
+CONTENTS_FILE = "kvdock/api/views/contents.py"
 USAGE = ("tests/api/test_usage.py", "-k", "prefixes or operator")
 LOOP = ("tests/api/test_loop.py", "-k", "counted_in_short")
 LOOP_TEST = "test_all_that_is_cached_is_counted_in_short_turns_and_once_for_all_who_ask"
@@ -128,12 +128,12 @@ MUTANTS = (
         USAGE, "test_a_tenant_sees_its_own_prefixes_alone",
     ),
     Mutant(
-        "P86", "a prefix is removed whatever a person answers", "web/views/cached.js",
+        "P86", "a prefix is removed whatever a person answers", "kvdock/web/views/cached.js",
         'verb: "Remove" }))) return "";', 'verb: "Remove" }))) void 0;',
         PAGE, "test_prefixes_show_age_and_use_and_can_be_removed",
     ),
     Mutant(
-        "P87", "of a prefix its first chunk alone is kept", "web/views/cached.js",
+        "P87", "of a prefix its first chunk alone is kept", "kvdock/web/views/cached.js",
         "return pin(prefix.namespace, prefix.last_key,", "return pin(prefix.namespace, prefix.key,",
         PAGE, "test_what_most_uses_of_a_prefix_find_can_be_kept_after_a_question",
     ),

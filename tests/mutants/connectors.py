@@ -1,4 +1,4 @@
-"""Breaks of connectors/, the part that knows no engine."""
+"""Breaks of kvdock/connectors/, the part that knows no engine."""
 
 from __future__ import annotations
 
@@ -6,89 +6,89 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "P6b", "a load counts as far as the rank that got most", "connectors/plans.py",
+        "P6b", "a load counts as far as the rank that got most", "kvdock/connectors/plans.py",
         "return min(ranks", "return max(ranks",
         ("tests/engine/test_same_tokens_tp.py", "-k", "damaged and mha"),
         "test_one_byte_damaged_in_the_server_fails_the_load_of_all_ranks",
     ),
     Mutant(
-        "P6c", "what the other ranks got is not looked at", "connectors/engine_connector.py",
+        "P6c", "what the other ranks got is not looked at", "kvdock/connectors/engine_connector.py",
         "valid = max(plan.local_tokens, min(valid, elsewhere))", "valid = max(plan.local_tokens, valid)",
         ("tests/engine/test_tp.py", "-k", "not_attached"),
         "test_a_rank_that_is_not_attached_makes_a_miss_and_strands_nothing",
     ),
     Mutant(
-        "P7a", "an engine whose member is dead goes on under the same id", "connectors/session.py",
+        "P7a", "an engine whose member is dead goes on under the same id", "kvdock/connectors/session.py",
         '"unknown_member", "member_dead"}', '"unknown_member"}',
         ("tests/connectors/test_session.py", "-k", "taken_for_dead or takes_for_dead"),
         "test_a_member_that_the_server_takes_for_dead_attaches_again_under_a_new_id",
     ),
     Mutant(
-        "P7b", "an engine whose session is unknown goes on with heartbeats", "connectors/session.py",
+        "P7b", "an engine whose session is unknown goes on with heartbeats", "kvdock/connectors/session.py",
         'frozenset({"unknown_session", "unknown', 'frozenset({"unknown',
         ("tests/connectors/test_session.py",),
         "test_an_answer_of_a_dead_server_is_still_loaded_and_never_hurts_its_successor",
     ),
     Mutant(
-        "P7c", "a member is presented to another pool than its own", "connectors/session.py",
+        "P7c", "a member is presented to another pool than its own", "kvdock/connectors/session.py",
         "        if last is not None and last.pool_id == pool_id:\n", "        if last is not None and pool_id:\n",
         ("tests/connectors/test_session.py",), "",
         equivalent="the other pool refuses the member's lock",
     ),
     Mutant(
-        "P8a", "a declined request stays declined after `finished`", "connectors/driver.py",
+        "P8a", "a declined request stays declined after `finished`", "kvdock/connectors/driver.py",
         "        self._declined.discard(request_id)\n", "",
         ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
-        "P8b", "a load that is declined keeps its lease", "connectors/driver.py",
+        "P8b", "a load that is declined keeps its lease", "kvdock/connectors/driver.py",
         "min_load_tokens=least", "min_load_tokens=1",
         ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
-        "P8c", "the share that a load may have is not limited", "connectors/limits.py",
+        "P8c", "the share that a load may have is not limited", "kvdock/connectors/limits.py",
         "min(int(len(tokens) * self.max_load_share), self.max_load_tokens)", "self.max_load_tokens",
         ("tests/connectors/test_limits.py",), "test_a_limit_caps_what_is_loaded",
     ),
     Mutant(
-        "P19", "what failed to load is asked for again", "connectors/scheduler.py",
+        "P19", "what failed to load is asked for again", "kvdock/connectors/scheduler.py",
         "request.is_valid_to(valid_tokens // self.chunk_tokens)",
         "request.offered = min(request.offered, valid_tokens // self.chunk_tokens)",
         ("tests/vllm/test_parallel.py", "-k", "offered_again"),
         "test_what_one_worker_had_is_not_offered_again_when_another_had_less",
     ),
     Mutant(
-        "P20", "a load of another length than was answered begins", "connectors/scheduler.py",
+        "P20", "a load of another length than was answered begins", "kvdock/connectors/scheduler.py",
         "            if not all(piece.parts for piece in pieces):\n                return None",
         "            if not pieces:\n                return None",
         ("tests/connectors/test_groups.py", "-k", "another_length"),
         "test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends",
     ),
     Mutant(
-        "P26", "the end of one copy of a grant counts as the end of all", "connectors/grants.py",
+        "P26", "the end of one copy of a grant counts as the end of all", "kvdock/connectors/grants.py",
         "            self._active[grant] -= 1\n", "            self._active[grant] = 0\n",
         ("tests/connectors/test_grants.py",), "test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended",
     ),
     Mutant(
-        "P27", "a store behind a gap is made", "connectors/offers.py",
+        "P27", "a store behind a gap is made", "kvdock/connectors/offers.py",
         "if not is_there or batch.first > offer.request.reserved:", "if not is_there:",
         ("tests/connectors/test_offers.py",),
         "test_what_lies_between_two_offers_that_found_no_room_is_offered_again",
     ),
     Mutant(
-        "P28", "more is stored when a request ends than was computed", "connectors/offers.py",
+        "P28", "more is stored when a request ends than was computed", "kvdock/connectors/offers.py",
         "max(request.offered, request.fell_short_at), computed_tokens // self._chunk_tokens)",
         "max(request.offered, request.fell_short_at), 1 << 30)",
         ("tests/connectors/test_offers.py",), "test_no_more_is_stored_when_a_request_ends_than_was_computed",
     ),
     Mutant(
-        "P29", "a dear hit is loaded", "connectors/load_cost.py",
+        "P29", "a dear hit is loaded", "kvdock/connectors/load_cost.py",
         "load_s * self._speed.tokens_per_s <= tokens:", "True:",
         ("tests/connectors/test_load_cost.py",),
         "test_a_short_hit_is_dearer_than_computing_and_a_long_one_is_not",
     ),
     Mutant(
-        "P75", "heartbeats go on telling what the server does not take", "connectors/outcomes.py",
+        "P75", "heartbeats go on telling what the server does not take", "kvdock/connectors/outcomes.py",
         "                self._refuse()\n", "                self._put_back(beat.outcomes, 0)\n",
         ("tests/connectors/test_outcomes.py", "-k", "without_this_field"),
         "test_a_server_without_this_field_loses_no_engine",

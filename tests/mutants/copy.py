@@ -1,4 +1,4 @@
-"""Breaks of datapath/: a copy that did not bring the right bytes must say so."""
+"""Breaks of kvdock/datapath/: a copy that did not bring the right bytes must say so."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from .mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "P2c", "checksums are compared in their low 32 bits", "datapath/copy.py",
+        "P2c", "checksums are compared in their low 32 bits", "kvdock/datapath/copy.py",
         "part.checksum is None or sum_ == part.checksum)",
         "part.checksum is None or sum_ % 2**32 == part.checksum % 2**32)",
         ("tests/copy/test_copy.py", "-k", "bit or flipped"), "test_checksums_are_compared_in_all_their_bits",
     ),
     Mutant(
-        "P2d", "the last part of a copy is always right", "datapath/copy.py",
+        "P2d", "the last part of a copy is always right", "kvdock/datapath/copy.py",
         "part.checksum is None or sum_ == part.checksum)",
         "part is parts[-1] or part.checksum is None or sum_ == part.checksum)",
         ("tests/copy/test_copy.py",), "test_a_flipped_byte_in_the_slot_is_never_ok",

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,9 +78,8 @@ class Scratch:
         rmtree(self._path, ignore_errors=True)
         (self._path / "kvdock").mkdir(parents=True)
         (self._path / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
-        packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
-        for package, room in packages.items():
-            _link(self._path / package, self.checkout / room)
+        for part in (self.checkout / "kvdock").iterdir():
+            _link(self._path / "kvdock" / part.name, part)
 
     def build(self) -> None:
         """Compiles what has changed of the copy's extension: minutes the first time, then as long as a file takes."""

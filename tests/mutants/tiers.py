@@ -1,4 +1,4 @@
-"""Breaks of tiers/: the limit, records taken for others, records that come back, and memory that others use."""
+"""Breaks of kvdock/tiers/: the limit, records taken for others, records that come back, and memory that others use."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ SHARED = "tests/tiers/test_shared_stores.py"
 
 MUTANTS = (
     Mutant(
-        "L1", "a disk's log grows beyond its limit", "tiers/disk/log.py",
+        "L1", "a disk's log grows beyond its limit", "kvdock/tiers/disk/log.py",
         "+ self.segment_bytes <= self._room_bytes", "+ self.segment_bytes <= 2 * self._room_bytes",
         (DISK, "-k", "limit"), "test_the_limit_is_never_exceeded_not_even_for_a_moment",
     ),
     Mutant(
-        "L2", "a segment is used again while a part is loaded from it", "tiers/disk/space.py",
+        "L2", "a segment is used again while a part is loaded from it", "kvdock/tiers/disk/space.py",
         "self.changed.wait_for(lambda: segment.readers == 0)", "pass",
         (DISK, "-k", "overwritten"), "test_a_record_that_is_being_loaded_is_not_overwritten",
     ),
     Mutant(
-        "L3", "a part's bytes can pass for a record", "tiers/disk/blocks.py",
+        "L3", "a part's bytes can pass for a record", "kvdock/tiers/disk/blocks.py",
         "if (found_mark, found_offset) != (mark, offset):", "if False:",
         (LOG, "-k", "look_like"), "test_bytes_of_a_part_that_look_like_a_record_are_none",
     ),
     Mutant(
-        "L4", "a deleted part stays in the log", "tiers/disk/tier.py",
+        "L4", "a deleted part stays in the log", "kvdock/tiers/disk/tier.py",
         "                    self._log.mark_deleted(entry.segment, entry.offset, record)\n", "",
         (LOG, "-k", "anew"), "test_an_index_that_cannot_be_used_is_made_anew_from_the_log",
     ),
     Mutant(
-        "L5", "what the index points to is taken for the part", "tiers/disk/tier.py",
+        "L5", "what the index points to is taken for the part", "kvdock/tiers/disk/tier.py",
         "if is_whole and record == wanted and", "if is_whole and",
         (LOG, "-k", "points_to"), "test_an_index_that_points_to_another_part_is_damage_and_is_forgotten",
     ),
     Mutant(
-        "L6", "two writers of one part leave two records", "tiers/disk/space.py",
+        "L6", "two writers of one part leave two records", "kvdock/tiers/disk/space.py",
         "            others = absent & self.claimed\n", "            others = set[bytes]()\n",
         (LOG, "-k", "several_writers"), "test_of_several_writers_one_record_remains",
     ),
     Mutant(
-        "L7", "a record that storage took a piece of counts as stored", "tiers/disk/io.py",
+        "L7", "a record that storage took a piece of counts as stored", "kvdock/tiers/disk/io.py",
         "            rest, done = _behind(rest, moved), done + moved\n        with",
         "            rest, done = [], done + moved\n        with",
         (DISK, "-k", "piece"), "test_a_record_that_storage_takes_only_a_piece_of_is_full",
     ),
     Mutant(
-        "L8", "a part that another server has just replaced is deleted", "tiers/mover/fetches.py",
+        "L8", "a part that another server has just replaced is deleted", "kvdock/tiers/mover/fetches.py",
         "sums_again, still_bad = self._read(fetch, lane, bad)", "sums_again, still_bad = dict[PartName, int](), bad",
         (SHARED, "-k", "in_the_place"), "test_what_another_server_puts_in_the_place_of_a_damaged_part_is_not_deleted",
     ),
     Mutant(
-        "L9", "what a store has lost is taken to be there for ever", "tiers/mover/write_behind.py",
+        "L9", "what a store has lost is taken to be there for ever", "kvdock/tiers/mover/write_behind.py",
         "                self._settled.discard(key)\n", "                pass\n",
         (SHARED, "-k", "has_lost"), "test_what_the_store_has_lost_is_a_miss_and_is_written_again",
     ),
     Mutant(
-        "L10", "answers that come too late are no failure", "tiers/mover/lanes.py",
+        "L10", "answers that come too late are no failure", "kvdock/tiers/mover/lanes.py",
         "if why := judge(found):", "if (why := judge(found)) and False:",
         (LANES,), "test_answers_that_come_too_late_or_fail_take_a_tier_off",
     ),
     Mutant(
-        "L11", "calls that do not return are no failure", "tiers/mover/lanes.py",
+        "L11", "calls that do not return are no failure", "kvdock/tiers/mover/lanes.py",
         "            if now_s - call.over_s > LATE_S:\n", "            if False:\n",
         (LANES,), "test_calls_that_do_not_return_take_a_tier_off",
     ),
     Mutant(
-        "L12", "a tier whose store hangs is used again at once", "tiers/mover/lanes.py",
+        "L12", "a tier whose store hangs is used again at once", "kvdock/tiers/mover/lanes.py",
         'if any(call.kind == "store" for call in self._late()):', "if False:",
         (LANES,), "test_a_tier_whose_store_does_not_return_stays_off",
     ),
     Mutant(
-        "L13", "every call that ends late keeps a tier off for longer", "tiers/mover/lanes.py",
+        "L13", "every call that ends late keeps a tier off for longer", "kvdock/tiers/mover/lanes.py",
         "else kind != PROBE:", "else False:",
         (LANES,), "test_calls_that_end_late_do_not_keep_a_tier_off",
     ),
     Mutant(
-        "L14", "a slot is given back while a load may write to it", "tiers/mover/fetches.py",
+        "L14", "a slot is given back while a load may write to it", "kvdock/tiers/mover/fetches.py",
         "found = lane.load(loads, fetch.deadline).result()\n        except TierError:",
         "found = lane.load(loads, fetch.deadline).result(fetch.deadline.left_s)\n"
         "        except (TierError, TimeoutError):",
@@ -87,71 +87,71 @@ MUTANTS = (
         "test_a_store_that_freezes_in_the_midst_of_a_part_harms_nobody",
     ),
     Mutant(
-        "L15", "a server waits for a mover that hangs", "api/tiers/process.py",
+        "L15", "a server waits for a mover that hangs", "kvdock/api/tiers/process.py",
         "await asyncio.wait_for(process.wait(), self._drain_s + END_S)", "await process.wait()",
         ("tests/tiers/test_hung_disk.py", "-k", "ends", "--timeout", "60"),
         "test_a_server_whose_disk_hangs_ends_and_the_next_one_finds_what_was_stored",
     ),
     Mutant(
-        "L16", "bytes are not compared with their checksum", "tiers/mover/fetches.py",
+        "L16", "bytes are not compared with their checksum", "kvdock/tiers/mover/fetches.py",
         "loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum",
         "loaded.outcome is Outcome.DONE",
         (RANDOM, "-k", "every_hit and redis"), "test_every_hit_is_what_was_stored_and_every_server_works_on",
     ),
     Mutant(
-        "L17", "a damaged part stays for other servers to find", "tiers/mover/fetches.py",
+        "L17", "a damaged part stays for other servers to find", "kvdock/tiers/mover/fetches.py",
         "                lane.delete([load.name])\n", "                pass\n",
         (RANDOM, "-k", "has_deleted and redis"), "test_a_server_whose_part_another_one_has_deleted_sees_a_miss",
     ),
     Mutant(
-        "L18", "what has come is taken from a request as soon as its wait is over", "api/tiers/desk.py",
+        "L18", "what has come is taken from a request as soon as its wait is over", "kvdock/api/tiers/desk.py",
         "ticket.until_s + GRACE_S < now_s", "ticket.until_s < now_s",
         ("tests/tiers/test_mover.py", "-k", "soon_after"),
         "test_a_request_that_asks_soon_after_its_wait_has_what_has_come",
     ),
     Mutant(
-        "L19", "a server waits for a mover that cannot be killed", "api/tiers/process.py",
+        "L19", "a server waits for a mover that cannot be killed", "kvdock/api/tiers/process.py",
         "await asyncio.wait_for(process.wait(), KILL_S)", "await process.wait()",
         ("tests/tiers/test_hung_disk.py", "-k", "kernel", "--timeout", "50"),
         "test_a_server_ends_whose_mover_hangs_in_the_kernel_and_cannot_be_killed",
     ),
     Mutant(
-        "L20", "what came for a request that is gone stays", "api/tiers/desk.py",
+        "L20", "what came for a request that is gone stays", "kvdock/api/tiers/desk.py",
         "self._table.drop_unread(space.table_id, keys[count * KEY_BYTES :])", "pass",
         (AHEAD, "-k", "gone_is_treated"), "test_what_comes_when_its_request_is_gone_is_treated_likewise",
     ),
     Mutant(
-        "L21", "what a request waits for is dropped before the chunks in front of it came", "api/tiers/desk.py",
+        "L21", "what a request waits for is dropped before the chunks in front of it came", "kvdock/api/tiers/desk.py",
         "its := _shared(ticket.call.keys, keys)) > count", "its := _shared(ticket.call.keys, keys)) < count",
         (AHEAD, "-k", "in_front"), "test_what_comes_before_the_chunks_in_front_of_it_waits_for_its_request",
     ),
     Mutant(
-        "L22", "prefetches push out as much as they like", "api/tiers/ahead.py",
+        "L22", "prefetches push out as much as they like", "kvdock/api/tiers/ahead.py",
         "int(SHARE * pool_bytes) - pushed", "pool_bytes",
         (AHEAD, "-k", "push_out"), "test_prefetches_push_out_no_more_than_a_share_of_the_pool",
     ),
     Mutant(
-        "L23", "a prefetch goes on while a request waits", "tiers/mover/fetches.py",
+        "L23", "a prefetch goes on while a request waits", "kvdock/tiers/mover/fetches.py",
         "any(one.ticket for one in self._running)", "False",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
     Mutant(
-        "L24", "prefetches take the threads of requests", "tiers/mover/fetches.py",
+        "L24", "prefetches take the threads of requests", "kvdock/tiers/mover/fetches.py",
         "(self._threads if fetch.ticket else self._ahead)", "self._threads",
         ("tests/tiers/test_fetches.py",), "test_what_requests_wait_for_goes_before_what_comes_ahead_of_them",
     ),
     Mutant(
-        "L25", "what the pool is about to evict waits its turn", "tiers/mover/run.py",
+        "L25", "what the pool is about to evict waits its turn", "kvdock/tiers/mover/run.py",
         "            self._hurry(news.leaving)\n", "            pass\n",
         ("tests/tiers/test_leaving.py",), "test_chunks_that_a_tier_was_not_there_for_are_written_before_they_go",
     ),
     Mutant(
-        "L26", "a request waits for tiers that are slower than computing", "api/tiers/desk.py",
+        "L26", "a request waits for tiers that are slower than computing", "kvdock/api/tiers/desk.py",
         "if waits and not self._is_worth(", "if False and not self._is_worth(",
         ("tests/tiers/test_mover.py", "-k", "slower"), "test_nobody_waits_for_a_tier_that_is_slower_than_the_engine",
     ),
     Mutant(
-        "L27", "chunks that never come back are written for ever", "tiers/mover/admission.py",
+        "L27", "chunks that never come back are written for ever", "kvdock/tiers/mover/admission.py",
         "self.pay = self._came >= LEAST_SHARE * total", "pass",
         ("tests/tiers/test_admission.py",),
         "test_chunks_that_nobody_asks_for_again_are_not_written_and_those_asked_for_twice_are",

@@ -1,12 +1,12 @@
-"""Breaks of connectors/vllm/; most guards need the environments of `make test-vllm`."""
+"""Breaks of kvdock/connectors/vllm/; most guards need the environments of `make test-vllm`."""
 
 from __future__ import annotations
 
 from .mutant import Mutant
 
-SCHEDULER, WORKER = "connectors/vllm/scheduler.py", "connectors/vllm/worker.py"
-STORES, TABLES = "connectors/vllm/stores.py", "connectors/vllm/tables.py"
-DEPENDENCES, WEIGHTS = "connectors/vllm/dependences.py", "connectors/weights.py"
+SCHEDULER, WORKER = "kvdock/connectors/vllm/scheduler.py", "kvdock/connectors/vllm/worker.py"
+STORES, TABLES = "kvdock/connectors/vllm/stores.py", "kvdock/connectors/vllm/tables.py"
+DEPENDENCES, WEIGHTS = "kvdock/connectors/vllm/dependences.py", "kvdock/connectors/weights.py"
 IDENTITY = ("tests/connectors/test_vllm_identity.py",)
 BY_HAND = ("tests/connectors/test_vllm_scheduler.py",)
 TAGS, TAGGED = ("tests/connectors/test_vllm_request_tag.py",), ("tests/vllm/test_tags.py", "-k")
@@ -14,7 +14,7 @@ PRESSURE = ("tests/vllm/test_scheduler.py", "-k", "under_pressure_nothing_wrong 
 
 MUTANTS = (
     Mutant(
-        "P17", "a chunk is whole when any of its parts is", "connectors/verify.py",
+        "P17", "a chunk is whole when any of its parts is", "kvdock/connectors/verify.py",
         "if not matches})",
         "if not matches} - {chunk for (chunk, _), matches in zip(parts, found, strict=True) if matches})",
         ("tests/connectors/test_verify.py",), "test_one_damaged_part_makes_its_chunk_a_miss_that_goes",
@@ -30,7 +30,7 @@ MUTANTS = (
         PRESSURE, "", equivalent="`_offer` takes the same blocks out of the table",
     ),
     Mutant(
-        "V2b", "the null blocks of an allocation count as block 0", "connectors/vllm/connector.py",
+        "V2b", "the null blocks of an allocation count as block 0", "kvdock/connectors/vllm/connector.py",
         "[[None if block.is_null else block.block_id for", "[[block.block_id for",
         ("tests/vllm/test_scheduler.py", "-k", "every_position_is_right and 0.24.0"),
         "test_a_prefix_is_loaded_and_every_position_is_right",
@@ -62,13 +62,13 @@ MUTANTS = (
         PRESSURE, "test_under_pressure_nothing_wrong_is_read_and_all_requests_end",
     ),
     Mutant(
-        "V5a", "the manifest has the type of the model, not of the KV cache", "connectors/vllm/identity.py",
+        "V5a", "the manifest has the type of the model, not of the KV cache", "kvdock/connectors/vllm/identity.py",
         "kv_dtype=_kv_dtype(str(vllm_config.cache_config.cache_dtype), model, tensors)", "kv_dtype=str(model.dtype)",
         ("tests/connectors/test_vllm_settings.py",),
         "test_engines_whose_caches_differ_in_their_type_alone_share_nothing",
     ),
     Mutant(
-        "V5b", "the manifest says that there is one rank", "connectors/vllm/identity.py",
+        "V5b", "the manifest says that there is one rank", "kvdock/connectors/vllm/identity.py",
         "tensor_parallel=place.heads_split,", "tensor_parallel=1,",
         ("tests/vllm/test_parallel.py", "-k", "0.24.0"), "",
         equivalent="writers, the bytes of a part and the signature differ as well",
@@ -100,7 +100,7 @@ MUTANTS = (
         IDENTITY, "test_weights_that_nothing_tells_apart_are_refused_until_they_have_a_name",
     ),
     Mutant(
-        "V5i", "the served name keeps engines of one model apart", "connectors/vllm/identity.py",
+        "V5i", "the served name keeps engines of one model apart", "kvdock/connectors/vllm/identity.py",
         "model=str(model.architecture)[:MOST_LETTERS]", "model=served_name(model)",
         IDENTITY, "test_engines_share_whatever_they_call_the_model",
     ),
@@ -111,7 +111,7 @@ MUTANTS = (
         IDENTITY, "test_one_models_files_have_one_digest_wherever_they_lie",
     ),
     Mutant(
-        "V6", "a load counts as far as the rank that got most", "connectors/plans.py",
+        "V6", "a load counts as far as the rank that got most", "kvdock/connectors/plans.py",
         "return min(ranks", "return max(ranks",
         BY_HAND, "test_reports_of_ranks_add_up_and_a_load_counts_as_far_as_in_the_rank_that_got_least",
     ),
@@ -169,47 +169,48 @@ MUTANTS = (
         "test_what_a_request_stores_as_it_ends_is_read_before_its_blocks_are_written",
     ),
     Mutant(
-        "V16a", "an adapter is known by its name", "connectors/vllm/request_tag.py",
+        "V16a", "an adapter is known by its name", "kvdock/connectors/vllm/request_tag.py",
         '"adapter": met.adapter.digest.hex(), ', "",
         TAGS, "test_adapters_are_told_apart_by_their_files",
     ),
     Mutant(
-        "V16b", "an adapter written after the start is trusted", "connectors/vllm/adapters.py",
+        "V16b", "an adapter written after the start is trusted", "kvdock/connectors/vllm/adapters.py",
         "adapter.look.changed_ns + CLOCK_TICK_NS > since_ns", "False",
         (*TAGGED, "may_have_read_before and 0.24.0"),
         "test_an_adapter_that_vllm_may_have_read_before_is_not_cached_and_said",
     ),
     Mutant(
-        "V16c", "an adapter's files are looked at once", "connectors/vllm/adapters.py",
+        "V16c", "an adapter's files are looked at once", "kvdock/connectors/vllm/adapters.py",
         "            if self._look(adapter) != adapter.look:\n                adapter.why",
         "            if False:\n                adapter.why",
         TAGS, "test_an_adapter_that_changes_while_a_request_runs_is_seen_with_the_next_step",
     ),
     Mutant(
-        "V16d", "a name may stand for another adapter", "connectors/vllm/adapters.py",
+        "V16d", "a name may stand for another adapter", "kvdock/connectors/vllm/adapters.py",
         "        elif adapter.path != asked.lora_path:\n", "        elif False:\n",
         (*TAGGED, "became_another_one and name-0.24.0"),
         "test_an_adapter_that_became_another_one_is_not_cached_any_more",
     ),
     Mutant(
-        "V16e", "a number may stand for another adapter", "connectors/vllm/adapters.py",
+        "V16e", "a number may stand for another adapter", "kvdock/connectors/vllm/adapters.py",
         "        if first is not adapter:\n", "        if False:\n",
         (*TAGGED, "became_another_one and number-0.24.0"),
         "test_an_adapter_that_became_another_one_is_not_cached_any_more",
     ),
     Mutant(
-        "V16f", "links to adapters do not count", "connectors/vllm/adapters.py",
+        "V16f", "links to adapters do not count", "kvdock/connectors/vllm/adapters.py",
         "*(one for one in above if S_ISLNK(one.st_mode))", "",
         TAGS, "test_a_link_made_after_the_start_may_have_led_elsewhere_before",
     ),
     Mutant(
-        "V16g", "an adapter that was read unheard is trusted from its first request on", "connectors/vllm/adapters.py",
+        "V16g", "an adapter that was read unheard is trusted from its first request on",
+        "kvdock/connectors/vllm/adapters.py",
         "self._settled_ns(adapter) if self._hears() else self._began_ns", "self._settled_ns(adapter)",
         ("tests/connectors/test_vllm_adapters.py",),
         "test_an_adapter_written_after_the_start_is_known_if_it_was_met_before_vllm_read_it",
     ),
     Mutant(
-        "V16h", "files that were written a moment ago get no tick", "connectors/vllm/adapters.py",
+        "V16h", "files that were written a moment ago get no tick", "kvdock/connectors/vllm/adapters.py",
         "if 0 <= rest_ns <= CLOCK_TICK_NS:", "if False:",
         ("tests/connectors/test_vllm_adapters.py",),
         "test_files_that_were_written_a_moment_ago_get_a_tick_of_the_clock",
@@ -221,60 +222,60 @@ MUTANTS = (
         "test_what_vllm_declares_unfit_is_stored_and_not_loaded",
     ),
     Mutant(
-        "V16j", "workers at another server count", "connectors/vllm/attached.py",
+        "V16j", "workers at another server count", "kvdock/connectors/vllm/attached.py",
         "return set(self._epochs.values()) == {attachment.epoch}", "return True",
         ("tests/connectors/test_vllm_unfit.py",),
         "test_all_workers_are_where_the_scheduler_is_before_a_load_is_promised",
     ),
     Mutant(
-        "V17a", "an image is known by its name", "connectors/vllm/request_tag.py",
+        "V17a", "an image is known by its name", "kvdock/connectors/vllm/request_tag.py",
         "json.dumps([feature.modality, named.digest.hex(), chosen])", "json.dumps([feature.modality, chosen])",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V17b", "where an image stands does not count", "protocol/keys.py",
+        "V17b", "where an image stands does not count", "kvdock/protocol/keys.py",
         'struct.pack("<QQ", mark.start, mark.end) + mark.digest', "mark.digest",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V17c", "a name that stood for two images is trusted", "connectors/vllm/media.py",
+        "V17c", "a name that stood for two images is trusted", "kvdock/connectors/vllm/media.py",
         "if found is None or named.digest not in (None, found):", "if found is None:",
         (*TAGGED, "stood_for_two and hashes-0.24.0"), "test_a_name_that_stood_for_two_images_is_not_trusted",
     ),
     Mutant(
-        "V17d", "an image that is not here is forgotten", "connectors/vllm/media.py",
+        "V17d", "an image that is not here is forgotten", "kvdock/connectors/vllm/media.py",
         "            if data is None:\n                named.is_sound = False\n",
         "            if data is None:\n                pass\n",
         (*TAGGED, "not_here and 0.24.0"), "test_images_that_are_not_here_are_not_cached",
     ),
     Mutant(
-        "V17e", "an address is hashed as an image", "connectors/vllm/media.py",
+        "V17e", "an address is hashed as an image", "kvdock/connectors/vllm/media.py",
         '        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")\n',
         '        digest.update(repr(found).encode())\n        return\n',
         TAGS, "test_what_cannot_be_hashed_is_not_cached",
     ),
     Mutant(
-        "V17f", "a prompt that grew does not count", "connectors/vllm/request_tag.py",
+        "V17f", "a prompt that grew does not count", "kvdock/connectors/vllm/request_tag.py",
         "if met.media and (self._has_grown or any(", "if met.media and (any(",
         (*TAGGED, "prompt_that_grew and 0.24.0"), "test_images_are_not_trusted_after_a_prompt_that_grew",
     ),
     Mutant(
-        "V18a", "a salt does not count", "connectors/vllm/request_tag.py",
+        "V18a", "a salt does not count", "kvdock/connectors/vllm/request_tag.py",
         '                met.told["salt"] = request.cache_salt\n', "                pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V18b", "embeddings do not count", "connectors/vllm/request_tag.py",
+        "V18b", "embeddings do not count", "kvdock/connectors/vllm/request_tag.py",
         '            told["embeddings"] = met.embeddings\n', "            pass\n",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V18c", "a tag does not reach the keys", "connectors/vllm/request_tag.py",
+        "V18c", "a tag does not reach the keys", "kvdock/connectors/vllm/request_tag.py",
         "tagged(namespace, tag.of_all)", "namespace",
         TAGS, "test_keys_are_shared_as_far_as_requests_are_alike",
     ),
     Mutant(
-        "V18d", "a request whose tag is not known has the keys of a plain one", "connectors/vllm/request_tag.py",
+        "V18d", "a request whose tag is not known has the keys of a plain one", "kvdock/connectors/vllm/request_tag.py",
         "        return _NoKeys()\n", "        tag = PLAIN\n",
         TAGS, "test_a_plain_request_has_the_keys_that_it_always_had",
     ),
@@ -284,13 +285,13 @@ MUTANTS = (
         (*TAGGED, "say_what and 0.24.0"), "test_requests_say_what_is_done_for_them_and_hear_what_came_of_it",
     ),
     Mutant(
-        "V20", "a prefix of chunked local attention needs its last tokens only", "connectors/vllm/groups.py",
+        "V20", "a prefix of chunked local attention needs its last tokens only", "kvdock/connectors/vllm/groups.py",
         "window = max(1, local - 1)", "window = 1",
         ("tests/vllm/test_scheduler.py", "-k", "prefix_is_loaded and local and 0.33.0"),
         "test_a_prefix_is_loaded_and_every_position_is_right",
     ),
     Mutant(
-        "V21", "what another connector failed to load is stored", "connectors/vllm/connector.py",
+        "V21", "what another connector failed to load is stored", "kvdock/connectors/vllm/connector.py",
         "            self._scheduler.loads_failed()  # perhaps another connector's\n", "            pass\n",
         ("tests/vllm/test_beside.py", "-k", "sync and recompute and 0.24.0"),
         "test_what_was_computed_from_a_load_of_another_connector_that_failed_is_not_stored",
@@ -307,25 +308,25 @@ MUTANTS = (
         BY_HAND, "test_what_a_request_that_ends_in_an_error_has_not_sent_is_not_stored",
     ),
     Mutant(
-        "V23", "beside others the manifest goes with the handshake all the same", "connectors/vllm/connector.py",
+        "V23", "beside others the manifest goes with the handshake all the same", "kvdock/connectors/vllm/connector.py",
         "return None if self._is_beside else self._handshake", "return self._handshake",
         ("tests/vllm/test_beside.py", "-k", "handshake and behind and 0.33.0"),
         "test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind",
     ),
     Mutant(
-        "V23b", "beside others the first requests do not wait for the manifest", "connectors/vllm/connector.py",
+        "V23b", "beside others the first requests do not wait for the manifest", "kvdock/connectors/vllm/connector.py",
         "return (None if is_soon else 0), False", "return 0, False",
         ("tests/vllm/test_beside.py", "-k", "handshake and behind and 0.33.0"),
         "test_a_connector_with_a_handshake_of_its_own_may_stand_before_it_or_behind",
     ),
     Mutant(
-        "V24", "the warning of a policy looks at the connector's own entry", "connectors/vllm/connector.py",
+        "V24", "the warning of a policy looks at the connector's own entry", "kvdock/connectors/vllm/connector.py",
         "(transfer if engine is None else engine.kv_transfer_config).kv_load", "transfer.kv_load",
         ("tests/vllm/test_beside.py", "-k", "warns and 0.33.0"),
         "test_beside_others_it_warns_by_the_policy_that_counts",
     ),
     Mutant(
-        "V25", "MultiConnector finds the connector in no registry", "connectors/vllm/plugin.py",
+        "V25", "MultiConnector finds the connector in no registry", "kvdock/connectors/vllm/plugin.py",
         "KVConnectorFactory.register_connector(NAME,", "print(KVConnectorFactory,",
         ("tests/vllm/test_beside.py", "-k", "knows_it and 0.33.0"),
         "test_vllm_knows_it_by_its_name_and_multiconnector_reads_its_statistics",
@@ -337,12 +338,12 @@ MUTANTS = (
         "test_beside_another_connector_stores_are_read_before_their_blocks_are_written",
     ),
     Mutant(
-        "V28", "what the newest steps compute is stored beside them", "connectors/vllm/tracked.py",
+        "V28", "what the newest steps compute is stored beside them", "kvdock/connectors/vllm/tracked.py",
         "if before < tokens), self.steps[0][0])", "if before < 0), self.steps[0][0] - 9)",
         BY_HAND, "test_what_was_computed_long_ago_is_stored_beside_steps_under_way",
     ),
     Mutant(
-        "V29", "a load does not come after the stores that read its blocks", "connectors/vllm/worker.py",
+        "V29", "a load does not come after the stores that read its blocks", "kvdock/connectors/vllm/worker.py",
         "self._come_after(store.copies, self._stream if waits else self._aside)", "pass",
         ("tests/connectors/test_vllm_worker.py",),
         "test_a_load_waits_for_the_copies_of_a_store_that_reads_its_blocks",
@@ -353,7 +354,7 @@ MUTANTS = (
         BY_HAND, "test_a_store_holds_up_the_load_of_its_blocks_and_no_step_before_that_request_runs",
     ),
     Mutant(
-        "V27", "vLLM keeps a request's blocks when it has ended", "connectors/vllm/connector.py",
+        "V27", "vLLM keeps a request's blocks when it has ended", "kvdock/connectors/vllm/connector.py",
         "return False, self._scheduler.finished(", "return True, self._scheduler.finished(",
         ("tests/vllm/test_upstream.py",), "test_vllms_own_tests_pass_with_kvdock_as_the_connector",
     ),
@@ -381,18 +382,18 @@ MUTANTS = (
         ("tests/connectors/test_vllm_worker.py",), "test_a_load_that_is_under_way_when_the_weights_change_fails",
     ),
     Mutant(
-        "V33d", "a method that nobody knows leaves the weights alone", "connectors/vllm/weight_changes.py",
+        "V33d", "a method that nobody knows leaves the weights alone", "kvdock/connectors/vllm/weight_changes.py",
         '        return ""\n    return "changed"\n', '        return ""\n    return ""\n',
         ("tests/connectors/test_vllm_weight_changes.py",),
         "test_what_is_not_known_to_leave_weights_alone_counts_as_a_change",
     ),
     Mutant(
-        "V33e", "a hook that was replaced counts as in force", "connectors/vllm/hooks.py",
+        "V33e", "a hook that was replaced counts as in force", "kvdock/connectors/vllm/hooks.py",
         "        if self not in probe.heard:\n", "        if False:\n",
         ("tests/connectors/test_vllm_weight_changes.py",), "test_a_hook_whose_place_was_taken_is_not_in_force",
     ),
     Mutant(
-        "V33f", "a version counts for ever", "connectors/running_weights.py",
+        "V33f", "a version counts for ever", "kvdock/connectors/running_weights.py",
         "            self._spoilt.add(version)\n", "            pass\n",
         ("tests/connectors/test_running_weights.py",),
         "test_a_version_that_stands_for_two_sets_of_weights_is_not_trusted",
@@ -413,12 +414,12 @@ MUTANTS = (
         BY_HAND, "test_a_state_that_vllm_hands_over_is_stored_if_it_is_where_it_is_said_to_be",
     ),
     Mutant(
-        "V42", "a hit may end where no state is stored", "connectors/vllm/groups.py",
+        "V42", "a hit may end where no state is stored", "kvdock/connectors/vllm/groups.py",
         "window, state = 1, ", "window, state = 0, ",
         ("tests/connectors/test_vllm_states.py",), "test_a_state_is_a_window_of_one_token_and_a_chunk_is_one_block",
     ),
     Mutant(
-        "V43", "a vLLM that reads states which are not there starts", "connectors/vllm/states.py",
+        "V43", "a vLLM that reads states which are not there starts", "kvdock/connectors/vllm/states.py",
         "enable_prefix_caching and not reconciles:", "enable_prefix_caching and False:",
         ("tests/connectors/test_vllm_states.py",), "test_a_vllm_that_reads_states_which_are_not_there_is_refused",
     ),
@@ -429,18 +430,18 @@ MUTANTS = (
         "test_under_pressure_no_state_is_read_that_is_not_right",
     ),
     Mutant(
-        "V45", "engines share states of other types", "connectors/vllm/groups.py",
+        "V45", "engines share states of other types", "kvdock/connectors/vllm/groups.py",
         "{group.state and f'/{group.state}'}", "",
         ("tests/connectors/test_vllm_states.py",), "test_engines_whose_states_differ_inside_a_page_never_meet",
     ),
     Mutant(
-        "V46", "nobody hears of a request before its step", "connectors/vllm/connector.py",
+        "V46", "nobody hears of a request before its step", "kvdock/connectors/vllm/connector.py",
         "            listen()\n", "            pass\n",
         ("tests/vllm/test_tiers.py", "-k", "while_the_step"),
         "test_tiers_load_for_a_request_while_the_step_runs_in_which_it_comes",
     ),
     Mutant(
-        "V47", "two threads of vLLM are let in at a time", "connectors/vllm/arrivals.py",
+        "V47", "two threads of vLLM are let in at a time", "kvdock/connectors/vllm/arrivals.py",
         "        with self.turn:\n", "        if True:\n",
         ("tests/connectors/test_arrivals.py",), "test_one_thread_at_a_time_is_let_in_and_may_call_on",
     ),

@@ -1,5 +1,5 @@
-"""The conformance kit of connectors/, run against the linker over SGLang's own pools: attention, latent, windows,
-drafts. And what SGLang's own linkers promise, as far as it can be read from them."""
+"""The conformance kit of kvdock/connectors/, run against the linker over SGLang's own pools: attention, latent,
+windows, drafts. And what SGLang's own linkers promise, as far as it can be read from them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def connector_over(
     kv: KVCache, address: str, *, label: str = "rig", salt: str = "", chunk_tokens: int = CHUNK,
     instance: str | None = None, **settings: Any,
 ) -> EngineConnector:
-    """As engine/kvdock.py connects, with a cache salt, and patience with a server that stands still a moment."""
+    """As kvdock/engine/kvdock.py connects, with a cache salt, and patience with a server that stands still a moment."""
     settings.setdefault("timeout_s", PATIENCE_S)
     layout = paged_layout(kv.format, kv.tensors, block_tokens=kv.block_tokens)
     manifest = msgspec.structs.replace(manifest_of(kv.config, layout, chunk_tokens), cache_salt=salt)

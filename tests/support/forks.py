@@ -51,7 +51,7 @@ def forked(target: Callable[..., None], *args: object) -> Iterator[Connection]:
 
 
 def _run(argv: list[str], environ: dict[str, str], folder: str) -> None:
-    from kvdock.cli.__main__ import main
+    from kvdock.__main__ import main
 
     for fd, name in enumerate(STREAMS):
         opened = os.open(f"{folder}/{name}", os.O_RDWR)

@@ -31,11 +31,10 @@ def import_graph(files: Mapping[PurePosixPath, str]) -> Graph:
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
-        package = f"kvdock.{name}" if path.name == "__init__.py" else f"kvdock.{name}".rpartition(".")[0]
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         graph[name] = set()
         for _, imported in imports(files[path], package):
-            inside = imported.removeprefix("kvdock.")
-            graph[name] |= {one for one in (inside, inside.rpartition(".")[0]) if one in modules and one != name}
+            graph[name] |= {one for one in (imported, imported.rpartition(".")[0]) if one in modules and one != name}
     return graph
 
 

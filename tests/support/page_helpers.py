@@ -1,7 +1,7 @@
 """What the status page's tests share: bodies, functions to read the page, and a small real HTTP server.
 
-The bodies are encoded from the structs of protocol/, so a changed schema breaks these tests first. `PageServer` can
-hang, refuse one path, stop and come back on its port.
+The bodies are encoded from the structs of kvdock/protocol/, so a changed schema breaks these tests first. `PageServer`
+can hang, refuse one path, stop and come back on its port.
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ def row(page: Page, table: str, text: str) -> str:
 
 @dataclass
 class PageServer:
-    """Serves web/ at / and /static/, `bodies` at /v1/, and the list of events as a stream. Use as a context manager.
+    """Serves kvdock/web/ at / and /static/, `bodies` at /v1/, and the list of events as a stream. Use as a context
+    manager.
 
     `refuse` holds paths that answer 500; `hang()` keeps every /v1/ answer back until `resume()`. What is sent is kept
     in `sent` and answered from `answers`. `pages`: how many items a page of a list has, where it is one of several.

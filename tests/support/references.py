@@ -63,9 +63,9 @@ def _python_prose(text: str) -> Iterator[Line]:
 ELSEWHERE = {
     "kernel_image.cpp": "the build writes it, with csrc/cuda/embed.py",
     "__init__.py": "stands for that file of any package",
-    "kvdock/__main__.py": "where the build installs cli/__main__.py",
     "sitecustomize.py": "Python looks for it; tests/mutants/scratch.py writes one",
     "kvdock.service": "a systemd unit, not a module",
+    "kvdock/2": "names of parts in stores begin so",
 }
 """What prose may name although the repository does not hold it, and why."""
 # Functions of these modules are not ours to check.
@@ -132,9 +132,9 @@ class Tree:
         parts = dotted.split(".")
         for used in range(len(parts), 0, -1):
             base = PurePosixPath(*parts[:used])
-            module = PurePosixPath("csrc/_core.pyi") if parts[:used] == ["_core"] else base.with_suffix(".py")
-            if module in self.defined:
-                return all(part in self.defined[module] for part in parts[used:])
+            for module in (base.with_suffix(".py"), base.with_suffix(".pyi")):
+                if module in self.defined:
+                    return all(part in self.defined[module] for part in parts[used:])
             if base in self.folders:  # a package, and a class that it exports
                 exported = parts[used] if used < len(parts) and parts[used][0].isupper() else None
                 inside = (names for path, names in self.defined.items() if path.parent == base)
@@ -186,6 +186,8 @@ def paths(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
             yield f"{name}#{heading}: no such heading"
     for name in tree.under_top.findall(line):
         name = name.rstrip("./")
+        if any(name.startswith(f"{other}/") for other in ELSEWHERE):
+            continue
         if "*" in name and any(fnmatch(str(other), name) for other in tree.files):
             continue
         if tree.resolve(path, name) is None and not re.fullmatch(_FILE, name):
@@ -203,7 +205,7 @@ def names(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
         if holders and not any(name in defined for defined in holders):
             yield f"{owner}.{name}: no {name} where {owner} is defined"
     for dotted in re.findall(r"(?<![\w./])((?:kvdock|bench)(?:\.\w+)+)", line):
-        if dotted not in ELSEWHERE and not tree.holds(dotted.removeprefix("kvdock.")):
+        if dotted not in ELSEWHERE and not tree.holds(dotted):
             yield f"{dotted} is not there"
     for name, file in re.findall(rf"`([\w.]+)(?:\(\))?` \(`?({_FILE})`?\)", line):
         found = tree.resolve(path, file)
@@ -219,7 +221,7 @@ def commands(tree: Tree, path: PurePosixPath, line: str) -> Iterator[str]:
         quoted = [re.sub(r"^\s*(?:[\w-]+: )?(?:\$ |exec |sudo )?", "", line)]
     for command in quoted:
         for module in re.findall(r"python3? -m ((?:bench|tests|kvdock)[.\w]*)", command):
-            if module != "kvdock" and not tree.runs(module.removeprefix("kvdock.")):
+            if not tree.runs(module):
                 yield f"python -m {module}: no such program"
         for target in re.findall(r"^(?:\w+=\S+ )*make (?:-\w+ )?([a-z][\w-]*)(?=\s|$|\.)", command):
             if target not in tree.targets and " " not in command.split(target, 1)[1].strip():

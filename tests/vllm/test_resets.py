@@ -1,6 +1,6 @@
 """vLLM resets its prefix cache with `reset_running_requests` while requests load: the loads end first.
 
-Without connectors/vllm/resets.py vLLM raises: "waiting for remote KV transfer, which is not supported yet"."""
+Without kvdock/connectors/vllm/resets.py vLLM raises: "waiting for remote KV transfer, which is not supported yet"."""
 
 from __future__ import annotations
 

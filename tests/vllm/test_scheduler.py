@@ -161,7 +161,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
     version: str, server: ServerProcess, schedulers: Schedulers
 ) -> None:
     """vLLM's reservation counts blocks that windows have left behind, so requests that hold blocks while they load can
-    wait for each other for ever. connectors/vllm/block_budget.py prevents it."""
+    wait for each other for ever. kvdock/connectors/vllm/block_budget.py prevents it."""
     assert schedulers.run(version, "crowd", server.unix, CROWDS, capped=False)["stuck"] != []
     capped = schedulers.run(version, "crowd", server.unix, CROWDS, capped=True)
     assert capped["stuck"] == []
@@ -174,7 +174,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
 def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    """connectors/vllm/in_flight.py tells which loads must come after the step, and the others come before it."""
+    """kvdock/connectors/vllm/in_flight.py tells which loads must come after the step, and the others come before it."""
     found = schedulers.run(version, "pressure", server.unix, windows, 0, SEEDS, likely=0.2, overlap=True, late=True)
     assert found["wrong"] == {}
     assert found["loaded"] > 0 and found["preempted"] > 0

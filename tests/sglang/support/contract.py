@@ -1,4 +1,4 @@
-"""The conformance kit (connectors/conformance.py) against the linker, over SGLang's own pools of KV.
+"""The conformance kit (kvdock/connectors/conformance.py) against the linker, over SGLang's own pools of KV.
 
     python contract.py MODEL ADDRESS LARGE_ADDRESS
 

@@ -1,4 +1,4 @@
-"""What the tables of connectors/vllm/dependences.py say about this version of vLLM."""
+"""What the tables of kvdock/connectors/vllm/dependences.py say about this version of vLLM."""
 
 from __future__ import annotations
 

@@ -1,0 +1,148 @@
+"""The access file: which access tokens exist, and what each may do.
+
+    [[token]]
+    name = "team-a"                # in the log
+    sha256 = "9f86d081…"           # of the token: the token itself is not in the file
+    tenant = "a"                   # whose sessions and chunks; left out: the server's own
+    scopes = ["engine"]            # health, read, engine, admin
+    caps = {bytes = 8589934592, sessions = 4}    # the tenant's quota, in one of its tokens; left out: the default
+
+It is private (kvdock/protocol/private_file.py). The keeper asks every round whether it has changed. A change that is
+wrong leaves the tokens as they were, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvdock.api.access.audit import AUDIT
+from kvdock.api.access.peer import Peer
+from kvdock.api.errors import AccessFileError
+from kvdock.protocol.admin_schemas import Quota
+from kvdock.protocol.calls import INCLUDED, Scope
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.private_file import PrivateFileError, read_private
+from kvdock.protocol.wire_types import OWN_TENANT, Tenant
+
+log = logging.getLogger(AUDIT)
+
+TokenName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
+Scopes = Annotated[list[Scope], msgspec.Meta(min_length=1)]
+
+
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One access token of the file."""
+
+    name: TokenName
+    sha256: Digest
+    scopes: Scopes
+    tenant: Tenant = OWN_TENANT
+    caps: Quota | None = None
+
+    def peer(self, *, is_unix: bool) -> Peer:
+        scopes = frozenset[Scope]().union(*(INCLUDED[scope] for scope in self.scopes))
+        return Peer(f"token {self.name}", scopes, self.tenant, is_unix)
+
+
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    token: list[Token] = []
+
+
+def digest_of(token: bytes) -> bytes:
+    """A token is 32 random bytes or more, so a plain digest cannot be guessed back."""
+    return hashlib.sha256(token).digest()
+
+
+class AccessFile:
+    """The tokens of the file at `path`, '' for none. Raises AccessFileError at first; later changes are only logged."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._seen: tuple[int, ...] = ()
+        self._changing: tuple[int, ...] | None = None
+        """What the file looked like at the last call; None if it had not changed."""
+        self._peers: dict[bytes, tuple[Peer, Peer]] = {}
+        """By a token's digest: whom it stands for over TCP, and over the Unix socket."""
+        self.caps: dict[str, Quota] = {}
+        """The quotas that the file names, by tenant."""
+        self.changed = bool(path)
+        """Whether `caps` has news. Whoever reads it sets this to False."""
+        if path:
+            self._seen = _signature(path)
+            self._take(read(path))
+
+    def peer_of(self, authorization: bytes, connection: Peer) -> Peer:
+        """Whom the header stands for, on a connection of that peer. Raises ApiError(unauthenticated)."""
+        kind, _, token = authorization.strip().partition(b" ")
+        found = self._peers.get(digest_of(token.strip())) if kind.lower() == b"bearer" else None
+        if found is None:
+            raise ApiError("unauthenticated", "no such access token", found="another", wanted="Bearer and its token")
+        return found[connection.is_unix]
+
+    def _take(self, tokens: dict[bytes, Token]) -> None:
+        self._peers = {
+            digest: (token.peer(is_unix=False), token.peer(is_unix=True)) for digest, token in tokens.items()
+        }
+        self.caps = {token.tenant: token.caps for token in tokens.values() if token.caps is not None}
+
+    async def refresh(self) -> None:
+        """Reads the file again if it has changed, and not since the last call: whoever writes it may be half done. In a
+        thread, because a long one takes a while."""
+        if not self._path or (seen := _signature(self._path)) == self._seen:
+            return
+        if seen != self._changing:
+            self._changing = seen
+            return
+        await self.reread()
+
+    async def reread(self) -> None:
+        """Now, whether it has changed or not. What is wrong with it is only logged."""
+        if not self._path:
+            return
+        self._seen = _signature(self._path)
+        try:
+            self._take(await asyncio.to_thread(read, self._path))
+        except AccessFileError as error:
+            log.error("%s; the %d tokens that were there still count", error, len(self._peers))
+        else:
+            self.changed = True
+            log.warning("read %d access tokens of %s", len(self._peers), self._path)
+
+
+def _signature(path: str) -> tuple[int, ...]:
+    """Differs when the file does; empty when there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+def read(path: str) -> dict[bytes, Token]:
+    """The file's tokens by the SHA-256 of each. AccessFileError."""
+    try:
+        content = msgspec.convert(tomllib.loads(read_private(path)), _Content)
+    except PrivateFileError as error:
+        raise AccessFileError(f"access file {error}") from error
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise AccessFileError(f"access file {path}: {error}") from error
+    if twice := _twice(token.tenant for token in content.token if token.caps is not None):
+        raise AccessFileError(f"access file {path}: caps of tenant {twice[0]!r} found twice, wanted in one token")
+    for field in ("name", "sha256"):
+        if twice := _twice(getattr(token, field) for token in content.token):
+            raise AccessFileError(f"access file {path}: {field} found twice: {twice[0]}, wanted once")
+    return {bytes.fromhex(token.sha256): token for token in content.token}
+
+
+def _twice(values: Iterable[str]) -> list[str]:
+    return sorted(value for value, count in Counter(values).items() if count > 1)

@@ -1,0 +1,58 @@
+"""Who makes a call, and what it may do.
+
+A connection's Peer is made once, from what the kernel says of its socket, never from what the caller says. An access
+token (kvdock/api/access/access_file.py) in a call's header stands for another Peer during that call.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Final, NamedTuple
+
+from kvdock.protocol.calls import INCLUDED, Scope
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.peers import credentials_of
+from kvdock.protocol.wire_types import OWN_TENANT
+
+
+class Peer(NamedTuple):
+    name: str
+    """For the log: `user 1000`, `token team-a`."""
+    scopes: frozenset[Scope]
+    tenant: str | None
+    """Whose sessions and namespaces it may use. None: nobody's."""
+    is_unix: bool
+    """It came over the Unix socket, which no web page can reach."""
+
+    def may(self, scope: Scope) -> bool:
+        return scope in self.scopes
+
+    def sees(self, tenant: str) -> bool:
+        return tenant == self.tenant or "admin" in self.scopes
+
+    def require(self, scope: Scope) -> None:
+        """Raises ApiError: unauthenticated if a token would help, forbidden if it has one that may not."""
+        if scope in self.scopes:
+            return
+        if self.tenant is None:
+            raise ApiError("unauthenticated", "send an access token", found=self.name, wanted=f"scope {scope}")
+        raise ApiError("forbidden", "the access token may not do this", found=self.name, wanted=f"scope {scope}")
+
+
+ALL_SCOPES: Final = INCLUDED["engine"] | INCLUDED["admin"]
+NOBODY: Final = Peer("nobody: TCP without an access token", INCLUDED["health"], None, is_unix=False)
+
+
+def peer_of(connected: socket.socket) -> Peer:
+    """The peer of a connection that was just accepted. OSError if the kernel does not say who it is."""
+    if connected.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
+        return NOBODY
+    return of_user(credentials_of(connected).uid)
+
+
+def of_user(uid: int) -> Peer:
+    """The peer of a Unix connection of that user."""
+    if uid in (os.geteuid(), 0):
+        return Peer(f"user {uid}", ALL_SCOPES, OWN_TENANT, is_unix=True)
+    return Peer(f"user {uid} without an access token", INCLUDED["health"], None, is_unix=True)

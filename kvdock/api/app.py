@@ -1,0 +1,61 @@
+"""The FastAPI application, built from arguments: nothing exists before `create_app` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvdock._core import TableError
+from kvdock.api.build import Parts
+from kvdock.api.http import routes_admin, routes_engine, routes_people, wire
+from kvdock.api.http.guard import Guard
+from kvdock.api.http.openapi import TAGS
+from kvdock.api.settings import Settings
+from kvdock.api.views.reports import VERSION
+from kvdock.protocol.errors import ApiError
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+DESCRIPTION = (
+    "The KV-cache server that every LLM inference engine on a machine shares. HTTP carries decisions; "
+    "shared memory carries bytes. A HEAD is answered like its GET, without the body. In JSON, integers are written "
+    "without fraction and exponent: `88`, not `88.0`."
+)
+
+
+def create_app(settings: Settings, parts: Parts, lifespan: Lifespan | None = None) -> FastAPI:
+    """`lifespan` runs the background work (kvdock/api/server.py); tests of routes alone leave it out."""
+    app = FastAPI(
+        title="kvdock",
+        version=VERSION,
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
+        servers=[{"url": "/", "description": "The server that this document comes from"}],
+        generate_unique_id_function=lambda route: route.name,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        exception_handlers={
+            ApiError: wire.on_refusal,
+            TableError: wire.on_refusal,
+            HTTPException: wire.on_http_exception,
+            RequestValidationError: wire.on_bad_parameters,
+            ClientDisconnect: wire.on_disconnect,
+            Exception: wire.on_failure,
+        },
+    )
+    app.state.handlers = parts.handlers
+    app.include_router(routes_engine.router)
+    app.include_router(routes_people.router)
+    app.include_router(routes_admin.router)
+    routes_people.add_static(app)
+    routes = (*routes_engine.router.routes, *routes_people.router.routes, *routes_admin.router.routes)
+    app.add_middleware(Guard, settings=settings, access=parts.access, meter=parts.meter, routes=routes)
+    return app

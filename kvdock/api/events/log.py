@@ -1,0 +1,119 @@
+"""The log's sentences for events: one for each thing that an operator wants to know.
+
+Messages with one template are folded by the log's handler (kvdock/api/log.py), so that a storm of refusals is two
+lines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from kvdock.api.log import shown
+from kvdock.protocol import events as e
+from kvdock.protocol.log_format import EVENT
+from kvdock.protocol.words import size
+
+log = logging.getLogger("kvdock.events")
+
+
+class Sentence(NamedTuple):
+    level: int
+    template: str
+    values: Callable[[Any], tuple[object, ...]]
+    """What the template's holes get, of the event."""
+
+    def template_of(self, event: e.Event) -> str:
+        """Each code of refusals has one of its own: many of one code do not fold away another's."""
+        return self.template.format(code=event.code) if isinstance(event, e.Refused) else self.template
+
+
+def _who(event: Any) -> tuple[str, str, str]:
+    return event.session, shown(event.label), shown(event.member)
+
+
+SENTENCES: dict[type[e.Event], Sentence] = {
+    e.Attached: Sentence(
+        logging.INFO, "session %s (%s): member %s has attached with ranks %s of the model %s",
+        lambda event: (*_who(event), event.ranks, shown(event.model)),
+    ),
+    e.Suspect: Sentence(
+        logging.WARNING, "session %s (%s): member %s has sent nothing for %.1f s, and gets nothing new until it does",
+        lambda event: (*_who(event), event.silent_s),
+    ),
+    e.Recovered: Sentence(logging.INFO, "session %s (%s): member %s is heard again", _who),
+    e.Dead: Sentence(logging.WARNING, "session %s (%s): member %s is dead", _who),
+    e.Left: Sentence(logging.INFO, "session %s (%s): member %s has left", _who),
+    e.Refused: Sentence(
+        logging.INFO, "a call was refused: {code} (%s): %s",
+        lambda event: (event.route or "no route", shown(event.detail)),
+    ),
+    e.Evicted: Sentence(
+        logging.INFO, "evicting under pressure: %d chunks went to make room, %d since the start",
+        lambda event: (event.chunks, event.total),
+    ),
+    e.Mismatched: Sentence(
+        logging.ERROR, "session %s (%s): %d chunks of lease %s did not have the bytes that were stored, and are found "
+        "no more", lambda event: (event.session, shown(event.label), event.chunks, event.lease),
+    ),
+    e.Grown: Sentence(
+        logging.INFO, "segment %d added: the pool has %s",
+        lambda event: (event.segment, size(event.allocated_bytes)),
+    ),
+    e.GrowthFailed: Sentence(
+        logging.WARNING, "the pool cannot grow beyond %s, next try in %g s: %s",
+        lambda event: (size(event.allocated_bytes), event.retry_s, event.why),
+    ),
+    e.Shrunk: Sentence(
+        logging.INFO, "segment %d removed: the pool has %s",
+        lambda event: (event.segment, size(event.allocated_bytes)),
+    ),
+    e.GenerationRaised: Sentence(
+        logging.INFO, "namespace %s was cleared: its generation is %d",
+        lambda event: (event.namespace[:12], event.generation),
+    ),
+    e.TiersUntold: Sentence(
+        logging.WARNING, "what was cleared is still in these lower tiers, which are not used for it until they were "
+        "told: %s",
+        lambda event: (", ".join(event.tiers),),
+    ),
+    e.LimitsChanged: Sentence(
+        logging.INFO, "limits changed: %s",
+        lambda event: (", ".join(f"{name} {was} → {now}" for name, (was, now) in event.changed.items()),),
+    ),
+    e.Adopted: Sentence(
+        logging.INFO, "took over pool %s: it keeps %d chunks, %d sessions and %d leases, and lets go of %d chunks that "
+        "were being stored",
+        lambda event: (event.pool, event.chunks, event.sessions, event.leases, event.aborted),
+    ),
+    e.Ready: Sentence(
+        logging.INFO, "ready for engines at %s, with a pool of at most %s",
+        lambda event: (event.address, size(event.pool_bytes)),
+    ),
+    e.Reread: Sentence(
+        logging.INFO, "settings and access tokens were read again%s",
+        lambda event: (f"; these count from the next start: {', '.join(event.needs_restart)}"
+                       if event.needs_restart else "",),
+    ),
+    e.Draining: Sentence(
+        logging.INFO, "the server %s: %d leases and %d reservations are open",
+        lambda event: ("hands its pool to another one" if event.is_takeover else "drains", event.leases,
+                       event.reservations),
+    ),
+    e.Ended: Sentence(
+        logging.INFO, "the server has ended, and pool %s %s",
+        lambda event: (event.pool, "stays in shared memory for the next server at this socket" if event.keeps_pool
+                       else "is removed"),
+    ),
+}
+
+
+class EventLog:
+    name = "log"
+    kinds: Collection[type[e.Event]] = frozenset(SENTENCES)
+
+    def take(self, event: e.Event) -> None:
+        sentence = SENTENCES[type(event)]
+        if log.isEnabledFor(sentence.level):
+            log.log(sentence.level, sentence.template_of(event), *sentence.values(event), extra={EVENT: event})

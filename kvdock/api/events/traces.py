@@ -1,0 +1,176 @@
+"""Spans of lookups, loads and stores, sent by the OpenTelemetry SDK over OTLP/HTTP to a collector.
+
+A span's parent is what the engine sent with the request (kvdock/protocol/trace_context.py). Spans are made from events,
+when what they tell of has ended. The event loop does one append for each; a thread of its own makes spans, and the
+SDK's thread sends them. Whatever a collector does, at most QUEUE_EVENTS and QUEUE_SPANS wait; what does not fit is
+dropped and counted.
+
+Needs the extra `traces`; kvdock/api/extras.py alone imports this module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from kvdock.protocol import events as e
+from kvdock.protocol.trace_context import trace_context
+
+QUEUE_EVENTS = 8192
+QUEUE_SPANS = 4096
+GATHER_S = 0.1
+"""So long the thread waits for more events before it makes spans of them."""
+SEND_S = 1.0
+END_S = 2.0
+"""The server's end waits so long for what is still to be sent."""
+SENT, FAILED, DROPPED = "sent", "failed", "dropped"
+
+
+class _Counted(SpanExporter):
+    """Counts what becomes of spans. Called from the SDK's thread alone."""
+
+    def __init__(self, exporter: SpanExporter, spans: dict[str, int]) -> None:
+        self._exporter, self._spans = exporter, spans
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        found = SpanExportResult.FAILURE
+        try:
+            found = self._exporter.export(spans)
+        finally:
+            self._spans[SENT if found is SpanExportResult.SUCCESS else FAILED] += len(spans)
+        return found
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class Traces:
+    """Sends to the collector at `endpoint`, as `http://host:4318`. Makes no span before `start`. `instance`: which
+    server this is."""
+
+    name = "traces"
+    kinds: Collection[type[e.Event]] = frozenset({e.LookedUp, e.Loaded, e.Committed, e.Aborted, e.Cancelled})
+
+    def __init__(self, endpoint: str, *, version: str, instance: str) -> None:
+        self.spans = {SENT: 0, FAILED: 0, DROPPED: 0}
+        self._events: deque[e.Event] = deque()
+        exporter = _Counted(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), self.spans)
+        resource = Resource.create({
+            "service.name": "kvdock", "service.version": version, "service.instance.id": instance,
+        })
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(
+            exporter, max_queue_size=QUEUE_SPANS, schedule_delay_millis=SEND_S * 1000,
+        ))
+        self._tracer = self._provider.get_tracer("kvdock", version)
+        self._made = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvdock-traces", daemon=True)
+
+    # ---------------------------------------------------------------- the event loop
+
+    def take(self, event: e.Event) -> None:
+        """`spans` is raised in two threads: a number may come out too low, and none is wrong for long."""
+        if isinstance(event, e.Aborted) and not event.is_over:
+            return
+        if len(self._events) >= QUEUE_EVENTS:
+            self.spans[DROPPED] += 1
+            return
+        self._events.append(event)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what there is, for END_S at most."""
+        if not self._thread.is_alive():
+            return
+        self._ending.set()
+        ends = threading.Thread(target=self._end, name="kvdock-traces-end", daemon=True)
+        ends.start()
+        ends.join(END_S)
+
+    def _end(self) -> None:
+        self._thread.join()
+        self._provider.shutdown()
+
+    # ---------------------------------------------------------------- its own thread
+
+    def _run(self) -> None:
+        is_ending = False
+        while not is_ending:
+            is_ending = self._ending.wait(GATHER_S)
+            while self._events:
+                self._make(self._events.popleft())
+
+    def _make(self, event: e.Event) -> None:
+        if self._made - self.spans[SENT] - self.spans[FAILED] >= QUEUE_SPANS:
+            self.spans[DROPPED] += 1
+            return
+        name, attributes = described(event)
+        ended_ns, took_us = round(event.at * 1e9), getattr(event, "took_us", 0)
+        span = self._tracer.start_span(
+            name, _parent(getattr(event, "traceparent", "")),
+            kind=SpanKind.SERVER if isinstance(event, e.LookedUp) else SpanKind.INTERNAL,
+            attributes=attributes, start_time=ended_ns - took_us * 1000,
+        )
+        if not span.is_recording():
+            return  # not sampled
+        if isinstance(event, e.Aborted | e.Cancelled):
+            span.set_status(Status(StatusCode.ERROR, "given up by the engine"))
+        self._made += 1
+        span.end(ended_ns)
+
+
+def described(event: e.Event) -> tuple[str, dict[str, Any]]:
+    """A span's name and attributes. docs/events.md lists them."""
+    told = {name: getattr(event, name) for name in event.__struct_fields__}
+    about = {f"kvdock.{name}": told[name] for name in ("tenant", "session", "label") if told[name] is not None}
+    match event:
+        case e.LookedUp():
+            missed = event.tokens - event.hit_tokens
+            return "kvdock.lookup", {**about, "kvdock.request": event.request, "kvdock.tokens": event.tokens,
+                                     "kvdock.hit_tokens": event.hit_tokens, "kvdock.missed_tokens": missed,
+                                     "kvdock.why": event.why}
+        case e.Loaded():
+            return "kvdock.load", {**about, "kvdock.request": event.request, "kvdock.lease": event.lease,
+                                   "kvdock.chunks": event.chunks, "kvdock.bytes": event.bytes}
+        case e.Committed():
+            return "kvdock.store", {**about, "kvdock.store": event.store, "kvdock.reservation": event.reservation,
+                                    "kvdock.chunks": event.chunks, "kvdock.bytes": event.bytes}
+        case e.Aborted():
+            return "kvdock.store", {**about, "kvdock.store": event.store, "kvdock.reservation": event.reservation,
+                                    "kvdock.chunks": event.chunks}
+        case e.Cancelled():
+            held = ("kvdock.store", "kvdock.reservation") if event.is_store else ("kvdock.request", "kvdock.lease")
+            return ("kvdock.store" if event.is_store else "kvdock.load"), {
+                **about, held[0]: event.name, held[1]: event.grant,
+            }
+    raise AssertionError(f"no span tells of {type(event).__name__}")
+
+
+def _parent(traceparent: str) -> Context | None:
+    """None: it begins a trace of its own."""
+    found = trace_context(traceparent)
+    if found is None:
+        return None
+    flags = TraceFlags(TraceFlags.SAMPLED if found.is_sampled else TraceFlags.DEFAULT)
+    parent = SpanContext(found.trace_id, found.span_id, is_remote=True, trace_flags=flags)
+    return set_span_in_context(NonRecordingSpan(parent), Context())

@@ -1,0 +1,328 @@
+"""One client's connection: uvicorn's parser of HTTP/1.1, held to limits (kvdock/api/http/limits.py).
+
+Invariants: a request's line and header are bounded before they are kept; a request that has begun ends within its time;
+a client that does not read loses its connection; TCP never uses the descriptors that engines and the pool need. What is
+refused here leaves as problem details, like all else, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import weakref
+from typing import Any, ClassVar
+
+import httptools
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from kvdock.api.access.peer import peer_of
+from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
+from kvdock.api.views.timing import Meter
+from kvdock.protocol.errors import ApiError, problem_of
+from kvdock.protocol.forms import JSON
+
+log = logging.getLogger("kvdock.api.http")
+
+
+class Stage(enum.Enum):
+    """How far the request that is arriving now has come."""
+
+    NONE = enum.auto()
+    """Between two requests."""
+    NEW = enum.auto()
+    """Nothing has arrived on this connection."""
+    HEAD = enum.auto()
+    BODY = enum.auto()
+
+
+class Door:
+    """Counts the connections of one family."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name, self.limit, self.open = name, limit, 0
+
+
+class Connection(HttpToolsProtocol):
+    """Made by connection_class, which gives all connections of a server what they share. Each call of a connection has
+    its Peer in `scope["state"]["peer"]`; one of a Unix connection has a reference to it in `["connection"]`."""
+
+    limits: ClassVar[ConnectionLimits]
+    meter: ClassVar[Meter]
+    unix: ClassVar[Door]
+    tcp: ClassVar[Door]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._door: Door | None = None
+        self._stage = Stage.NEW
+        self._refusal: ApiError | None = None
+        self._running: RequestResponseCycle | None = None
+        """The call that is being answered; `cycle` is the newest of those that have arrived."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._quiet_bytes = self._pieces = self._body_bytes = 0
+        """`_quiet_bytes`: received since the parser last came to the end of something."""
+
+    # ---------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        try:
+            peer = peer_of(transport.get_extra_info("socket"))
+        except OSError as error:
+            log.warning("closed a connection: the kernel does not say who it is: %s", error)
+            self.transport = transport
+            transport.abort()
+            return
+        self.app_state = {**self.app_state, "peer": peer}
+        if peer.is_unix:
+            self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
+        super().connection_made(transport)
+        door = self.unix if peer.is_unix else self.tcp
+        if door.open >= door.limit:
+            self.meter.counters.refused_connections += 1
+            self._refuse(ApiError(
+                "too_busy", f"no more {door.name} connections: try again", found=door.open, wanted=f"< {door.limit}"
+            ))
+            return
+        door.open += 1
+        self._door = door
+        self._wait(self.limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._door is not None:
+            self._door.open -= 1
+            self._door = None
+        self._stop_waiting()
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unset_keepalive_if_required()  # uvicorn leaves it when the connection broke, and so the object alive
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells only the newest of several calls
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._unset_keepalive_if_required()
+        self._quiet_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Served as if it had not asked. What follows may be in the other protocol, so nothing more is read.
+            self._refusal = ApiError("malformed_request", "the connection speaks HTTP/1.1 only")
+            self.cycle.keep_alive = False
+            self._stop_waiting()
+            return
+        except httptools.HttpParserError as error:
+            ours = isinstance(error, httptools.HttpParserCallbackError)  # then the parser says no more than that
+            what = "its URL" if ours else str(error)
+            self._refuse(self._refusal or ApiError(
+                "malformed_request", f"the request cannot be parsed: {what}", wanted="HTTP/1.1"
+            ))
+            return
+        if (self._quiet_bytes or self._stage is Stage.HEAD) and (refusal := self._unended()):
+            self._refuse(refusal)
+        elif self._timer is None and (self._stage is not Stage.NONE or self._is_idle()):
+            self._wait(self.limits.body_s if self._stage is Stage.BODY else self.limits.header_s)
+
+    # ---------------------------------------------------------------- what the parser finds
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._stage = Stage.HEAD
+        self._pieces = self._body_bytes = 0
+        self._stop_waiting()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= self.limits.headers:
+            self._stop(self._too_large_header("lines", len(self.headers) + 1, self.limits.headers))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.limits.pipelined:
+            self._stop(ApiError(
+                "too_busy", "too many requests wait for answers", found=len(self.pipeline) + 1,
+                wanted=self.limits.pipelined,
+            ))
+        if len(self.url) > self.limits.url_bytes:
+            self._stop(self._too_long_url())
+        if (size := self._header_bytes()) > self.limits.header_bytes:
+            self._stop(self._too_large_header("bytes", size, self.limits.header_bytes))
+        if [name for name, _ in self.headers].count(b"authorization") > 1:
+            self._stop(ApiError("malformed_request", "a request has one Authorization", found="several", wanted=1))
+        if self._door is self.tcp:  # browsers reach no other
+            self._settle_host()
+        super().on_headers_complete()
+        self.headers = [*self.headers]  # a trailer counts with them, but says nothing of the call or who makes it
+        self._stage = Stage.BODY
+        self._quiet_bytes = 0
+        self._stop_waiting()
+
+    def _settle_host(self) -> None:
+        """Leaves the one Host that the request is for: that of its URL, if it names one (RFC 9112)."""
+        hosts = [header for header in self.headers if header[0] == b"host"]
+        if len(hosts) != 1:
+            self._stop(ApiError(
+                "malformed_request", "a request names its host once, in the header Host", found=len(hosts), wanted=1
+            ))
+        if not self.url.startswith(b"/") and (host := httptools.parse_url(self.url).host):
+            self.headers[self.headers.index(hosts[0])] = (b"host", b"[%b]" % host if b":" in host else host)
+
+    def on_body(self, body: bytes) -> None:
+        self._quiet_bytes = 0
+        self._pieces += 1
+        self._body_bytes += len(body)
+        at_most = self.limits.body_pieces + self._body_bytes // 1024
+        if self._pieces > at_most:
+            self._stop(ApiError(
+                "malformed_request", "the body arrives in too many pieces", found=self._pieces, wanted=at_most
+            ))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._stage = Stage.NONE
+        self._quiet_bytes = 0
+        self._stop_waiting()
+
+    # ---------------------------------------------------------------- answers
+
+    def answer(self, scope: Scope, whole: bytes) -> bool:
+        """Sends header and body of a call's answer in one system call, where ASGI's two messages take two; `whole` has
+        all headers, since uvicorn adds none. False, and nothing done, if it has to wait, or the connection ends with
+        it: ASGI knows how."""
+        cycle = self.cycle
+        if cycle.scope is not scope or cycle.disconnected or not cycle.keep_alive or self.flow.write_paused:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(whole)
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
+    # ---------------------------------------------------------------- refusals
+
+    def _unended(self) -> ApiError | None:
+        """Why what has arrived so far is refused, before its end has come."""
+        limits = self.limits
+        if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
+            return self._too_long_url()
+        in_headers = self._header_bytes() if self._stage is Stage.HEAD else 0
+        if in_headers > limits.header_bytes or self._quiet_bytes > limits.url_bytes + limits.header_bytes:
+            return self._too_large_header("bytes", max(in_headers, self._quiet_bytes), limits.header_bytes)
+        return None
+
+    def _header_bytes(self) -> int:
+        return sum([len(name) + len(value) for name, value in self.headers])
+
+    def _too_long_url(self) -> ApiError:
+        return ApiError("url_too_long", "the URL is too long", found=len(self.url), wanted=self.limits.url_bytes)
+
+    def _too_large_header(self, of: str, found: int, wanted: int) -> ApiError:
+        return ApiError("header_too_large", f"the header has too many {of}", found=found, wanted=wanted)
+
+    def _stop(self, refusal: ApiError) -> None:
+        """Inside the parser: it passes no exception on, only that there was one."""
+        self._refusal = refusal
+        raise ValueError(refusal.code)
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """Answers with the problem, or ends the answer that is under way, and closes the connection."""
+        self._refusal = refusal
+        self._stop_waiting()
+        self.meter.refuse(refusal.code, f"its connection was closed: {refusal.detail}")
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if is_answering and self._stage is not Stage.BODY:
+            cycle.keep_alive = False  # its request and those before it are whole: they are answered first
+            return
+        if self.pipeline or (is_answering and cycle.response_started):
+            self.transport.abort()  # an answer now would be taken for that of an earlier request
+            return
+        if is_answering:
+            cycle.disconnected = True  # this answer takes the place of the call's
+            cycle.message_event.set()
+        self.transport.write(_answer(refusal))
+        self.transport.close()
+        self._close_unread()
+
+    # ---------------------------------------------------------------- time
+
+    def _wait(self, patience_s: float) -> None:
+        self._timer = self.loop.call_later(patience_s, self._too_late)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self._stage in (Stage.NEW, Stage.NONE):
+            self.transport.close()
+            return
+        in_body = self._stage is Stage.BODY
+        self._refuse(ApiError(
+            "too_slow", f"the {'body' if in_body else 'header'} did not arrive in time",
+            wanted=f"{self.limits.body_s if in_body else self.limits.header_s:g} s",
+        ))
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._close_unread()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None and not self.transport.is_closing():
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def _close_unread(self) -> None:
+        """A transport that is closed waits for its client to read; this one does not wait for ever."""
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close_unread()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+
+def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
+    """For uvicorn.Config(http=…): the connections of one server."""
+    shared = {
+        "limits": limits, "meter": meter, "unix": Door("Unix", limits.unix_connections),
+        "tcp": Door("TCP", limits.tcp_connections),
+    }
+    return type("ServerConnection", (Connection,), shared)
+
+
+def _answer(refusal: ApiError) -> bytes:
+    problem = problem_of(refusal.code, refusal.detail, found=refusal.found, wanted=refusal.wanted)
+    content = JSON.encode(problem)
+    headers = {
+        "content-type": PROBLEM, "content-length": str(len(content)), "connection": "close", **NO_STORE,
+        **COMMON_HEADERS, **PROBLEM_HEADERS.get(problem.status, {}),
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return STATUS_LINE[problem.status] + lines.encode("ascii") + b"\r\n" + content

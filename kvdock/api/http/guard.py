@@ -1,0 +1,178 @@
+"""The outermost layer: who calls and what it may do, host name, version, query parameters; headers of every answer.
+
+Each route names the scope that it needs (kvdock/protocol/calls.py). What has no route, as the page's files, needs
+`health`. A HEAD is its GET, so every check is the same. Against web pages in a browser stand four walls: they have no
+access token; they cannot send JSON across origins (kvdock/api/http/wire.py requires the content type); they cannot use
+their own host name for this address (this module requires a known Host); and browsers name the page that calls, which
+must be this server's. Browsers cannot reach Unix sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from urllib.parse import parse_qsl, urlsplit
+
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvdock.api.access import audit
+from kvdock.api.access.access_file import AccessFile
+from kvdock.api.access.peer import Peer
+from kvdock.api.http.openapi import scope_of
+from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
+from kvdock.api.settings import Settings, is_loopback
+from kvdock.api.views.timing import Meter
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.reports import Problem
+from kvdock.protocol.version import SUPPORTED_VERSIONS, VERSION_HEADER, supported
+
+_HEADERS = [(name.encode(), value.encode()) for name, value in COMMON_HEADERS.items()]
+_VERSION_HEADER = VERSION_HEADER.lower().encode()
+_PAGES = frozenset({"/", "/docs"})
+"""Links of other sites may lead here."""
+_OWN_SITES = (b"same-origin", b"none")
+
+
+class Guard:
+    """ASGI middleware; counts refusals and times each call. `routes`: all of the app."""
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, access: AccessFile, meter: Meter, routes: Iterable[BaseRoute]
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._hosts = allowed_hosts(settings)
+        self._meter = meter
+        self._routes = [route for route in routes if isinstance(route, APIRoute)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_ns, method = self._meter.now_ns(), scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the same answer: the connection knows, and leaves out the body
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        try:
+            self._check(scope)
+        except ApiError as error:
+            audit.refused(scope["state"]["peer"], method, scope["path"], error)
+            await refused(error, scope["path"])(scope, receive, send_guarded)
+        else:
+            try:
+                await self._app(scope, receive, send_guarded)
+            except Exception:  # whatever it was, the layer outside of this one answers it; here it is only counted
+                self._meter.refuse("internal", "see the traceback", _route_of(scope))
+                raise
+        problem: Problem | None = scope["state"].get(REFUSAL)
+        if problem is not None:
+            self._meter.refuse(problem.code, problem.detail, _route_of(scope))
+        self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
+
+    def _check(self, scope: Scope) -> None:
+        """Raises ApiError: wrong_host, cross_site, unauthenticated, forbidden, method_not_allowed,
+        unsupported_version, unknown_parameter."""
+        headers = dict(scope["headers"])
+        peer: Peer = scope["state"]["peer"]
+        if not peer.is_unix:
+            self._check_host(headers)
+            self._check_site(headers, scope)
+        route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
+        called = route if route is not None and route.include_in_schema else None
+        authorization = headers.get(b"authorization")
+        if authorization is not None:
+            peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
+        peer.require("health" if called is None else scope_of(called))
+        if route is None:
+            self._check_method(scope)
+        version = headers.get(_VERSION_HEADER)
+        if version is not None and not supported(text := version.decode("latin-1")):
+            raise ApiError(
+                "unsupported_version", f"the {VERSION_HEADER} header names a version that this server does not speak",
+                found=text, wanted=list(SUPPORTED_VERSIONS),
+            )
+        if scope["query_string"] and called is not None:
+            _check_parameters(scope["query_string"].decode("latin-1"), called)
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        found = host_name(headers.get(b"host", b"").decode("latin-1"))
+        if self._hosts is not None and found not in self._hosts:
+            raise ApiError("wrong_host", "set allowed_hosts to serve it", found=found, wanted=sorted(self._hosts))
+
+    def _check_site(self, headers: Mapping[bytes, bytes], scope: Scope) -> None:
+        """What a browser says of the page that made it call. Programs say nothing."""
+        origin, port = headers.get(b"origin"), scope["server"][1]
+        if origin is not None and not self._is_own(text := origin.decode("latin-1"), port):
+            wanted = f"http, an allowed host, port {port}"
+            raise ApiError("cross_site", "the page that calls is not this server's", found=text, wanted=wanted)
+        site = headers.get(b"sec-fetch-site", b"none")
+        if site in _OWN_SITES:
+            return
+        follows_link = (headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")) == (b"navigate", b"document")
+        if not (follows_link and scope["method"] == "GET" and scope["path"] in _PAGES):
+            raise ApiError(
+                "cross_site", "the page that calls is not this server's", found=site.decode("latin-1"),
+                wanted=[own.decode() for own in _OWN_SITES],
+            )
+
+    def _is_own(self, origin: str, port: int) -> bool:
+        try:
+            url = urlsplit(origin)
+            host, found_port = url.hostname or "", url.port or 80
+        except ValueError:
+            return False
+        return url.scheme == "http" and found_port == port and (self._hosts is None or host in self._hosts)
+
+    def _check_method(self, scope: Scope) -> None:
+        """For a call that has no route: others may have its path."""
+        here = [route for route in self._routes if route.matches(scope)[0] is Match.PARTIAL]
+        methods = {method for route in here for method in route.methods or ()}
+        if methods:
+            allowed = sorted(methods | {"HEAD"} if "GET" in methods else methods)
+            raise ApiError("method_not_allowed", "Method Not Allowed", found=scope["method"], wanted=allowed)
+
+
+def _path_of(scope: Scope) -> str:
+    """The template of the route's path; "" for a call that matched none."""
+    path: str = getattr(scope.get("route"), "path", "")
+    return path
+
+
+def _route_of(scope: Scope) -> str:
+    path = _path_of(scope)
+    return f"{scope['method']} {path}" if path else ""
+
+
+def refused(error: ApiError, path: str) -> Response:
+    headers = {"allow": ", ".join(error.wanted)} if error.code == "method_not_allowed" else None
+    return problem_response(refusal(error, path), headers)
+
+
+def _check_parameters(query: str, route: APIRoute) -> None:
+    """A parameter that no code reads is refused, not ignored. Raises ApiError(unknown_parameter)."""
+    wanted = sorted(parameter.alias for parameter in route.dependant.query_params)
+    for name, _ in parse_qsl(query, keep_blank_values=True):
+        if name not in wanted:
+            raise ApiError("unknown_parameter", "the call has no such parameter", found=name, wanted=wanted)
+
+
+def allowed_hosts(settings: Settings) -> frozenset[str] | None:
+    """Host names to serve; None: all."""
+    if settings.allowed_hosts:
+        names = frozenset(name.strip().lower() for name in settings.allowed_hosts.split(",") if name.strip())
+        return None if "*" in names else names
+    return frozenset({"localhost", "127.0.0.1", "::1", settings.host.lower()}) if is_loopback(settings.host) else None
+
+
+def host_name(header: str) -> str:
+    """`[::1]:7410` → `::1`, `LOCALHOST:80` → `localhost`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()

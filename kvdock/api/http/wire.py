@@ -1,0 +1,187 @@
+"""Between HTTP and structs: reads bodies, makes answers and problems. Decides nothing.
+
+Invariants: no more than `body_limit_bytes` of a body is ever held, and of long
+bodies together no more than their room (kvdock/api/http/limits.py); every error leaves as problem
+details; a body is JSON or MessagePack by its content type (which a web page's cross-site form cannot send).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+from fastapi import Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from kvdock._core import TableError
+from kvdock.api.http.limits import BodyRoom, BodyShare
+from kvdock.api.log import shown
+from kvdock.protocol.errors import CODES, ApiError, problem_of
+from kvdock.protocol.forms import JSON, Codec, form_of_body
+from kvdock.protocol.reports import Problem
+from kvdock.protocol.version import API_VERSION, VERSION_HEADER
+from kvdock.protocol.wire_types import Answer, Body
+
+B = TypeVar("B", bound=Body)
+
+log = logging.getLogger("kvdock.api")
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Items of one page")]
+Cursor = Annotated[
+    int, Query(ge=0, lt=1 << 64, description="`next` of the page before; without it the first page", examples=[0])
+]
+
+PROBLEM = "application/problem+json"
+NO_STORE = {"cache-control": "no-store"}
+"""With 503: every call may be repeated."""
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""On every answer. Pages of this server load nothing from elsewhere, and no page may embed them in a frame."""
+COMMON_HEADERS = {**SECURITY_HEADERS, VERSION_HEADER.lower(): str(API_VERSION)}
+PLAIN_BODY_BYTES = 1 << 20
+"""Longest body of operators' calls: thousands of keys in JSON."""
+
+
+async def read_body(request: Request, codec: Codec[B]) -> B:
+    """The decoded body. Raises ApiError: unsupported_media_type, too_large, malformed_json, invalid_body."""
+    media_type = request.headers.get("content-type", "")
+    if form_of_body(media_type) is not JSON:
+        raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted=JSON.media_type)
+    return codec.decode(await read_limited(request), JSON)
+
+
+async def read_limited(request: Request) -> bytes | bytearray:
+    """The whole body. Raises ApiError: too_large, too_busy."""
+    limit: int = request.app.state.handlers.body_limit_bytes
+    room: BodyRoom = request.app.state.handlers.body_room
+    share, declared = BodyShare(room), request.headers.get("content-length", "")
+    try:
+        return await read_all(request.receive, declared, min(limit, PLAIN_BODY_BYTES), share)
+    finally:
+        share.give_back()
+
+
+async def read_all(receive: Receive, declared: str, limit: int, share: BodyShare) -> bytes | bytearray:
+    """The whole body, refused as soon as it is known to be longer than the limit. Raises ApiError: too_large, too_busy.
+
+    Pieces are joined as they arrive: joining megabytes at the end would block the loop.
+    """
+    if declared.isdecimal() and (len(declared) > 18 or int(declared) > limit):
+        raise _too_large(int(declared[:18]), limit)
+    body = bytearray()
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece: bytes = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise _too_large(size, limit)
+        more = message.get("more_body", False)
+        if not more and not body:
+            return piece
+        share.hold(size)
+        body += piece
+        if not more:
+            return body
+
+
+def _too_large(found: int, limit: int) -> ApiError:
+    return ApiError("too_large", "the body is longer than this call takes", found=found, wanted=limit)
+
+
+def answer(body: Answer) -> Response:
+    return Response(JSON.encode(body), media_type="application/json", headers=NO_STORE)
+
+
+def no_content() -> Response:
+    return Response(status_code=204, headers=NO_STORE)
+
+
+PROBLEM_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"www-authenticate": 'Bearer realm="kvdock"'},
+    429: {"retry-after": "1"},
+    503: {"retry-after": "1"},
+}
+"""What a problem of that status says besides its body; the times are whole seconds."""
+
+
+REFUSAL = "refusal"
+"""Where the scope's state has the problem that a call was answered with, if it was."""
+
+
+class ProblemResponse(Response):
+    def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
+        super().__init__(JSON.encode(problem), problem.status, headers, PROBLEM)
+        self._problem = problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][REFUSAL] = self._problem
+        await super().__call__(scope, receive, send)
+
+
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    return ProblemResponse(problem, {**NO_STORE, **PROBLEM_HEADERS.get(problem.status, {}), **(headers or {})})
+
+
+# --------------------------------------------------------------------------- exception → problem
+
+
+def refusal(error: ApiError | TableError, path: str) -> Problem:
+    """The answer of a call that was refused."""
+    if isinstance(error, ApiError):
+        return problem_of(error.code, error.detail, found=error.found, wanted=error.wanted, path=path)
+    code = error.code if error.code in CODES else "internal"
+    if CODES[code].status >= 500:
+        log.error("%s: the table answered %s: %s", shown(path), error.code, error)
+    return problem_of(code, str(error), found=error.found, wanted=error.wanted, path=path)
+
+
+async def on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | TableError)
+    return problem_response(refusal(error, request.url.path))
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Refusals of the router itself: unknown paths, and methods of the page's files."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_argument")
+    wanted = (error.headers or {}).get("Allow")
+    problem = problem_of(code, str(error.detail), found=request.method, wanted=wanted, path=request.url.path)
+    return problem_response(problem, error.headers)
+
+
+async def on_bad_parameters(request: Request, error: Exception) -> Response:
+    """Refusals of FastAPI, which checks path and query parameters."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"])
+    problem = problem_of("bad_argument", f"{where}: {first['msg']}", found=where, path=request.url.path)
+    return problem_response(problem)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """The client went away within its body: nobody reads this, and nothing needs to be logged."""
+    return no_content()
+
+
+async def on_failure(request: Request, error: Exception) -> Response:
+    """Failures of the server itself. uvicorn writes the traceback to the log; the client never gets it."""
+    problem = problem_of("internal", "unexpected failure; see the server's log", path=request.url.path)
+    return problem_response(problem, COMMON_HEADERS)  # made outside of Guard, which adds them to all other answers

@@ -1,0 +1,75 @@
+"""An orderly shutdown: nothing new is given out, and what is under way may finish.
+
+SIGTERM begins it. While it lasts, `/readyz` says so; new sessions, and lookups and reservations that do not have
+their grant yet, are refused with `not_ready`; everything else is answered: commits, releases, heartbeats. It has
+ended when no lease or reservation is open and the calls that were running when it began are answered, or when
+`drain_s` is over. The keeper still notices members that die meanwhile.
+
+Handing over (kvdock/api/pool/handover.py) is a drain that leaves leases to the next server. It waits only for
+reservations, because the next server would abort those.
+
+Invariant: the pool is kept only after a drain without SIGINT, and only if it was ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvdock.api.pool.pool import Pool
+from kvdock.api.settings import Settings
+
+
+class Drain:
+    """`begin`, `hand_over` and `remove_pool` only set flags: signal handlers call them."""
+
+    def __init__(self, settings: Settings, pool: Pool, now_s: Callable[[], float]) -> None:
+        self._pool = pool
+        self._drain_s = settings.drain_s
+        self._keep_wanted = settings.on_exit == "keep"
+        self._now_s = now_s
+        self._until_s: float | None = None
+        self._running: list[asyncio.Task[Any]] = []
+        self._remove = False
+        self._handing_over = False
+
+    @property
+    def begun(self) -> bool:
+        return self._until_s is not None
+
+    @property
+    def is_takeover(self) -> bool:
+        return self._handing_over
+
+    @property
+    def keeps_pool(self) -> bool:
+        wanted = self._handing_over or self._keep_wanted
+        return self.begun and not self._remove and wanted and self._pool.ready
+
+    def begin(self, running: Iterable[asyncio.Task[Any]]) -> None:
+        """`running`: calls that are not answered yet. Later ones are short: uvicorn's grace period covers them."""
+        self._running = list(running)
+        self._until_s = self._now_s() + self._drain_s
+
+    def hand_over(self, running: Iterable[asyncio.Task[Any]]) -> None:
+        """As `begin`; also when that was done before."""
+        self._handing_over = True
+        if not self.begun:
+            self.begin(running)
+
+    def remove_pool(self) -> None:
+        """Removes the pool at the end, even with `on_exit=keep`."""
+        self._remove = True
+
+    def ended(self) -> bool:
+        """False before it began."""
+        if self._until_s is None:
+            return False
+        if self._now_s() >= self._until_s:
+            return True
+        held = any(
+            view.reservations or (view.leases and not self._handing_over)
+            for view in self._pool.table.sessions()
+        )
+        return not held and all(call.done() for call in self._running)

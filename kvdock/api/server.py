@@ -1,0 +1,309 @@
+"""The server process: one event loop, listening on a Unix socket and on TCP, over one pool.
+
+It binds both sockets, opens the pool, serves and drains. However it ends, it removes the sockets, segments, table and
+lock file; a drain may keep the last three (kvdock/api/pool/drain.py). Start-up problems are StartupError, raised before
+anything is served. Imports neither torch nor numpy: the server has no GPU context and starts in under a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from types import FrameType
+from typing import NamedTuple
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from kvdock.api.access.access_file import AccessFile
+from kvdock.api.app import create_app
+from kvdock.api.build import build
+from kvdock.api.errors import AccessFileError, StartupError
+from kvdock.api.events.bus import Bus
+from kvdock.api.extras import open_extras
+from kvdock.api.http.connection import Connection, connection_class
+from kvdock.api.http.hot_path import HotPath
+from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
+from kvdock.api.http.listen import bind_tcp, bind_unix
+from kvdock.api.keeper import Keeper
+from kvdock.api.pool.drain import Drain
+from kvdock.api.pool.handover import HAND_OVER
+from kvdock.api.pool.pool import Pool, open_pool
+from kvdock.api.reread import Rereading
+from kvdock.api.settings import Settings
+from kvdock.api.tiers.process import MoverProcess
+from kvdock.api.views.reports import VERSION
+from kvdock.protocol.events import Draining, Ended, Ready
+
+log = logging.getLogger("kvdock.api")
+
+SWITCH_S = 0.0005
+"""A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
+this long, and not after Python's 5 ms."""
+GRACE_S = 1
+"""How long calls in flight may take to end at shutdown, in every case."""
+
+
+class Addresses(NamedTuple):
+    http: str
+    """e.g. http://127.0.0.1:7410"""
+    unix: str
+    """e.g. unix:/run/user/1000/kvdock.sock"""
+    pool_id: int
+
+
+OnReady = Callable[[Addresses], None]
+
+
+class Server:
+    """`run` serves until SIGINT, which ends it at once, or until SIGTERM, which drains it: StartupError.
+
+    Call `run` in any thread, and `stop` from any thread: it acts like SIGINT. `on_ready` is called once, when both
+    addresses answer and there is memory to give out.
+    """
+
+    def __init__(self, settings: Settings, on_ready: OnReady, source: Callable[[], Settings] | None = None) -> None:
+        """`source` reads the settings anew; None: SIGHUP reads only access tokens."""
+        self._settings, self._source = settings, source or (lambda: settings)
+        self._bus = Bus(time.time)
+        self._on_ready = on_ready
+        self._stop_wanted = threading.Event()
+        self._uvicorn: _Uvicorn | None = None
+        self._drain: Drain | None = None
+        self._failure: BaseException | None = None
+
+    def stop(self) -> None:
+        self._stop_wanted.set()
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    def run(self) -> None:
+        settings = self._settings
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            access, extras = AccessFile(settings.access_file), open_extras(settings, VERSION)
+        except AccessFileError as error:
+            raise StartupError("access_file", str(error)) from error
+        with ExitStack() as undo:
+            undo.callback(extras.close)  # when the last event has been told
+            tcp = undo.enter_context(bind_tcp(settings.host, settings.port))
+            unix = undo.enter_context(bind_unix(settings.socket_path))
+            try:
+                pool = open_pool(settings, secrets.randbits, tell=self._bus.publish)
+            except OSError as error:
+                raise StartupError("no_shared_memory", f"shared memory cannot be used: {error}") from error
+            undo.callback(self._close, pool)
+            parts = build(
+                settings, pool, access, perf_ns=time.perf_counter_ns, wall_s=time.time, now_s=time.monotonic,
+                bus=self._bus, extras=extras,
+            )
+            extras.start(parts.kv_log)
+            rereading = Rereading(settings, self._source, access=access, admin=parts.handlers.admin, bus=self._bus)
+            keeper, drain = parts.keeper, parts.drain
+            self._drain = drain
+            addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
+            mover = MoverProcess(settings, parts.desk, addresses.unix) if settings.has_tiers else None
+
+            @asynccontextmanager
+            async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+                task = asyncio.create_task(keeper.run())
+                task.add_done_callback(self._keeper_ended)
+                telling = asyncio.create_task(self._bus.run())
+                moving = None if mover is None else asyncio.create_task(_serve_tiers(keeper, mover))
+                routing = None if parts.kv_log is None else asyncio.create_task(parts.kv_log.run())
+                yield
+                if drain.keeps_pool:
+                    parts.handlers.reports.keep_history()
+                for ending in filter(None, (moving, task, telling, routing)):
+                    ending.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([ending])
+                if mover is not None:
+                    await mover.end()
+
+            async def announce() -> None:
+                await keeper.ready.wait()
+                self._bus.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
+                gc.freeze()  # start-up objects live to the end: collections that walk them would stall calls
+                self._on_ready(addresses)
+
+            app = create_app(settings, parts, lifespan)
+            hot = HotPath(app, access, parts.handlers.service, parts.meter, settings.body_limit_bytes)
+            connections = connection_class(connection_limits(settings), parts.meter)
+            self._uvicorn = _Uvicorn(
+                uvicorn_config(hot, connections), announce, drain, rereading.run, lambda: self._tell_drain(pool)
+            )
+            self._uvicorn.should_exit = self._stop_wanted.is_set()
+            self._uvicorn.run(sockets=[tcp, unix])
+        if self._failure is not None:
+            raise self._failure
+
+    def _tell_drain(self, pool: Pool) -> None:
+        stats = pool.table.stats()
+        self._bus.publish(Draining(
+            is_takeover=self._drain is not None and self._drain.is_takeover, leases=stats["leases"],
+            reservations=stats["reservations"],
+        ))
+
+    def _close(self, pool: Pool) -> None:
+        keep = self._failure is None and self._drain is not None and self._drain.keeps_pool
+        self._bus.publish(Ended(pool=f"{pool.pool_id:016x}", keeps_pool=keep))
+        self._bus.flush()
+        if not keep:
+            pool.close()
+            return
+        pool.leave()
+
+    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+        """A server without its keeper would never notice a death, so it stops."""
+        if not task.cancelled():
+            self._failure = task.exception()
+            self.stop()
+
+
+async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:
+    await keeper.ready.wait()
+    await mover.run()
+
+
+_Background = Callable[[], Coroutine[None, None, None]]
+
+
+class Terminal:
+    """The terminal that the process was started from, if there is one. The kernel sends SIGHUP when it is closed, and
+    so do people who want settings to be read again."""
+
+    def __init__(self) -> None:
+        self.is_outlived = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        """The process was started to survive it (nohup)."""
+        self._was_there = _has_terminal()
+
+    def has_gone(self) -> bool:
+        return self._was_there and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that announces itself, drains, and exits with status 0 after a signal."""
+
+    def __init__(
+        self, config: uvicorn.Config, announce: _Background, drain: Drain, reread: _Background,
+        tell_drain: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._announce, self._reread, self._tell_drain = announce, reread, tell_drain
+        self._drain = drain
+        self._has_told = False
+        self._wants_reread = False
+        self._rereading: set[asyncio.Task[None]] = set()
+        self._terminal = Terminal()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announcing = asyncio.create_task(self._announce())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first SIGTERM drains, and so does the end of the terminal; SIGHUP otherwise has settings and tokens read
+        again. HAND_OVER drains and leaves the pool to the next server. A second SIGTERM, or SIGINT at any time, ends
+        the server at once."""
+        if sig == signal.SIGHUP and not self._terminal.has_gone():
+            self._wants_reread = True
+            return
+        if sig == signal.SIGHUP and self._terminal.is_outlived:
+            return
+        if sig == HAND_OVER:
+            self._drain.hand_over(self.server_state.tasks)
+            return
+        if sig != signal.SIGINT and not self._drain.begun:
+            self._drain.begin(self.server_state.tasks)
+            return
+        if sig == signal.SIGINT:
+            self._drain.remove_pool()
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called every 0.1 s: True when the server shall end."""
+        if self._drain.begun and not self._has_told:
+            self._has_told = True
+            self._tell_drain()
+        if self._wants_reread:
+            self._wants_reread = False
+            task = asyncio.create_task(self._reread())
+            self._rereading.add(task)
+            task.add_done_callback(self._rereading.discard)
+        return await super().on_tick(counter) or self._drain.ended()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own version raises the signal again afterwards, which would look like a crash."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, HAND_OVER)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a server. SIGHUP is one, unless the process was started to survive it (nohup)."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if outlives else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def connection_limits(settings: Settings) -> ConnectionLimits:
+    """Raises this process's limit of descriptors; warns if what the system allows is little."""
+    descriptors, wanted = raise_descriptors(), descriptors_wanted(settings.tcp_connections)
+    if descriptors < wanted:
+        log.warning(
+            "the system allows %d open descriptors, wanted %d: raise the limit (ulimit -n, LimitNOFILE) or serve with "
+            "fewer tcp_connections", descriptors, wanted,
+        )
+    return ConnectionLimits(
+        tcp_connections=settings.tcp_connections,
+        unix_connections=unix_connections(descriptors, settings.tcp_connections),
+    )
+
+
+def uvicorn_config(app: ASGIApp, connections: type[Connection]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=connections,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=connections.limits.idle_s,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+def _url(tcp: socket.socket) -> str:
+    host, port = tcp.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,370 @@
+"""All settings of the server, typed and checked once; a name that is not here is refused.
+
+They come from four sources, and the first that names a setting wins: flag, environment, file, default. Sizes are
+written as `268435456` or `256MiB` in all of them. A refusal names the setting, its value, what was wanted and the
+source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import msgspec
+
+from kvdock._core import MAX_SEGMENTS
+from kvdock.api.errors import SettingsError
+from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE
+from kvdock.protocol.address import ADDRESS_VARIABLE, CONNECTOR_PREFIX, default_socket_path
+from kvdock.protocol.admin_schemas import Eviction, TierKeep
+from kvdock.protocol.log_format import LogFormat, LogLevel
+
+GIB = 1 << 30
+MAX_SEGMENT_BYTES = GIB
+"""A slot never crosses a 1 GiB pin piece, so a segment is never larger than one."""
+ENV_PREFIX = "KVDOCK_"
+CONFIG_VARIABLE = "KVDOCK_CONFIG"
+"""Names the settings file; it is not a setting itself."""
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIABLE})
+"""Not the server's settings, nor are those of vLLM's connector."""
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6,
+          "gb": 10**9, "tb": 10**12}
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+_ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """'4GiB' → 4294967296. Raises SettingsError naming the text."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise SettingsError(f"a size like 512MiB or 4GiB was wanted, found {text!r}")
+    number, unit = match[1], _UNITS[match[2].lower()]
+    return int(float(number) * unit) if "." in number else int(number) * unit
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def default_prefault_threads() -> int:
+    return max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+OnExit = Literal["remove", "keep"]
+Adopt = Literal["auto", "never", "require"]
+Growth = Literal["demand", "ahead"]
+Observer = Literal["log", "stream", "metrics", "curve", "traces", "kv_events"]
+"""Subscribers of the event bus (kvdock/api/events/), and the curve of other pools' hit shares
+(kvdock/api/views/curve.py)."""
+KvForm = Literal["map", "array"]
+DEFAULT_OBSERVERS: tuple[Observer, ...] = ("log", "stream", "metrics", "curve")
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""The OpenTelemetry specification's, for all exporters."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Build it with `load`, which checks; every field has a working default. kvdock/cli/meanings.py says what each
+    means."""
+
+    # where it listens
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 7410
+    socket_path: str = msgspec.field(default_factory=lambda: default_socket_path(os.environ))
+    allowed_hosts: str = ""
+    """With loopback names only, a web page cannot reach the pool by DNS rebinding."""
+    access_file: str = ""
+    body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 8 << 20
+    tcp_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
+
+    # the pool
+    pool_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 4 * GIB
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1 << 20, le=MAX_SEGMENT_BYTES)] = GIB
+    prefault_threads: Threads = msgspec.field(default_factory=default_prefault_threads)
+    grow_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05
+    low_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.005
+    high_water: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.01
+    growth: Growth = "demand"
+    eviction: Eviction = "adaptive"
+    table_records: Annotated[int, msgspec.Meta(ge=64, le=1 << 26)] = 1 << 17
+    table_grants: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 1 << 13
+    session_cap: Share = 0.5
+    total_cap: Share = 0.75
+    session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
+
+    # what each tenant may use; 0: no limit
+    tenant_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
+    tenant_chunks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
+    tenant_namespaces: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    tenant_sessions: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    tenant_grants: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+
+    # lower tiers; none of them: no mover is started
+    disk_path: str = ""
+    disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    redis_url: str = ""
+    objects_url: str = ""
+    mooncake_url: str = ""
+    tier_asks: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
+    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tier_keep: TierKeep = "shared"
+    tier_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
+
+    # life and death
+    heartbeat_s: Seconds = 2.0
+    missed_heartbeats: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 3
+    settle_s: Annotated[float, msgspec.Meta(ge=0)] = 3.0
+    ask_s: Seconds = 60.0
+    weights_grace_s: Annotated[float, msgspec.Meta(ge=0, le=1_000_000)] = 10.0
+    watch_s: Seconds = 0.5
+
+    # the beginning and the end
+    adopt: Adopt = "auto"
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
+    on_exit: OnExit = "remove"
+
+    # what people read
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"
+    observe: str = ",".join(DEFAULT_OBSERVERS)
+    traces_endpoint: str = msgspec.field(default_factory=lambda: os.environ.get(OTLP_VARIABLE, ""))
+    kv_events_endpoint: str = ""
+    kv_events_replay_endpoint: str = ""
+    kv_events_topic: str = ""
+    kv_events_form: KvForm = "map"
+    history_interval_s: Seconds = 1.0
+    history_values: Positive = 300
+    recent_requests: Positive = 256
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self.tier_names)
+
+    @property
+    def tier_names(self) -> list[str]:
+        """As the mover calls them, in the order in which it asks them."""
+        wanted = {
+            "disk": self.disk_path, "mooncake": self.mooncake_url, "redis": self.redis_url, "objects": self.objects_url,
+        }
+        return [name for name, where in wanted.items() if where]
+
+    @property
+    def observers(self) -> list[str]:
+        return [name for part in self.observe.split(",") if (name := part.strip())]
+
+    @property
+    def suspect_ms(self) -> int:
+        """From a member's last heartbeat until it is suspect."""
+        return round(self.missed_heartbeats * self.heartbeat_s * 1000)
+
+    @staticmethod
+    def load(values: Mapping[str, object]) -> Settings:
+        """Checked settings from a mapping of names to values or texts.
+
+        Raises SettingsError naming each unknown setting, or the setting, its value and what was wanted.
+        """
+        return _load(values, {})
+
+
+Source = Literal["default", "file", "environment", "flag"]
+
+
+class Origin(NamedTuple):
+    """Where a setting's value comes from."""
+
+    source: Source
+    where: str = ""
+    """`/etc/kvdock.toml, line 3`, `KVDOCK_PORT` or `--port`; empty for a default."""
+
+
+class Effective(NamedTuple):
+    settings: Settings
+    origins: dict[str, Origin]
+    """The origin of each setting, in the order of the settings."""
+
+
+def effective(
+    environ: Mapping[str, str], *, config: str | None = None, flags: Mapping[str, object] | None = None
+) -> Effective:
+    """All settings and where each comes from. `config`: a TOML file, else the one that KVDOCK_CONFIG names.
+
+    A flag that is None was not given. Raises SettingsError.
+    """
+    values: dict[str, object] = {}
+    origins: dict[str, Origin] = {}
+    path = environ.get(CONFIG_VARIABLE, "") if config is None else config
+    if path:
+        found, lines = _read_file(Path(path))
+        values.update(found)
+        origins.update({name: Origin("file", f"{path}, line {lines[name]}") for name in found})
+    for variable, text in environ.items():
+        if _is_ours(variable):
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            values[name], origins[name] = text, Origin("environment", variable)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[name], origins[name] = value, Origin("flag", f"--{name.replace('_', '-')}")
+    settings = _load(values, {name: origin.where for name, origin in origins.items()})
+    return Effective(settings, {name: origins.get(name, Origin("default")) for name in Settings.__struct_fields__})
+
+
+def _is_ours(variable: str) -> bool:
+    others = variable in OTHER_VARIABLES or variable.startswith(CONNECTOR_PREFIX)
+    return variable.startswith(ENV_PREFIX) and not others
+
+
+def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:
+    """A flat TOML file: settings, and the line of each. Raises SettingsError naming the file."""
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file {path} is no TOML: {error}") from error
+    lines = {name: _line_of(name, text) for name in found}
+    for name, value in found.items():
+        if isinstance(value, dict | list):
+            raise SettingsError(
+                f"settings file {path}, line {lines[name]}: {name!r} wanted a plain value, found a table or list; "
+                "settings are written one a line, outside of any table"
+            )
+    return found, lines
+
+
+def _line_of(name: str, text: str) -> int:
+    """The line on which a top-level name is set; 1 if it is written in a form that is not recognised."""
+    at = re.compile(rf"""\s*\[*\s*["']?{re.escape(name)}["']?\s*[]=.]""")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if at.match(line)), 1)
+
+
+def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
+    """`where`: the source of each value, for refusals."""
+    _refuse_unknown(values, where)
+    plain = {name: _plain(name, value, where) for name, value in values.items()}
+    try:
+        settings = msgspec.convert(plain, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_refusal(plain, str(error), where)) from error
+    return _checked(settings, given=set(values))
+
+
+def _plain(name: str, value: object, where: Mapping[str, str]) -> object:
+    """A size as bytes; everything else unchanged. Booleans are refused: they would pass for 1 or 0."""
+    if isinstance(value, bool):
+        raise SettingsError(f"{_named(name, value, where)}: wanted a number or text")
+    if not (name.endswith("_bytes") and isinstance(value, str)):
+        return value
+    try:
+        return parse_bytes(value)
+    except SettingsError as error:
+        raise SettingsError(f"{_named(name, value, where)}: {error}") from error
+
+
+def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> None:
+    known = Settings.__struct_fields__
+    unknown = sorted(set(values) - set(known))
+    if not unknown:
+        return
+    hints = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, 1)
+        source = f" ({where[name]})" if name in where else ""
+        hints.append(f"{name} (meant {near[0]}?){source}" if near else f"{name}{source}")
+    raise SettingsError(f"unknown settings: {', '.join(hints)}; known are {', '.join(known)}")
+
+
+def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:
+    """msgspec's message, which points at the setting (`… - at `$.port``), with its value and source."""
+    match = re.search(r"\$\.(\w+)", message)
+    if match is None or match[1] not in values:
+        return f"{message}; found other values"
+    choices = _CHOICES.get(match[1])
+    wanted = f"wanted {' or '.join(choices)}" if choices else message
+    return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
+    "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm),
+    "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
+}
+
+
+def _named(name: str, value: object, where: Mapping[str, str]) -> str:
+    return f"{name}={value!r}" + (f" ({where[name]})" if name in where else "")
+
+
+def _checked(settings: Settings, given: set[str]) -> Settings:
+    """Rules for several fields together. The default segment size shrinks to the size of a smaller pool."""
+    if settings.segment_bytes > settings.pool_bytes:
+        if "segment_bytes" in given:
+            raise SettingsError(
+                f"segment_bytes={settings.segment_bytes} wanted at most pool_bytes={settings.pool_bytes}"
+            )
+        settings = msgspec.structs.replace(settings, segment_bytes=settings.pool_bytes)
+    most_bytes = (MAX_SEGMENTS - 1) * settings.segment_bytes  # the first segment may be smaller
+    if settings.pool_bytes > most_bytes:
+        raise SettingsError(
+            f"pool_bytes={settings.pool_bytes} wanted at most {most_bytes}, as segment_bytes={settings.segment_bytes} "
+            f"and a pool has at most {MAX_SEGMENTS} segments"
+        )
+    if settings.high_water < settings.low_water:
+        raise SettingsError(f"high_water={settings.high_water} wanted at least low_water={settings.low_water}")
+    if settings.disk_path and not settings.disk_bytes:
+        raise SettingsError(f"disk_path={settings.disk_path!r} wanted disk_bytes as well: how much it may have")
+    if settings.disk_bytes and not settings.disk_path:
+        raise SettingsError(f"disk_bytes={settings.disk_bytes} wanted disk_path as well: where it may be written")
+    if unknown := [name for name in settings.observers if name not in get_args(Observer)]:
+        raise SettingsError(
+            f"observe={settings.observe!r} wanted some of {', '.join(get_args(Observer))}, separated by commas; found "
+            f"{', '.join(unknown)}"
+        )
+    _check_traces(settings, given)
+    _check_kv_events(settings)
+    if not settings.access_file and not is_loopback(settings.host):
+        raise SettingsError(
+            f"host={settings.host!r} wanted a loopback address, or an access_file that says who may call from elsewhere"
+        )
+    if len(os.fsencode(settings.socket_path)) > 107:
+        raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
+    return settings
+
+
+def _check_traces(settings: Settings, given: set[str]) -> None:
+    endpoint, is_on = settings.traces_endpoint, "traces" in settings.observers
+    if is_on and not _URL.fullmatch(endpoint):
+        raise SettingsError(
+            f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
+            f"traces are sent; found {endpoint!r}"
+        )
+    if endpoint and not is_on and "traces_endpoint" in given:
+        raise SettingsError(f"traces_endpoint={endpoint!r} wanted traces in observe={settings.observe!r} as well")
+
+
+def _check_kv_events(settings: Settings) -> None:
+    endpoints = {name: getattr(settings, name) for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
+    for name, endpoint in endpoints.items():
+        if endpoint and not _ZMQ.fullmatch(endpoint):
+            raise SettingsError(f"{name}={endpoint!r} wanted tcp://host:port or ipc://path")
+        if endpoint and "kv_events" not in settings.observers:
+            raise SettingsError(f"{name}={endpoint!r} wanted kv_events in observe={settings.observe!r} as well")
+    if settings.kv_events_replay_endpoint and not settings.kv_events_endpoint:
+        raise SettingsError(
+            f"kv_events_replay_endpoint={settings.kv_events_replay_endpoint!r} wanted kv_events_endpoint as well: what "
+            "was missed there is sent again"
+        )

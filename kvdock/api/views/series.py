@@ -1,0 +1,209 @@
+"""Time series for people to read: of the last minutes, hours and days, each a ring of its own. All of it is bounded.
+
+A series is a row of SERIES or TIER_SERIES; the status page draws all rows and knows none by name. Hours and days are
+kept with the pool: in an object beside it (kvdock/api/pool/kept_object.py), from which the next server of the pool goes
+on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.views.history import Counters
+from kvdock.protocol.reports import Over, PoolView, Series, Stats, TierView
+
+log = logging.getLogger("kvdock.api")
+
+
+class Sample(NamedTuple):
+    """Everything a series may be computed from, at one moment."""
+
+    counters: Counters
+    pool: PoolView
+    tiers: list[TierView]
+    elapsed_s: float
+
+
+Unit = Literal["bytes", "chunks", "tokens", "ratio", "per_s", "bytes_per_s"]
+Compute = Callable[[Sample, Sample], float | None]
+"""(previous sample, this one) → value; None: there was nothing to measure."""
+
+
+class SeriesSpec(NamedTuple):
+    name: str
+    title: str
+    unit: Unit
+    chart: str
+    compute: Compute
+
+
+def _rate(field: str) -> Compute:
+    def per_second(before: Sample, after: Sample) -> float | None:
+        grown = int(getattr(after.counters, field)) - int(getattr(before.counters, field))
+        return grown / after.elapsed_s if after.elapsed_s > 0 else None
+
+    return per_second
+
+
+def _pool(field: str) -> Compute:
+    return lambda before, after: float(getattr(after.pool, field))
+
+
+def _tiers(counter: str) -> Compute:
+    """All tiers together. None where a tier has begun to count anew."""
+
+    def per_second(before: Sample, after: Sample) -> float | None:
+        was = {tier.name: tier.counters.get(counter, 0) for tier in before.tiers}
+        grown = [tier.counters.get(counter, 0) - was.get(tier.name, 0) for tier in after.tiers]
+        return sum(grown) / after.elapsed_s if after.elapsed_s > 0 and min(grown, default=0) >= 0 else None
+
+    return per_second
+
+
+def _hit_ratio(before: Sample, after: Sample) -> float | None:
+    asked = after.counters.lookup_tokens - before.counters.lookup_tokens
+    return (after.counters.hit_tokens - before.counters.hit_tokens) / asked if asked > 0 else None
+
+
+SERIES: tuple[SeriesSpec, ...] = (
+    SeriesSpec("hit_ratio", "Hit rate", "ratio", "Hit rate", _hit_ratio),
+    SeriesSpec("lookup_tokens", "Looked up", "per_s", "Tokens", _rate("lookup_tokens")),
+    SeriesSpec("hit_tokens", "Found", "per_s", "Tokens", _rate("hit_tokens")),
+    SeriesSpec("stored_bytes", "Stored", "bytes_per_s", "Traffic", _rate("stored_bytes")),
+    SeriesSpec("loaded_bytes", "Loaded", "bytes_per_s", "Traffic", _rate("loaded_bytes")),
+    SeriesSpec("ready_bytes", "Ready", "bytes", "Pool", _pool("ready_bytes")),
+    SeriesSpec("reserved_bytes", "Being written", "bytes", "Pool", _pool("reserved_bytes")),
+    SeriesSpec("quarantined_bytes", "Quarantined", "bytes", "Pool", _pool("quarantined_bytes")),
+    SeriesSpec("free_bytes", "Free", "bytes", "Pool", _pool("free_bytes")),
+    SeriesSpec("lookups", "Lookups", "per_s", "Calls", _rate("lookups")),
+    SeriesSpec("reservations", "Reservations", "per_s", "Calls", _rate("reservations")),
+    SeriesSpec("evicted_chunks", "Evicted", "per_s", "Evictions", _rate("evicted_chunks")),
+)
+TIER_SERIES: tuple[SeriesSpec, ...] = (
+    SeriesSpec("tier_stored_bytes", "Stored", "bytes_per_s", "Traffic of lower tiers", _tiers("stored_bytes")),
+    SeriesSpec("tier_loaded_bytes", "Loaded", "bytes_per_s", "Traffic of lower tiers", _tiers("loaded_bytes")),
+)
+"""For servers that have tiers."""
+
+
+class Level(NamedTuple):
+    """How far back, and how finely."""
+
+    name: Over
+    interval_s: float
+    values: int
+
+
+KEPT_LEVELS = (Level("hours", 60.0, 720), Level("days", 1800.0, 672))
+"""Half a day by the minute, two weeks by the half-hour."""
+
+
+class _Rings:
+    """A ring of values for each series."""
+
+    def __init__(self, level: Level, specs: tuple[SeriesSpec, ...]) -> None:
+        self.level, self._specs = level, specs
+        self.values: list[deque[float | None]] = [deque(maxlen=level.values) for _ in specs]
+        self._before: Sample | None = None
+        self.sampled_at_s = 0.0
+
+    def sample(self, sample: Sample, now_s: float) -> bool:
+        """Takes a value of each series if it is time; whether it did. The first sample is only what the second is
+        compared with."""
+        elapsed_s = now_s - self.sampled_at_s
+        # An interval is some samples long, and those come a little late or early.
+        if self._before is not None and elapsed_s < self.level.interval_s - sample.elapsed_s / 2:
+            return False
+        if self._before is not None:
+            after = sample._replace(elapsed_s=elapsed_s)
+            for spec, ring in zip(self._specs, self.values, strict=True):
+                ring.append(spec.compute(self._before, after))
+        is_first, self._before, self.sampled_at_s = self._before is None, sample, now_s
+        return not is_first
+
+    def view(self, now_s: float) -> Stats:
+        series = [
+            Series(name=spec.name, title=spec.title, unit=spec.unit, chart=spec.chart, values=list(ring))
+            for spec, ring in zip(self._specs, self.values, strict=True)
+        ]
+        return Stats(
+            interval_s=self.level.interval_s, age_s=max(0.0, now_s - self.sampled_at_s), series=series
+        )
+
+    def take_over(self, kept: Stats, missed: int) -> None:
+        """Goes on where another server ended: `missed` intervals passed without one."""
+        values = {series.name: series.values for series in kept.series}
+        length = max(map(len, values.values()), default=0)
+        for spec, ring in zip(self._specs, self.values, strict=True):
+            known = values.get(spec.name, [])
+            ring.extend([None] * (length - len(known)) + known + [None] * min(missed, self.level.values))
+
+
+class _Kept(msgspec.Struct):
+    """What is written. `at`: Unix seconds."""
+
+    at: float
+    levels: dict[Over, Stats]
+
+
+class History:
+    """`sample` is called once an interval of the finest level, by one task."""
+
+    def __init__(
+        self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
+        wall_s: Callable[[], float],
+    ) -> None:
+        """`kept`: what hours and days are kept in; None: they end with the server."""
+        levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
+        self._levels = {level.name: _Rings(level, specs) for level in levels}
+        self._kept, self._wall_s = kept, wall_s
+        self._sampled_at_s = 0.0
+        self._take_over()
+
+    def sample(self, counters: Counters, pool: PoolView, tiers: list[TierView], now_s: float) -> None:
+        sample = Sample(msgspec.structs.replace(counters), pool, tiers, now_s - self._sampled_at_s)
+        self._sampled_at_s = now_s
+        taken = {name for name, rings in self._levels.items() if rings.sample(sample, now_s)}
+        if taken.intersection(level.name for level in KEPT_LEVELS):
+            self.keep(now_s)
+
+    def view(self, over: Over, now_s: float) -> Stats:
+        return self._levels[over].view(now_s)
+
+    def filling_bytes_per_s(self) -> float | None:
+        """How fast the pool has filled over the finest level. None: that is not known yet."""
+        rings = self._levels["minutes"]
+        ready = next(ring for spec, ring in zip(SERIES, rings.values, strict=False) if spec.name == "ready_bytes")
+        known = [value for value in ready if value is not None]
+        if len(known) < 2:
+            return None
+        return (known[-1] - known[0]) / ((len(known) - 1) * rings.level.interval_s)
+
+    # ---------------------------------------------------------------- kept with the pool
+
+    def keep(self, now_s: float) -> None:
+        """Writes hours and days for the next server of the pool."""
+        if self._kept is not None:
+            levels = {level.name: self._levels[level.name].view(now_s) for level in KEPT_LEVELS}
+            self._kept.write(msgspec.json.encode(_Kept(self._wall_s(), levels)))
+
+    def _take_over(self) -> None:
+        content = self._kept.read() if self._kept is not None else b""
+        if not content:
+            return
+        try:
+            kept = msgspec.json.decode(content, type=_Kept)
+        except msgspec.MsgspecError as error:
+            log.warning("the history of hours and days begins anew: %s", error)
+            return
+        for level in KEPT_LEVELS:
+            stats = kept.levels.get(level.name)
+            if stats is not None and stats.interval_s == level.interval_s:
+                away_s = max(0.0, self._wall_s() - kept.at) + stats.age_s
+                self._levels[level.name].take_over(stats, int(away_s / level.interval_s))

@@ -1,0 +1,272 @@
+"""The engine's client of the server: one method per call, with the wire structs as arguments and answers.
+
+    client = Client("unix:/run/user/1000/kvdock.sock")
+    attached = client.attach(AttachSession(instance=…, manifest=…, member=…))
+    found = client.lookup(Lookup(session=attached.session, member=…, request="r1", keys=b"…"))
+
+Thread-safe, synchronous and lean: MessagePack over a persistent connection; it needs only msgspec and the standard
+library. kvdock/client/http_client.py offers the same calls through httpx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from kvdock.client.answers import Answers
+from kvdock.client.releases import ReleaseQueue
+from kvdock.client.transport import Address, Transport
+from kvdock.protocol import admin_schemas as a, calls as c, hints as h, schemas as s, tier_schemas as t
+from kvdock.protocol.access_token import authorization
+from kvdock.protocol.calls import Call, page
+from kvdock.protocol.curve import Curve
+from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.explain import Explanation
+from kvdock.protocol.forms import JSON, PACKED
+from kvdock.protocol.reports import Leases, LeaseView, Over, Requests, Stats, Status
+from kvdock.protocol.usage import Prefixes
+from kvdock.protocol.version import API_VERSION, VERSION_HEADER
+from kvdock.protocol.wire_types import KEY_BYTES, Body, Carrier, RefusedRelease
+
+A = TypeVar("A")
+
+FLUSH_S = 1.0
+"""How long close() may take to send queued releases. The server asks about those that do not arrive."""
+_JSON_TYPE = JSON.media_type.encode()
+
+
+class Client:
+    """Calls to one server, one method each. Each takes `timeout_s`; None means the client's default.
+
+    Raises ServerUnavailable if there is no answer and ApiError if the answer is a refusal; nothing else.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 5.0, packed: bool = True, access_token: str = "") -> None:
+        """`address`: `unix:/path` or `http://host:port`; ValueError otherwise. Connects on the first call.
+
+        `packed`: MessagePack bodies; otherwise JSON, which people can read. `access_token`: of the server's access file
+        (protocol.access_token reads it from a file); over the Unix socket the server's own user needs none.
+        """
+        self._releases = ReleaseQueue()
+        headers = {VERSION_HEADER: str(API_VERSION), **authorization(access_token)}
+        sent = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._transport = Transport(Address.parse(address), sent.encode())
+        self.timeout_s = timeout_s
+        self._form = PACKED if packed else JSON
+        self._media_type = self._form.media_type.encode()
+        self._answers = Answers(self.address)
+
+    @property
+    def address(self) -> str:
+        """`unix:/path` or `http://host:port`."""
+        return self._transport.address.text
+
+    def close(self) -> None:
+        """Sends what release_later queued, if the server answers."""
+        for session in self._releases.sessions():
+            with suppress(ApiError, ServerUnavailable):
+                self.flush(session, timeout_s=FLUSH_S)
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _do(
+        self, call: Call[A], body: Body | None, timeout_s: float | None, *ids: str,
+        query: dict[str, str] | None = None,
+    ) -> A:
+        form = self._form if body is not None and call.packed else JSON
+        sent = None if body is None else form.encode(_with_key_bytes(body) if form.packed else body)
+        status, raw = self._transport.call(
+            call.method, call.target(ids, query), sent, self.timeout_s if timeout_s is None else timeout_s,
+            self._media_type if form is self._form else _JSON_TYPE,
+        )
+        return self._answers.decoded(call, status, raw, packed=form.packed)
+
+    def _carrying(
+        self, call: Call[A], body: Carrier, timeout_s: float | None, session: str | None, *ids: str
+    ) -> A:
+        loaded, taken = self._releases.load(session, body)
+        try:
+            return self._do(call, loaded, timeout_s, *ids)
+        except BaseException as error:
+            if session is not None:
+                self._releases.put_back(session, taken, error)
+            raise
+
+    # ---------------------------------------------------------------- sessions
+
+    def attach(self, body: s.AttachSession, *, timeout_s: float | None = None) -> s.SessionAttached:
+        return self._do(c.ATTACH, body, timeout_s)
+
+    def heartbeat(self, session: str, body: s.Heartbeat, *, timeout_s: float | None = None) -> s.HeartbeatAnswer:
+        return self._carrying(c.HEARTBEAT, body, timeout_s, session, session)
+
+    def leave(self, session: str, member: str, *, timeout_s: float | None = None) -> None:
+        """Releases everything that the member holds, so releases that it has queued need not be sent."""
+        return self._do(c.LEAVE, None, timeout_s, session, query={"member": member})
+
+    def weights(self, body: s.RunWeights, *, timeout_s: float | None = None) -> s.WeightsAnswer:
+        """What the session looks up and stores from now on is filed under these weights."""
+        return self._do(c.WEIGHTS, body, timeout_s)
+
+    def sessions(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> s.Sessions:
+        return self._do(c.SESSIONS, None, timeout_s, query=page(limit, cursor))
+
+    def session(
+        self, session: str, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.SessionDetail:
+        """With its members and a page of its grants."""
+        return self._do(c.SESSION, None, timeout_s, session, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- reading
+
+    def lookup(self, body: s.Lookup, *, timeout_s: float | None = None) -> s.LookupAnswer:
+        return self._carrying(c.LOOKUP, body, timeout_s, body.session)
+
+    def release(self, lease: str, body: s.ReleaseLease, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.RELEASE, body, timeout_s, lease)
+
+    def release_later(self, lease: str, session: str, ranks: Collection[int]) -> None:
+        """Queued: the next lookup, reserve, commit or heartbeat of the session carries it. Raises ValueError.
+
+        The copies of these ranks have ended. A session that sends heartbeats releases at the latest with the next one;
+        for others `flush` and `close` send what is queued.
+        """
+        self._releases.add(session, lease, ranks)
+
+    def flush(self, session: str, *, timeout_s: float | None = None) -> list[RefusedRelease]:
+        """Sends what release_later queued for the session; returns what was refused."""
+        refused: list[RefusedRelease] = []
+        while self._releases.waits(session):
+            answer = self._carrying(c.RELEASE_MANY, s.ReleaseMany(session=session), timeout_s, session)
+            refused += answer.refused_releases
+        return refused
+
+    def withdraw(
+        self, session: str, requests: Sequence[str], *, timeout_s: float | None = None
+    ) -> s.ReleaseManyAnswer:
+        """These requests store no more of what lookups with `computes` have promised for them."""
+        body = s.ReleaseMany(session=session, withdraws=list(requests))
+        return self._carrying(c.RELEASE_MANY, body, timeout_s, session)
+
+    def cancel(self, lease: str, session: str, member: str, *, timeout_s: float | None = None) -> None:
+        """For the member that asked, if no rank was or will be handed the plan."""
+        return self._do(c.CANCEL, None, timeout_s, lease, query={"session": session, "member": member})
+
+    def mismatch(self, body: s.ReportMismatch, *, timeout_s: float | None = None) -> s.MismatchAnswer:
+        return self._do(c.MISMATCH, body, timeout_s)
+
+    def hint(self, body: h.Hint, *, timeout_s: float | None = None) -> h.HintAnswer:
+        return self._do(c.HINT, body, timeout_s)
+
+    def hold(self, body: t.Hold, *, timeout_s: float | None = None) -> t.HoldAnswer:
+        return self._carrying(c.HOLD, body, timeout_s, body.session)
+
+    def prefetch(self, body: t.Prefetch, *, timeout_s: float | None = None) -> t.PrefetchAnswer:
+        return self._do(c.PREFETCH, body, timeout_s)
+
+    def lease(self, lease: str, *, timeout_s: float | None = None) -> LeaseView:
+        """What a lease or reservation still holds."""
+        return self._do(c.LEASE, None, timeout_s, lease)
+
+    def leases(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> Leases:
+        return self._do(c.LEASES, None, timeout_s, query=page(limit, cursor))
+
+    # ---------------------------------------------------------------- writing
+
+    def reserve(self, body: s.Reserve, *, timeout_s: float | None = None) -> s.ReserveAnswer:
+        return self._carrying(c.RESERVE, body, timeout_s, body.session)
+
+    def commit(self, reservation: str, body: s.Commit, *, timeout_s: float | None = None) -> s.CommitAnswer:
+        return self._carrying(c.COMMIT, body, timeout_s, body.session, reservation)
+
+    def abort(self, reservation: str, body: s.Abort, *, timeout_s: float | None = None) -> s.ReleaseAnswer:
+        return self._do(c.ABORT, body, timeout_s, reservation)
+
+    # ---------------------------------------------------------------- the pool, and what people read
+
+    def segments(self, *, timeout_s: float | None = None) -> s.Segments:
+        """All of them, however many pages they fill."""
+        found = self._do(c.SEGMENTS, None, timeout_s)
+        while found.next is not None:
+            more = self._do(c.SEGMENTS, None, timeout_s, query=page(None, found.next))
+            found = msgspec.structs.replace(more, segments=[*found.segments, *more.segments])
+        return found
+
+    def status(self, *, timeout_s: float | None = None) -> Status:
+        return self._do(c.STATUS, None, timeout_s)
+
+    def stats(self, over: Over = "minutes", *, timeout_s: float | None = None) -> Stats:
+        return self._do(c.STATS, None, timeout_s, query={} if over == "minutes" else {"over": over})
+
+    def prefixes(self, limit: int | None = None, *, timeout_s: float | None = None) -> Prefixes:
+        """What is cached, by prefix, the most used first."""
+        return self._do(c.PREFIXES, None, timeout_s, query=page(limit, None))
+
+    def curve(self, *, timeout_s: float | None = None) -> Curve:
+        """Which share of the tokens pools of other sizes would find."""
+        return self._do(c.CURVE, None, timeout_s)
+
+    def requests(
+        self, *, limit: int | None = None, cursor: str | None = None, request: str = "", timeout_s: float | None = None
+    ) -> Requests:
+        """Those whose ids begin with `request`."""
+        query = {"request": request} if request else {}
+        return self._do(c.REQUESTS, None, timeout_s, query=page(limit, cursor) | query)
+
+    def explain(self, request: str, *, session: str = "", timeout_s: float | None = None) -> Explanation:
+        """Why the latest request of that id, or that of the session, found what it found."""
+        return self._do(c.EXPLAIN, None, timeout_s, request, query={"session": session} if session else {})
+
+    # ---------------------------------------------------------------- administration
+
+    def clear(self, body: a.ClearCache, *, timeout_s: float | None = None) -> a.Cleared:
+        """Walks the whole table: give it time."""
+        return self._do(c.CLEAR, body, timeout_s)
+
+    def delete(self, body: a.DeleteChunks, *, timeout_s: float | None = None) -> a.Deleted:
+        return self._do(c.DELETE, body, timeout_s)
+
+    def evict(self, body: a.EvictChunks, *, timeout_s: float | None = None) -> a.Evicted:
+        """Gives the memory of many chunks back, one after the other: give it time."""
+        return self._do(c.EVICT, body, timeout_s)
+
+    def pin(self, body: a.PinChunks, *, timeout_s: float | None = None) -> a.Pinned:
+        """`duration_s` 0 unpins."""
+        return self._do(c.PIN, body, timeout_s)
+
+    def config(self, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIG, None, timeout_s)
+
+    def configure(self, body: a.PatchConfig, *, timeout_s: float | None = None) -> a.Config:
+        return self._do(c.CONFIGURE, body, timeout_s)
+
+    def namespaces(
+        self, *, limit: int | None = None, cursor: str | None = None, timeout_s: float | None = None
+    ) -> a.Namespaces:
+        return self._do(c.NAMESPACES, None, timeout_s, query=page(limit, cursor))
+
+
+def _with_key_bytes(body: Body) -> Body:
+    """Hex keys as one bin. Strings that are no keys stay, for the server to refuse."""
+    if not isinstance(body, s.Lookup | s.Reserve | h.Hint) or not isinstance(body.keys, list):
+        return body
+    if set(map(len, body.keys)) - {2 * KEY_BYTES}:
+        return body
+    try:
+        keys = bytes.fromhex("".join(body.keys))
+    except ValueError:
+        return body
+    return msgspec.structs.replace(body, keys=keys) if len(keys) == KEY_BYTES * len(body.keys) else body

@@ -1,0 +1,214 @@
+"""Rank 0's questions: what a request can load of the pages that the engine lacks, and what is promised of it.
+
+SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
+round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
+back (holding.py): until the server has answered, until what was found is hashed, and until lower tiers have brought
+what they have (kvdock/connectors/await_tiers.py). A promised load that fails aborts its request: what is not verified
+is never promised.
+
+The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
+suffix of the one before, and the answer still holds. Any other tail is another question.
+
+SGLang says nothing when a request ends that has loaded nothing. One that was not asked about for FORGET_S is forgotten,
+and its lease given back; should it be asked about after all, that is a new question.
+
+Threads: SGLang's scheduler thread calls everything; chains are made by the driver's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.interface import Hit, Pending
+from kvdock.connectors.plans import LoadPlan
+from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.session import Attachment
+from kvdock.connectors.sglang.figures import Figures
+from kvdock.connectors.sglang.fresh import START, UNKNOWN
+from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
+
+FORGET_S = 10.0
+
+
+@dataclass
+class _Asked:
+    """`pages`: the hashes of the tail that the question was about; `local`: how many of them the device has by now.
+    `verified_by_s`: when to wait no longer until what was found is verified, and `was_late`: it was not by then.
+    `waits`: more may be promised later; `until_s`: when the request waits no longer, whatever it was asked about."""
+
+    name: str
+    pages: tuple[str, ...]
+    asked_s: float
+    local: int = 0
+    verified_by_s: float | None = None
+    was_late: bool = False
+    waits: bool = False
+    until_s: float | None = None
+
+
+class Chains:
+    """The keys of what is looked up and stored, by the name of the question or the offer. A name is bound to the
+    weights that the engine runs when it is given; what has a name is asked for and stored under these alone."""
+
+    def __init__(self, weights: RunningWeights) -> None:
+        self._weights = weights
+        self._pages: dict[str, tuple[Sequence[str], str | None, bytes]] = {}
+
+    def named(self, name: str, pages: Sequence[str], parent: str | None = UNKNOWN) -> None:
+        """`parent`: the hash of the page before the first one, START or UNKNOWN."""
+        self._pages[name] = pages, parent, self._weights.tag
+
+    def forget(self, name: str) -> None:
+        self._pages.pop(name, None)
+
+    def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
+        """As ChainOf has it."""
+        pages, parent, tag = self._pages.get(name, ((), UNKNOWN, b""))
+        chain = HashedChain(tagged(namespace, tag), page_tokens, [bytes.fromhex(page) for page in pages], page_tokens)
+        if parent is UNKNOWN:
+            chain.parent = UNKNOWN_PARENT
+        elif parent != START:
+            chain.parent = chain.key_of(bytes.fromhex(parent))
+        return chain
+
+
+class Lookups:
+    """`verify_wait_s`: how long a request may wait until what was found is verified; `tier_wait_s`: for lower tiers.
+    `clock`: seconds, monotonic."""
+
+    def __init__(
+        self, driver: Driver, chains: Chains, figures: Figures, page_tokens: int, verify_wait_s: float,
+        tier_wait_s: float, clock: Callable[[], float],
+    ) -> None:
+        self._driver, self._chains, self._figures, self._clock = driver, chains, figures, clock
+        self._page_tokens, self._verify_wait_s = page_tokens, verify_wait_s
+        self._most_s = tier_wait_s + verify_wait_s
+        self._batches, self._late = 0, 0
+        self._asked: dict[str, _Asked] = {}
+        self._loading: dict[str, str] = {}
+        """Requests whose plan was handed out, with the names of their questions."""
+        self._count = 0
+
+    def ask(self, rid: str, pages: Sequence[str]) -> int:
+        """How many of the first of `pages` are promised."""
+        asked = self._known(rid, tuple(pages))
+        found = self._found(asked)
+        asked.waits = found is None and self._may_wait(asked)
+        return found or 0
+
+    def waits(self, rid: str, anew: bool) -> bool:
+        """Whether it is worth waiting to ask again: as the last question has found, or, `anew`, now."""
+        asked = self._asked.get(rid)
+        if asked is None:
+            return False
+        if anew:
+            asked.asked_s, asked.waits = self._clock(), self._found(asked) is None and self._may_wait(asked)
+        return asked.waits
+
+    def _may_wait(self, asked: _Asked) -> bool:
+        """One that is asked about by other pages each time would begin to wait anew each time."""
+        now_s = self._clock()
+        if asked.until_s is None:
+            asked.until_s = now_s + self._most_s
+        return now_s < asked.until_s
+
+    def _found(self, asked: _Asked) -> int | None:
+        """How many pages may be promised that the device lacks. None: more may be found soon."""
+        size = self._page_tokens
+        hit = self._driver.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
+        if not isinstance(hit, Hit):
+            return None if isinstance(hit, Pending) else 0
+        if self._driver.is_verified(asked.name):
+            return hit.tokens // size - asked.local
+        now_s = self._clock()
+        if asked.verified_by_s is None:
+            asked.verified_by_s = now_s + self._verify_wait_s
+        if now_s < asked.verified_by_s:
+            return None
+        if not asked.was_late:
+            asked.was_late = True
+            self._figures.add("lookups_unverified")
+        return 0
+
+    def _known(self, rid: str, pages: tuple[str, ...]) -> _Asked:
+        asked = self._asked.get(rid)
+        if asked is not None:
+            local = len(asked.pages) - len(pages)
+            if local >= asked.local and asked.pages[local:] == pages:
+                asked.local, asked.asked_s = local, self._clock()
+                return asked
+            self._finish(asked.name)
+        until_s = asked.until_s if asked is not None else None
+        self._count += 1
+        name = f"{rid}-{self._count}"  # what is known of an earlier question does not hold for this one
+        self._chains.named(name, pages)
+        asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
+        self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
+        return asked
+
+    def drop(self, rid: str) -> None:
+        """The request has ended before it was admitted."""
+        asked = self._asked.pop(rid, None)
+        if asked is not None:
+            self._finish(asked.name)
+
+    def begin_load(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
+        """Hands the lease out for the first `pages` of those last asked about. None: it is not there any more, or for
+        another length. The plan's pieces have numbers in the place of blocks: which of the load's pages they are."""
+        asked = self._asked.pop(rid, None)
+        if asked is None:
+            return None
+        end = asked.local + pages
+        numbers = [max(0, at - asked.local) for at in range(end)]
+        columns = self._columns(numbers, asked.local, end)
+        begun = self._driver.begin_load(asked.name, columns, asked.local * self._page_tokens, end * self._page_tokens)
+        if begun is None:
+            self._finish(asked.name)
+        else:
+            self._loading[rid] = asked.name
+            self._figures.add("hit_tokens", pages * self._page_tokens)
+        return begun
+
+    def _columns(self, numbers: Sequence[int], local: int, end: int) -> list[list[int | None]]:
+        """Per group, what it holds of the pages before `end`: of a window, its last ones."""
+        columns: list[list[int | None]] = []
+        for group in self._driver.scheduler.session.manifest.groups:
+            first = 0
+            if group.kind == "window":
+                first = max(local, end - -(-group.window_tokens // self._page_tokens))
+            columns.append([None] * first + [*numbers[first:]])
+        return columns
+
+    def loaded(self, rid: str, ok: bool | None) -> None:
+        """A load has ended. False: what it should have loaded is damaged; None: it was given up or cancelled."""
+        name = self._loading.pop(rid, None)
+        if name is None:
+            return
+        if ok is False:
+            self._driver.load_failed(name, 0)
+        self._finish(name)
+
+    def tick(self, batches: int) -> None:
+        """SGLang's loop has turned: forgets what was not asked about for long. `batches`: how many forward passes have
+        begun so far."""
+        is_idle, self._batches = batches == self._batches, batches
+        self._driver.step(is_idle)
+        if self._driver.late > self._late:
+            self._figures.add("lookups_late", self._driver.late - self._late)
+            self._late = self._driver.late
+        now_s = self._clock()
+        for rid in [rid for rid, asked in self._asked.items() if now_s - asked.asked_s > FORGET_S]:
+            self._finish(self._asked.pop(rid).name)
+
+    def reset(self) -> None:
+        """SGLang has forgotten all requests, or computes with other weights: nothing that was found holds."""
+        for asked in self._asked.values():
+            self._finish(asked.name)
+        self._asked.clear()
+
+    def _finish(self, name: str) -> None:
+        self._driver.finished(name)
+        self._chains.forget(name)

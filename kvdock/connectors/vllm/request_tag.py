@@ -1,0 +1,255 @@
+"""What a request's KV depends on beside its tokens: its tag, which is mixed into its keys (kvdock/protocol/keys.py).
+
+Adapter, salt, prompt embeddings and weights hold for all of a request; images and the like stand at some of
+its tokens, so that requests which differ in a later image share what comes before it. Such requests have keys made of
+tokens in all engines: vLLM's own hashes know adapters by their names, and images by names that clients may give.
+
+A request is not cached while its tag is not known: neither looked up nor stored. WHY has the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from kvdock.connectors.background import Background
+from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.vllm.adapter_loads import LOADS
+from kvdock.connectors.vllm.adapters import Adapter, Adapters
+from kvdock.connectors.vllm.hints import asked_by
+from kvdock.connectors.vllm.media import Media, Named, Unhashable, digest_of_tensor
+from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged
+
+WHY: Mapping[str, str] = {
+    "adapter": "the files of their LoRA adapter cannot be read, have changed since they were loaded, or share a name",
+    "media": "what an image or another input holds is not known, or shares its name with another one",
+    "embeddings": "their prompt holds embeddings that cannot be hashed, or that stand among tokens",
+    "growing": "their prompt grows while they run",
+    "unready": "their adapter, images or embeddings were still being hashed",
+}
+"""The reasons why requests are not cached, each in a few words."""
+WAIT_S = 0.1
+"""How long a lookup is put off for what is still being hashed."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """`of_all`: bytes that name what holds for all of the request; `marks`: as KeyChain has them."""
+
+    of_all: bytes = b""
+    marks: tuple[Mark, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.of_all or self.marks)
+
+
+PLAIN = Tag()
+
+
+def chain_of(
+    tag: Tag | None, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int | None
+) -> Chain:
+    """A request's keys. `namespace`: that of the weights which compute it (Tags.namespace_of). `hashes`: vLLM's, one
+    for each `hash_tokens` tokens; None: they are of no use to others."""
+    if tag is None:
+        return _NoKeys()
+    if tag or hash_tokens is None:
+        return KeyChain(tagged(namespace, tag.of_all), chunk_tokens, tag.marks)
+    return HashedChain(namespace, chunk_tokens, hashes, hash_tokens)
+
+
+class _NoKeys:
+    """The chain of a request whose tag is not known."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.parent: bytes | None = None
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """There is nothing to follow."""
+
+
+@dataclass
+class _Met:
+    """A request that has more than tokens. `why`: it will never be cached."""
+
+    since_s: float
+    why: str = ""
+    adapter: Adapter | None = None
+    media: list[tuple[Named, Any]] = field(default_factory=list)
+    embeddings: str = ""
+    weights: str = ""
+    awaits_embeddings: bool = False
+    told: dict[str, Any] = field(default_factory=dict)
+    is_counted: bool = False
+    tag: Tag | None = None
+
+
+class Tags:
+    """`adapters_as`: what vLLM's set-up says of all adapters and can change KV. `began_ns`: as Adapters has it.
+    `weights`: what this engine runs. `trusts_names`: a request that names its weights needs no other name of them.
+    `clock`: seconds, monotonic."""
+
+    def __init__(
+        self, adapters_as: str = "", began_ns: int = 0, clock: Callable[[], float] = time.perf_counter, *,
+        weights: RunningWeights | None = None, trusts_names: bool = True,
+    ) -> None:
+        self._weights, self._trusts_names = weights if weights is not None else RunningWeights(), trusts_names
+        self._hashing, self._clock, self._step = Background("kvdock-hash"), clock, 0
+        self._adapters, self._adapters_as = Adapters(self._hashing.run, began_ns, hears=LOADS.hears), adapters_as
+        self._media = Media(self._hashing.run)
+        self._met: dict[str, _Met] = {}
+        self._has_grown = False
+        """A prompt grew: what it grew by may be images that never came here."""
+
+    def arrived(self, request: Any) -> None:
+        """Every request must come here first: what vLLM computes of it may stay in its own prefix cache."""
+        if not is_plain(request):
+            self._meet(request)
+
+    def of(self, request: Any) -> Tag | None:
+        """None while it is not known, or when it will never be."""
+        if is_plain(request):
+            return PLAIN
+        met = self._meet(request)
+        if self._why_not(met):
+            return None
+        if met.tag is None:
+            met.tag = self._tag(met)
+        return met.tag
+
+    def namespace_of(self, request: Any, namespace: bytes) -> bytes:
+        """What takes the place of the engine's `namespace` in the keys of what is computed of the request now."""
+        return namespace if self.names_weights(request) else tagged(namespace, self._weights.tag)
+
+    def names_weights(self, request: Any) -> bool:
+        """Whether the name that the request gives stands for the weights that compute it."""
+        return self._trusts_names and bool(asked_by(request).weights)
+
+    def waits(self, request: Any) -> bool:
+        """Whether the tag may be known soon enough for a lookup to wait for it."""
+        met = self._meet(request)
+        return self._why_not(met) == "unready" and self._clock() - met.since_s < WAIT_S
+
+    def bypassed(self, request: Any) -> str:
+        """Why it is not cached, told once for each request; then ""."""
+        met = self._meet(request)
+        why, met.is_counted = "" if met.is_counted else self._why_not(met), True
+        if why == "adapter" and met.adapter is not None:
+            self._adapters.tell(met.adapter)
+        return why
+
+    def meet_adapter(self, asked: Any) -> None:
+        """vLLM is about to load that of `asked`, a LoRARequest."""
+        self._adapters.meet(asked)
+
+    def lost(self) -> bool:
+        """Whether an adapter is not what it was when the last steps computed with it. True once for each."""
+        lost = self._adapters.lost(self._step)
+        self._step += 1  # that was a look back: requests are looked up by a look of their own
+        return lost
+
+    def may_be_lost(self, request: Any) -> bool:
+        return getattr(request, "lora_request", None) is not None
+
+    def step(self) -> None:
+        """What may change on disk is looked at again."""
+        self._step += 1
+
+    def finished(self, request_id: str) -> None:
+        self._met.pop(request_id, None)
+
+    def close(self) -> None:
+        """Waits for what is being hashed."""
+        self._hashing.close()
+
+    def _meet(self, request: Any) -> _Met:
+        met = self._met.get(request.request_id)
+        if met is None:
+            met = self._met[request.request_id] = _Met(self._clock())
+            if getattr(request, "lora_request", None) is not None:
+                met.adapter = self._adapters.meet(request.lora_request)
+                met.told["3d"] = bool(getattr(request.lora_request, "is_3d_lora_weight", False))
+            met.media = [
+                (self._media.meet(feature), feature) for feature in getattr(request, "mm_features", None) or ()
+            ]
+            met.weights = asked_by(request).weights
+            if getattr(request, "cache_salt", None):
+                met.told["salt"] = request.cache_salt
+            if getattr(request, "resumable", False):
+                met.why, self._has_grown = "growing", True
+            self._meet_embeddings(request, met)
+        return met
+
+    def _meet_embeddings(self, request: Any, met: _Met) -> None:
+        embeddings = getattr(request, "prompt_embeds", None)
+        if embeddings is None:
+            met.why = met.why or ("embeddings" if request.prompt_token_ids is None else "")
+        elif getattr(request, "prompt_is_token_ids", None) is not None or request.prompt_token_ids is not None:
+            met.why = met.why or "embeddings"
+        elif not met.why:
+            met.awaits_embeddings = True
+            self._hashing.run(_hash_embeddings, embeddings, met)
+
+    def _why_not(self, met: _Met) -> str:
+        if met.why:
+            return met.why
+        if met.adapter is not None and not self._adapters.check(met.adapter, self._step):
+            return "adapter"
+        if met.media and (self._has_grown or any(not named.is_sound for named, _ in met.media)):
+            return "media"
+        is_known = (
+            (met.adapter is None or met.adapter.digest is not None) and not met.awaits_embeddings
+            and all(named.is_known for named, _ in met.media)
+        )
+        return "" if is_known else "unready"
+
+    def _tag(self, met: _Met) -> Tag:
+        told = dict(met.told)
+        if met.adapter is not None:
+            assert met.adapter.digest is not None
+            told |= {"adapter": met.adapter.digest.hex(), "adapters as": self._adapters_as}
+        if met.embeddings:
+            told["embeddings"] = met.embeddings
+        if met.weights:
+            told["weights"] = met.weights
+        marks = sorted((_mark(named, feature) for named, feature in met.media), key=lambda mark: (mark.start, mark.end))
+        return Tag(json.dumps(told, sort_keys=True).encode() if told else b"", tuple(marks))
+
+
+def is_plain(request: Any) -> bool:
+    """Whether its KV depends on its tokens alone."""
+    return not (
+        getattr(request, "lora_request", None) is not None
+        or getattr(request, "mm_features", None)
+        or getattr(request, "cache_salt", None)
+        or getattr(request, "prompt_embeds", None) is not None
+        or getattr(request, "resumable", False)
+        or asked_by(request).weights
+        or request.prompt_token_ids is None
+    )
+
+
+def _mark(named: Named, feature: Any) -> Mark:
+    """With the kind of the input, and which of its tokens it takes the place of."""
+    assert named.digest is not None
+    place = feature.mm_position
+    chosen = place.is_embed.tolist() if place.is_embed is not None else None
+    told = json.dumps([feature.modality, named.digest.hex(), chosen])
+    return Mark(place.offset, place.offset + place.length, sha256(told.encode()).digest())
+
+
+def _hash_embeddings(embeddings: Any, met: _Met) -> None:
+    """Background."""
+    try:
+        met.embeddings = digest_of_tensor(embeddings).hex()
+    except Unhashable:
+        pass
+    finally:
+        met.why = "" if met.embeddings else "embeddings"
+        met.awaits_embeddings = False

@@ -1,0 +1,516 @@
+"""In the scheduler's process: answers lookups, plans loads, and offers what is computed.
+
+A plain request is asked about when vLLM receives it (arrivals.py), others when its scheduler does, if few wait before
+it (kvdock/connectors/early.py), and by its lookup at the latest.
+"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (kvdock/connectors/patience.py). An
+admission begins a load. Each step offers the chunks that its end completes (stores.py).
+
+Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
+largest other request (block_budget.py); nothing is offered that vLLM has not computed, or not finished loading.
+
+Threads: vLLM's scheduler thread calls everything but received(), and one of them is let in at a time (arrivals.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvdock.connectors.await_tiers import AwaitTiers
+from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.compute_once import ComputeOnce
+from kvdock.connectors.driver import Driver
+from kvdock.connectors.early import EarlyQuestions
+from kvdock.connectors.interface import Hit, Pending
+from kvdock.connectors.load_cost import LoadOrCompute
+from kvdock.connectors.load_once import LoadOnce
+from kvdock.connectors.patience import Patience
+from kvdock.connectors.prefill_speed import PrefillSpeed
+from kvdock.connectors.requests import Chain
+from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.session import EngineSession, SessionObserver
+from kvdock.connectors.verify import ChecksumVerifier
+from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
+from kvdock.connectors.vllm.arrivals import Unscheduled
+from kvdock.connectors.vllm.attached import Attached
+from kvdock.connectors.vllm.block_budget import BlockBudget
+from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.connectors.vllm.figures import Figures
+from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
+from kvdock.connectors.vllm.hints import Hints
+from kvdock.connectors.vllm.in_flight import InFlight
+from kvdock.connectors.vllm.outcomes import Outcomes
+from kvdock.connectors.vllm.own_cache import OwnCache
+from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
+from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
+from kvdock.connectors.vllm.stores import Stores
+from kvdock.connectors.vllm.tables import Handed, Table, begun, blocks_behind, failing, follow, grown, handed, settled
+from kvdock.connectors.vllm.tracked import Tracked
+
+LEAST_PROMPT = 64
+"""Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""
+FIRST_STEPS = 3
+"""After this many steps every worker has had time to say whether it is attached."""
+SHORT_OF_BLOCKS_S = 60.0
+"""For so long after a preemption the pool is to hold what requests have on the GPU: they may lose it at any time."""
+
+
+class VllmScheduler:
+    """`session` is not started yet. `ranks`: how many workers report on each store; `hash_tokens`: keys are made from
+    vLLM's hashes, one for each `hash_tokens` tokens; `announcer`: set if the engine publishes KV cache events, `namer`
+    says what routers know chunks by. `steps_ahead`: how many steps are under way when vLLM plans another one;
+    `keeps_back`: as InFlight has it. `tags`: what requests depend on beside tokens and `weights`, which this engine
+    runs; `is_beside`: others load, too. `own_cache`: of vLLM, None if requests do not find there what others load."""
+
+    def __init__(
+        self, session: EngineSession, groups: Sequence[KVGroup], budget: BlockBudget, settings: Settings, *, ranks: int,
+        steps_ahead: int = 0, keeps_back: bool = True, announcer: Announcer | None = None,
+        hash_tokens: int | None = None, tags: Tags | None = None, is_beside: bool = False, namer: Namer | None = None,
+        weights: RunningWeights | None = None, own_cache: OwnCache | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._session, self._groups, self._budget, self._announcer = session, groups, budget, announcer
+        self._ranks, self._load_async = ranks, settings.load_async
+        self._verifies_all = len(groups) > 1 or not settings.load_async
+        self._has_states = any(group.state for group in groups)
+        self.figures = Figures()
+        self._hints = Hints(partial(self.figures.add, "hints_ignored"))
+        self._tracked: dict[str, Tracked] = {}
+        self._unscheduled = Unscheduled()
+        self._weights = weights if weights is not None else RunningWeights()
+        self._tags = tags if tags is not None else Tags(weights=self._weights)
+        self._reset_epoch = 0  # of the weights, when the connector was reset last
+        # Requests that name their weights look for chunks of other weights than the engine runs. Keys tell all apart.
+        self._files_together = settings.on_reset == "apart"
+        share, self._chunk_tokens = settings.compute_once, session.manifest.chunk_tokens
+        self._speed = PrefillSpeed(clock, steps_ahead)
+        speed = self._speed if settings.load_if_cheaper else None
+        tiers = AwaitTiers(settings.tier_wait_s, speed, clock, partial(self.figures.waited, "tier_"))
+        self._connector = SchedulerConnector(
+            session, readers=ranks, verifier=ChecksumVerifier(session), chain_of=partial(self._chain_of, hash_tokens),
+            observer=Announcing(announcer, namer, lambda name: self._tracked[name].request),
+            computes=share > 0, is_stored=self._is_stored, terms=tiers.terms,
+            traceparent_of=lambda name: self._tracked[name].traceparent,
+        )
+        # What windows have left behind cannot be stored once more.
+        self._exclusive = settings.exclusive and all(group.window_tokens is None for group in groups)
+        self._cost = LoadOrCompute(self._speed, clock) if settings.load_if_cheaper else None
+        once = ComputeOnce(share, self._speed, clock, partial(self.figures.waited, "")) if share > 0 else None
+        self._own_cache = own_cache if settings.load_once else None
+        self._driver = Driver(
+            self._connector, answered=partial(self.figures.add, "lookup_seconds"), limits=settings,
+            verifies_all=self._verifies_all, once=once, clock=clock, patience=Patience(settings.lookup_wait_s, clock),
+            statistics=ChunkStatistics(self._chunk_tokens) if settings.chunk_statistics else None,
+            cost=self._cost, declined=self._declined, tiers=tiers, loads=self._load_once(steps_ahead, clock),
+        )
+        self._early = EarlyQuestions(self._expect)
+        self._outcomes = Outcomes(self._driver.ended, self._speed, clock)
+        self._clearing, self._on_reset, self._built = Clearing(session), settings.on_reset, 0
+        self._last_store: Future[None] | None = None
+        self._loads: list[LoadOrder] = []
+        self._clock, self._preempted_s, self._steps_ahead = clock, -SHORT_OF_BLOCKS_S, steps_ahead
+        count_dropped = partial(self.figures.add, "stores_dropped", 1)
+        self._stores = Stores(self._driver, ranks, count_dropped, steps_ahead=steps_ahead, holds=is_beside)
+        self._fresh: set[int] = set()  # blocks given out since the last build
+        self._loaded_into: set[int] = set()  # those of them that no step writes before a load has ended
+        self._unnamed: set[str] = set()  # requests that were given blocks since, it is not known which
+        self._in_flight = InFlight(steps_ahead + 2, keeps_back=keeps_back)  # one more, for safety
+        self._attached = Attached(ranks)
+        self.unfit = ""
+        """Why nothing may be loaded (unfit.py)."""
+
+    def start(self) -> None:
+        """Attaches, if a server is there. RefusedError when it does not accept this engine."""
+        self._session.runs(self._weights.name)
+        changed = self._announcer.changed if self._announcer is not None else None
+        self._session.start(SessionObserver(self._connector.keeps_lease, changed))
+
+    def _load_once(self, steps_ahead: int, clock: Callable[[], float]) -> LoadOnce | None:
+        if self._own_cache is None:
+            return None
+        return LoadOnce(
+            self._chunk_tokens, clock, whole=self._own_cache.whole, lost_tokens=self._own_cache.lost_tokens,
+            steps_ahead=steps_ahead, shares=self._shares, count=partial(self.figures.waited, "load_"),
+        )
+
+    def _shares(self, loader: str, other: str, tokens: int) -> bool:
+        assert self._own_cache is not None, "nobody waits"
+        return self._own_cache.shares(self._tracked[loader].request, self._tracked[other].request, tokens)
+
+    def _declined(self, request_id: str, why: str, tokens: int) -> None:
+        self.figures.add(f"declined_{why}", 1)
+        self._outcomes.declined(request_id, why, tokens)
+
+    def _is_stored(self, request_id: str) -> bool:
+        """Whether what the request computes may be stored."""
+        tracked = self._tracked[request_id]
+        if tracked.is_old or not self._weights.may_share:
+            return False
+        return self._outcomes.asked(tracked.request).store and self._tags.of(tracked.request) is not None
+
+    def _chain_of(self, hash_tokens: int | None, request_id: str, namespace: bytes, chunk_tokens: int) -> Chain:
+        request = self._tracked[request_id].request
+        hashes = request.block_hashes if hash_tokens is not None else ()
+        if not self._files_together and self._tags.names_weights(request):
+            self._files_together = True
+            self._session.runs("")
+        namespace = self._tags.namespace_of(request, namespace)
+        return chain_of(self._tags.of(request), namespace, chunk_tokens, hashes, hash_tokens)
+
+    # ------------------------------------------------------------------ lookups and loads
+
+    def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """(tokens beyond `local_tokens`, loaded in the background?); None: ask again."""
+        if self._driver.still_waits(request.request_id, local_tokens):
+            return None, False  # at once: in each step vLLM asks about all that wait
+        self._begins_anew(request.request_id)
+        self._outcomes.looked_up(request.request_id, local_tokens)
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        # vLLM's own cache may have kept KV of earlier weights: what is computed behind that is of no weights.
+        tracked.is_old = not self._weights.may_share or (self._weights.is_stale and local_tokens > 0)
+        if tracked.is_old or not self._may_load(request):
+            return 0, False
+        if self._tags.of(request) is None:
+            if self._tags.waits(request):
+                return None, False
+            if why := self._tags.bypassed(request):
+                self.figures.add(f"bypassed_{why}", 1)
+                self._outcomes.held_back(request.request_id, f"bypassed_{why}")
+            return 0, False
+        tracked.request, tracked.local_tokens = request, local_tokens
+        if not self._clearing.is_over:
+            self._clear_again()
+            return 0, False
+        usable = self._usable(request)
+        if usable // self._chunk_tokens * self._chunk_tokens <= local_tokens:
+            return 0, False
+        self._early.asked(request.request_id)
+        late = self._driver.late
+        found = self._driver.lookup(request.request_id, request.all_token_ids[:usable], local_tokens)
+        if self._driver.late > late:
+            self._outcomes.held_back(request.request_id, "late")
+        if not isinstance(found, Hit):
+            return (None if isinstance(found, Pending) else 0), False
+        self._outcomes.found(request.request_id, found.tokens)
+        tracked.is_async = self._load_async and self._budget.fits(request)
+        if self._has_states and not tracked.is_async:
+            return 0, False  # as states.py has it
+        if not self._attached.everywhere(self._session.attachment):
+            # Such a load fails, and vLLM has no way back from some. Workers say so with their first steps.
+            return (None if self._built < FIRST_STEPS + 2 * self._steps_ahead else 0), False
+        if (self._verifies_all or not tracked.is_async) and not self._driver.is_verified(request.request_id):
+            return None, False
+        if self._driver.is_verifying(request.request_id):  # begun when it did not fit the budget
+            return None, False
+        return found.tokens - local_tokens, tracked.is_async
+
+    def _begins_anew(self, request_id: str) -> None:
+        """vLLM looks up what it computes from the first token. If it had blocks, it has none any more: vLLM may take
+        them without a word, when its cache is reset."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.table is not None:
+            tracked.table = None
+            self._connector.stores.offer_anew([request_id])
+
+    def _may_load(self, request: Any) -> bool:
+        is_fit = not self.unfit and not getattr(request, "skip_reading_prefix_cache", False)
+        return is_fit and self._outcomes.asked(request).load
+
+    def _usable(self, request: Any) -> int:
+        """The last token is always computed: vLLM wants its logits."""
+        return int(request.num_tokens) - 1
+
+    def arrived(self, request: Any) -> None:
+        self._unscheduled.remove(request.request_id)
+        self._budget.add(request)
+        self._tags.arrived(request)
+        self._expects(request)
+
+    def received(self, request: Any) -> None:
+        """vLLM has it, and its scheduler has not. One that is not plain may be part of a request that runs."""
+        if is_plain(request) and request.request_id not in self._tracked:
+            self._unscheduled.add(request.request_id)
+            self._expects(request)
+
+    def adapter_loads(self, asked: Any) -> None:
+        """vLLM is about to load the adapter of `asked`, a LoRARequest."""
+        self._tags.meet_adapter(asked)
+
+    def _expects(self, request: Any) -> None:
+        is_long = self._usable(request) >= self._chunk_tokens
+        if is_long and self._may_load(request) and self._tags.of(request) is not None:
+            self._tracked.setdefault(request.request_id, Tracked(request))
+            self._early.arrived(request.request_id)
+
+    def _expect(self, request_id: str) -> None:
+        if self._clearing.is_over and self._weights.may_share:
+            request = self._tracked[request_id].request
+            self._driver.expect(request_id, request.all_token_ids[: self._usable(request)])
+
+    def allocated(self, request: Any, table: Table, external_tokens: int) -> None:
+        """The request has its blocks: a load begins when it was promised external tokens."""
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        tracked.request, tracked.table, tracked.is_new = request, table, True
+        if not any(table):  # vLLM names blocks, until 0.25, to the connector alone that loads
+            self._unnamed.add(request.request_id)
+        tracked.steps = deque(maxlen=self._steps_ahead + 2)
+        tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
+        self._fresh |= tracked.given
+        self._early.left(request.request_id)
+        self._outcomes.admitted(request.request_id, external_tokens)
+        if external_tokens == 0:
+            self._driver.drop_lookup(request.request_id)
+            return
+        hit = tracked.local_tokens + external_tokens
+        if tracked.is_async:
+            self._budget.take(request)
+            self._loaded_into |= tracked.given
+        columns = whole_blocks(self._groups, table, hit)
+        begun = self._driver.begin_load(
+            request.request_id, columns, tracked.local_tokens, hit, is_shared=not tracked.is_async
+        )
+        if begun is None:  # the server went away since it was promised: the workers report a failed load
+            plan = failing(self._groups, self._chunk_tokens, request.request_id, columns, tracked.local_tokens, hit)
+            self._loads.append(LoadOrder(NOWHERE, plan, tracked.is_async))
+            return
+        attachment, plan = begun
+        self._outcomes.loading(request.request_id, self._connector.bytes_of(plan))
+        self._loads.append(LoadOrder(attachment.epoch, plan, tracked.is_async))
+        attachment.release()  # this process copies nothing
+
+    # ------------------------------------------------------------------ each step
+
+    def build(self, output: Any) -> Orders:
+        """Drains what is planned and takes note of what vLLM has scheduled."""
+        self._built += 1
+        for request_id in self._unscheduled.refused():
+            self._early.left(request_id)
+            self._forget(request_id)
+            self._outcomes.forget(request_id)
+            self._tracked.pop(request_id, None)
+        self._tags.step()
+        if self._tags.lost():
+            self._stores.drop_unsent()
+        self.figures.state("attached", int(self._session.attachment is not None))
+        self.figures.add("lookups_late", self._driver.late)
+        self._driver.late = 0
+        self._note_given(output)
+        for request_id in output.preempted_req_ids or ():
+            self._preempted_s = self._clock()
+            self._note_used(request_id, is_preempted=True)
+            self._store_once_more(request_id)
+            self._forget(request_id)
+        follow(output, self._tracked)
+        duplicate = self._exclusive and self._clock() - self._preempted_s >= SHORT_OF_BLOCKS_S
+        patience = self._driver.patience
+        if self._last_store is not None and patience is not None and not patience.is_open:
+            patience.spend(self._last_store)  # before more steps are given its blocks
+        self._last_store = None
+        stores = self._stores.send()
+        fences = self._stores.guard(None if self._unnamed else self._fresh - self._loaded_into)
+        loads = tuple(self._ordered(load) for load in self._loads)
+        self._loads = []
+        self._in_flight.begin_step()
+        for request_id, count in output.num_scheduled_tokens.items():
+            self._budget.give_back(request_id)
+            self._note_used(request_id)
+            self._offer(request_id, count, handed(output, request_id), duplicate=duplicate)
+        for noted in (self._fresh, self._loaded_into, self._unnamed):
+            noted.clear()
+        scheduled = list(output.num_scheduled_tokens)
+        is_idle, alone = not scheduled, scheduled[0] if len(scheduled) == 1 else None
+        self._driver.step(is_idle)
+        self._speed.step(sum(count for count in output.num_scheduled_tokens.values() if count >= LEAST_PROMPT))
+        if is_idle:
+            self._driver.wait_for_answer(IDLE_WAIT_S)  # nothing is computed: the loop had better wait than spin
+        return Orders(
+            loads, tuple(stores), tuple(fences), is_idle, alone, frozenset(output.finished_req_ids),
+            self._weights.epoch,
+        )
+
+    def _ordered(self, load: LoadOrder) -> LoadOrder:
+        """It comes after steps under way that may still use blocks that it writes, and after stores that may."""
+        blocks = {block for piece in load.plan.pieces for block in piece.block_ids[piece.skip_blocks :]}
+        return replace(load, waits=self._in_flight.touches(blocks), after=tuple(self._stores.guard(blocks)))
+
+    def _note_used(self, request_id: str, *, is_preempted: bool = False) -> None:
+        """The step writes behind what the request has computed, drafts and their KV included, and reads what a window
+        may have left behind when the next step is planned. Steps under way may use all that a preempted one had."""
+        noted = [not self._in_flight.keeps_back or group.window_tokens is not None for group in self._groups]
+        tracked = self._tracked.get(request_id)
+        if not any(noted):
+            return
+        if tracked is None or tracked.table is None:  # it was forgotten when the cache was reset
+            self._in_flight.uses_any()
+            return
+        computed = 0 if is_preempted else tracked.request.num_computed_tokens
+        for column, group, is_noted in zip(tracked.table, self._groups, noted, strict=True):
+            if is_noted:
+                first = computed if group.window_tokens is None else group.left_behind(computed)
+                self._in_flight.uses(column[first // group.block_tokens :])
+
+    def _note_given(self, output: Any) -> None:
+        """Blocks that the step's requests are given beside those of allocated()."""
+        for request_id, table in begun(output):
+            tracked = self._tracked.get(request_id)
+            if request_id in self._unnamed and tracked is not None:
+                self._unnamed.remove(request_id)
+                tracked.given = blocks_behind(self._groups, table, tracked.local_tokens)
+            if tracked is not None:  # what was loaded into as well: from now on, steps write it
+                self._fresh |= tracked.given
+                tracked.given = set()
+        for _, more in grown(output):
+            for column in more:
+                self._fresh.update(filter(None, column))
+
+    def _offer(self, request_id: str, count: int, states: Set[Handed], *, duplicate: bool) -> None:
+        """Chunks that are complete when this step has computed `count` tokens of the request. `duplicate`: they may go
+        from the pool while the request runs."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.table is None or tracked.is_old or not self._is_stored(request_id):
+            return
+        request = tracked.request
+        before = request.num_computed_tokens
+        computed = min(before + count, request.num_tokens)  # what lies behind are drafts
+        tracked.steps.append((self._stores.step, before))
+        for column, group in zip(tracked.table, self._groups, strict=True):
+            if group.window_tokens is not None:  # vLLM has let these go
+                gone = min(group.left_behind(before) // group.block_tokens, len(column))
+                column[:gone] = [None] * gone
+        is_new, tracked.is_new = tracked.is_new, False
+        if is_new and computed // self._chunk_tokens <= tracked.local_tokens // self._chunk_tokens:
+            return  # all of it was a local hit: it is offered again once the first token is out
+        whole = whole_blocks(self._groups, tracked.table, computed)
+        columns = settled(self._groups, whole, (before, before + count), states)
+        self._stores.begin(self._connector.stores.begin_store(
+            request_id, request.all_token_ids, columns, computed, duplicate=duplicate
+        ), holds=self._tags.may_be_lost(request))
+
+    def _store_once_more(self, request_id: str, computed_tokens: int = 1 << 62) -> None:
+        """The request ends, or was preempted, and had `computed_tokens` at most. What was given to others since is not
+        its own any more."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.table is None or tracked.is_old or self._unnamed:
+            return
+        if not self._is_stored(request_id):
+            return
+        whole = settled(self._groups, tracked.table)
+        own = [[None if block in self._fresh else block for block in column] for column in whole]
+        offer = self._connector.stores.begin_last_store(request_id, own, computed_tokens)
+        last = self._stores.begin(
+            offer, lambda chunks: tracked.computed_in(chunks * self._chunk_tokens),
+            holds=self._tags.may_be_lost(tracked.request),
+        )
+        self._last_store = last or self._last_store
+
+    # ------------------------------------------------------------------ ends
+
+    def take(self, report: Report) -> None:
+        if self._weights.epoch in report.wrote_weights:
+            self.weights_change("changed")
+        self._attached.told(report.epochs)
+        if report.valid_tokens:
+            self.loads_failed()
+        for request_id, (tokens, seconds) in report.took_s.items():
+            self._outcomes.loaded(request_id, seconds)
+            self._driver.load_ended(request_id)
+            if self._cost is not None:
+                self._cost.loaded(tokens, seconds)
+        for request_id, valid in report.valid_tokens.items():
+            self._driver.load_failed(request_id, valid)
+            self._driver.load_ended(request_id, valid)
+            self._outcomes.failed(request_id, valid)
+            self.figures.add("load_failures", 1)
+        self._stores.read(report.stores)
+        self._clear_again()
+
+    def loads_failed(self) -> None:
+        """Some of what steps have read did not come, whoever was to load it: it is computed again, or its requests end,
+        and what those steps left is not stored."""
+        self._stores.drop_unsent()
+        self._connector.stores.offer_anew(self._tracked)
+
+    def finished(self, request: Any, *, has_answered: bool, has_failed: bool = False) -> dict[str, Any] | None:
+        """`has_answered`: it ended by itself, so its hints hold. `has_failed`: it ended in an error, so it is not known
+        what its blocks hold. Returns what its answer's kv_transfer_params say."""
+        request_id = request.request_id
+        self._early.left(request_id)
+        if has_failed:
+            self._stores.drop_unsent(request_id)
+        elif request_id in self._tracked:
+            self._store_once_more(request_id, self._tracked[request_id].request.num_computed_tokens)
+        if has_answered and self._tags.of(request) is not None:
+            self._driver.hint(request_id, self._hints.of(request))
+        self._forget(request_id)
+        self._tracked.pop(request_id, None)
+        self._tags.finished(request_id)
+        if not self._tracked:
+            self._speed.step(0)  # vLLM builds no step while it has no request
+        self._budget.remove(request_id)
+        return self._outcomes.answer(request)
+
+    def reset(self) -> bool:
+        """As Settings.on_reset has it. False: the server has not cleared (yet) what it holds for engines like this one.
+
+        Waits for the server, as long as the client does: somebody asked for it."""
+        self._leave_behind()
+        if self._on_reset == "apart":
+            self.weights_change("changed")
+        is_done_with, self._reset_epoch = self._weights.epoch != self._reset_epoch, self._weights.epoch
+        if self._on_reset != "clear" or is_done_with:  # since the weights have changed, nothing of before is found
+            return True
+        cleared = self._clearing.ask()
+        self._driver.run(self._clearing.tell_of_others)
+        return cleared
+
+    def weights_change(self, kind: str, version: str = "") -> None:
+        """As weight_changes.Hears has it."""
+        epoch = self._weights.epoch
+        self._weights.hear(kind, version)
+        self.figures.state("withheld", int(bool(self._weights.doubt)))
+        if self._weights.epoch != epoch:
+            self.figures.add("weight_changes", 1)
+            self._leave_behind()
+            if self._announcer is not None:
+                self._announcer.weights_changed()
+
+    def runs(self, weights: str) -> None:
+        """As EngineSession has it, unless chunks of all weights are filed together."""
+        self._session.runs("" if self._files_together else weights)
+
+    def _leave_behind(self) -> None:
+        """What requests have computed, and what they have asked for, is not shared any more."""
+        for request_id, tracked in self._tracked.items():
+            self._forget(request_id)
+            tracked.is_old = True
+        self._stores.drop_unsent()
+
+    def _clear_again(self) -> None:
+        if self._clearing.starts_again():
+            self._driver.run(self._clearing.again)
+
+    @property
+    def busy(self) -> bool:
+        """Stores are under way: the engine must go on stepping for them to get to the workers."""
+        return bool(self._stores)
+
+    def close(self) -> None:
+        self._tags.close()
+        self._driver.close()
+        self._session.close()
+        self._session.client.close()
+
+    def _forget(self, request_id: str) -> None:
+        self._driver.finished(request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.table, tracked.local_tokens = None, 0
+
+

@@ -1,0 +1,300 @@
+"""What is settled once, when the connector starts: settings, what is refused, what this engine can do, logs.
+
+Invariant: what is not known to work is refused with one sentence that names what was found and what is wanted.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.settings import EngineSettings, checked
+from kvdock.connectors.vllm.environment import from_environment
+from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
+
+log = logging.getLogger("kvdock.vllm")
+
+MOST_SHARE = 10.0
+"""The largest compute_once: who waits longer for others had better compute."""
+EXTRA = "kv_connector_extra_config"
+BY_LAYER = ("eager", "piecewise", "never")
+ON_RESET = ("clear", "apart", "leave")
+
+
+@dataclass(frozen=True)
+class Settings(EngineSettings):
+    ABOVE_ZERO: ClassVar[tuple[str, ...]] = (*EngineSettings.ABOVE_ZERO, "chunk_tokens")
+    RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {**EngineSettings.RANGES, "compute_once": (0.0, MOST_SHARE)}
+
+    compute_once: float = 0.0
+    """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
+    would take; 0: not at all (kvdock/connectors/compute_once.py)."""
+    load_once: bool = True
+    """A request waits for what another one of this engine is loading, and takes it from vLLM's own prefix cache,
+    instead of loading it as well (kvdock/connectors/load_once.py)."""
+    chunk_tokens: int = 128
+    """What is stored and found as one; rounded up to whole blocks."""
+    load_async: bool = True
+    """False: a request that loads does so in the step that runs it, and holds that step up."""
+    load_by_layer: str = "never"
+    """When each layer waits only for its own KV of a load, instead of for all of the load. "eager": if vLLM runs
+    without CUDA graphs; "piecewise": always, and vLLM uses no full graphs; "never". See loads_by_layer."""
+    exclusive: bool = False
+    """What a running request has on the GPU goes first when the pool needs room, and is stored once more when the
+    request ends. It is so only while no other engine shares the namespace, and without sliding windows."""
+    on_reset: str = "clear"
+    """What vLLM's reset of the connector means. "clear": what the server holds for engines like this is cleared;
+    "apart": the weights may have changed, so this engine shares nothing with what was stored before; "leave": the
+    weights are what they were. Sleep mode wants one of the last two."""
+    recompute_failed_loads: bool = True
+    """What could not be loaded is computed, whatever vLLM's kv_load_failure_policy says. Beside other connectors that
+    counts all the same."""
+
+    @classmethod
+    def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+        """`extra`: vLLM's kv_connector_extra_config, which wins over the environment. NotSupportedError for a name that
+        is no setting, a value of another type, a value out of range."""
+        known = cls.types()
+        values = {"address": default_address(environ), **from_environment(environ, known)}
+        where = EXTRA if values.keys() <= {"address", *extra} else f"{EXTRA} and {CONNECTOR_PREFIX}…"
+        made = cls.of(values | checked(extra, known, EXTRA), where)
+        for name, choices in (("load_by_layer", BY_LAYER), ("on_reset", ON_RESET)):
+            if (found := getattr(made, name)) not in choices:
+                raise NotSupportedError(f"{where}: {name} is {found!r}, and one of {', '.join(choices)} is wanted.")
+        return made
+
+
+DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+DRAFTS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark")
+"""What the target model accepts is the target's: their KV can be wrong at no other cost than drafts refused."""
+MOST_RANKS = 128
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among those of its engine. `rank` counts the pipeline stages first: where all workers of a
+    stage hold the same bytes (MLA), ranks 0 … writers - 1 are one of each stage; rank r reads part r mod writers."""
+
+    rank: int
+    ranks: int
+    writers: int
+    heads_split: int
+    """Over how many workers of a stage the bytes of a token are spread."""
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What a worker has to know of the engine around it."""
+
+    takes_failed_requests: bool
+    """Failed loads can be reported by request."""
+    undoes_steps: bool
+    """vLLM runs a step again after we report that the step read blocks that failed to load."""
+    loads_by_layer: bool
+    """vLLM asks for each layer's KV before it reads it."""
+    reports_early: bool
+    """A load may be reported before it has ended, on a GPU."""
+    hash_threads: int
+    """CPU threads that hash the end of a load that is reported early."""
+    zeroes_blocks: bool = False
+    """vLLM zeroes the blocks that it gives out, on its own stream: loads come after that."""
+
+
+def place_of(parallel: Any, groups: Sequence[KVGroup]) -> Place:
+    """`parallel`: the worker's own ParallelConfig, whose rank counts the tensor-parallel workers first."""
+    shards, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    stage, shard = divmod(parallel.rank % (shards * stages), shards)
+    split = 1 if all(group.latent for group in groups) else shards
+    return Place(shard * stages + stage, shards * stages, split * stages, split)
+
+
+def workers_here(vllm_config: Any) -> int:
+    """How many workers this engine and its data-parallel peers have on this machine."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
+
+
+def refuse_what_is_not_supported(vllm_config: Any, kv_groups: int, settings: Settings) -> None:
+    """NotSupportedError, one sentence each. `kv_groups`: how many KV cache groups there are."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise NotSupportedError(f'kvdock is a cache: kv_role is "kv_both", found "{transfer.kv_role}".')
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        found = getattr(parallel, name, 1)
+        if found > 1:
+            raise NotSupportedError(f"kvdock does not serve context parallelism: {name} is {found}, and 1 is wanted.")
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if ranks > MOST_RANKS:
+        raise NotSupportedError(f"kvdock serves up to {MOST_RANKS} workers an engine, found {ranks}.")
+    drafts = vllm_config.speculative_config
+    if drafts is not None and drafts.method not in DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV:
+        raise NotSupportedError(
+            f"kvdock does not know what the speculative method {drafts.method!r} keeps in its KV cache: one of "
+            f"{', '.join(DRAFTS_WITHOUT_KV + DRAFTS_WITH_KV)} is wanted."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        _refuse_unequal_stages(vllm_config, kv_groups)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise NotSupportedError("kvdock cannot share KV whose scales are found at run time: calculate_kv_scales is on.")
+    _refuse_what_the_cpu_lays_out_wrong(vllm_config)
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        _refuse_to_sleep(settings)
+
+
+def _refuse_what_the_cpu_lays_out_wrong(vllm_config: Any) -> None:
+    """vLLM's CPU backend writes blocks with scales of their own 8,192 bytes apart where it says 4,096. GPUs do not."""
+    device = getattr(vllm_config, "device_config", None)
+    kind = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    if kind.endswith("_per_token_head") and getattr(device, "device_type", "") == "cpu":
+        raise NotSupportedError(
+            f"kvdock cannot share KV of --kv-cache-dtype {kind} on a CPU, where vLLM lays it out otherwise than it "
+            "says: auto or fp8 is wanted."
+        )
+
+
+def _refuse_to_sleep(settings: Settings) -> None:
+    """NotSupportedError, unless it is known what a sleep means for the pool and vLLM says when KV memory goes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if settings.on_reset == "clear":
+        raise NotSupportedError(
+            "kvdock: enable_sleep_mode is on, and on_reset is 'clear', so each sleep would clear what other instances "
+            "share; wanted: 'leave' if the weights come back as they were, 'apart' if they may change."
+        )
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        raise NotSupportedError(
+            "kvdock: enable_sleep_mode is on, and this vLLM does not tell connectors when it takes the KV memory away; "
+            "wanted: off, or vLLM 0.33."
+        )
+
+
+def _refuse_unequal_stages(vllm_config: Any, kv_groups: int) -> None:
+    """Parts of a group are of one size, and a stage's part is what it has of a chunk."""
+    if kv_groups > 1:
+        raise NotSupportedError(
+            f"kvdock serves pipeline parallelism with one KV cache group, found {kv_groups}: use tensor parallelism."
+        )
+    drafts = drafts_with_kv(vllm_config)
+    if drafts is not None:
+        raise NotSupportedError(
+            f"kvdock does not serve {drafts.method!r} drafts with pipeline parallelism, where the last stage alone "
+            "holds their KV: use tensor parallelism."
+        )
+    parallel, layers = copy.copy(vllm_config.parallel_config), []
+    for stage in range(parallel.pipeline_parallel_size):
+        parallel.rank = stage * parallel.tensor_parallel_size
+        first, end = vllm_config.model_config.get_layers_start_end_indices(parallel)
+        layers.append(end - first)
+    if len(set(layers)) > 1:
+        raise NotSupportedError(
+            f"kvdock needs pipeline stages of equally many layers, found {layers}: choose a pipeline_parallel_size "
+            f"that divides {sum(layers)}, and leave VLLM_PP_LAYER_PARTITION unset."
+        )
+
+
+VERSIONS = (0, 24), (0, 33)
+"""The first and the last minor version of vLLM that were tried."""
+
+
+def warn_of_version(version: str) -> None:
+    """`version`: vLLM's own."""
+    first, last = VERSIONS
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+        log.warning(
+            "found vLLM %s, and kvdock was tried with %d.%d to %d.%d: watch for errors, or choose one of those",
+            version, *first, *last,
+        )
+
+
+def warn_of_policy(policy: str, place: Place) -> None:
+    """`policy`: the engine's kv_load_failure_policy. One worker of an engine warns."""
+    if policy != "recompute" and place.rank == 0:
+        log.warning(
+            'kv_load_failure_policy is "%s", so requests whose KV is lost on the way fail: "recompute" is better, at '
+            "the top of --kv-transfer-config", policy,
+        )
+
+
+def drafts_with_kv(vllm_config: Any) -> Any:
+    """vLLM's SpeculativeConfig if what drafts keeps KV; else None."""
+    drafts = vllm_config.speculative_config
+    return drafts if drafts is not None and drafts.method in DRAFTS_WITH_KV else None
+
+
+def loads_by_layer(vllm_config: Any, settings: Settings, groups: Sequence[KVGroup]) -> bool:
+    """Whether vLLM asks for each layer's KV before it reads it, in every step. It does of attention layers alone: an
+    indexer reads its own before anybody asks; and drafts' layers it asks for too late."""
+    layerwise = settings.load_by_layer == "piecewise" or (
+        settings.load_by_layer == "eager" and vllm_config.model_config.enforce_eager
+    )
+    on_gpu = vllm_config.device_config.device_type == "cuda"
+    if not (layerwise and on_gpu and settings.load_async and drafts_with_kv(vllm_config) is None):
+        return False
+    layers = vllm_config.compilation_config.static_forward_context
+    return all(_asks(layers.get(name)) for group in groups for name in group.page_bytes)
+
+
+def _asks(layer: object) -> bool:
+    return any(kind.__name__ in ("Attention", "MLAAttention") for kind in type(layer).__mro__)
+
+
+def reports_early(vllm_config: Any, kv_cache_config: Any, place: Place) -> bool:
+    """Whether a load may be reported before it has ended. Not if other ranks store on this rank's behalf: they would
+    publish bytes that only this rank has verified. Not in a pipeline, where another stage may be waiting although a
+    step computes nothing. Not where vLLM zeroes the blocks that it gives out, which is not ordered after loads."""
+    one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1
+    return place.ranks == place.writers and one_stage and not zeroes_blocks(kv_cache_config)
+
+
+def zeroes_blocks(kv_cache_config: Any) -> bool:
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
+
+
+def keeps_blocks_back(vllm_config: Any) -> bool:
+    """Whether vLLM gives out what a request had only when the steps that it was in have ended (defer_block_free). It
+    does so for connectors that load; all versions that we know do."""
+    from vllm.v1.core.sched.scheduler import Scheduler  # not where settings are read without vLLM
+
+    return hasattr(Scheduler, "_drain_deferred_frees") and bool(vllm_config.kv_transfer_config.is_kv_consumer)
+
+
+def undoes_steps(vllm_config: Any) -> bool:
+    """Whether this engine computes a step again that read what did not load. One that schedules ahead keeps the next
+    step's token all the same, and so does a pipeline, where a prompt's next chunk is under way by then; and the second
+    model runner does not take its count of computed tokens back."""
+    runs_ahead = vllm_config.scheduler_config.async_scheduling or vllm_config.parallel_config.pipeline_parallel_size > 1
+    return not runs_ahead and not getattr(vllm_config, "use_v2_model_runner", True)
+
+
+# ---------------------------------------------------------------------- log lines
+
+OURS, THEIRS = logging.getLogger("kvdock"), logging.getLogger("vllm")
+
+
+class _AmongTheirs(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # a line that does not fit its arguments ends nobody's thread
+            self.handleError(record)
+            return
+        said = copy.copy(record)
+        said.msg, said.args = text if text.startswith("kvdock") else f"kvdock: {text}", None
+        for handler in THEIRS.handlers:
+            if said.levelno >= handler.level:
+                handler.handle(said)
+
+
+def log_among_theirs() -> None:
+    """Changes nothing where somebody has configured kvdock's logger, or where vLLM was told to configure none."""
+    if THEIRS.handlers and not OURS.handlers and OURS.level == logging.NOTSET:
+        OURS.addHandler(_AmongTheirs())
+        OURS.setLevel(THEIRS.getEffectiveLevel())
+        OURS.propagate = False

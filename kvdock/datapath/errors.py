@@ -1,0 +1,59 @@
+"""The errors of copies and devices. Every error names the value found and the value wanted. Those of segments, which
+the data path also raises, are in kvdock/shm/errors.py.
+
+    DatapathError
+    ├── CopierClosed        a copy was submitted after close()
+    ├── DeviceUnknown       a name that is no device's
+    └── NoCuda              a GPU was asked for that this process cannot use
+
+    ValueError
+    ├── LayoutError         strides that no copy can follow (from the native core)
+    └── CopyError           ids, lengths, skips or addresses that a copy cannot have (from the native core)
+
+    RuntimeError
+    └── CudaError           the GPU's driver refused (from the native core)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+from kvdock._core import CopyError as CopyError, CudaError as CudaError, LayoutError as LayoutError
+
+E = TypeVar("E", LayoutError, CopyError)
+
+
+class DatapathError(Exception):
+    """`found` and `wanted` are the values the message names."""
+
+    def __init__(self, message: str, *, found: object, wanted: object) -> None:
+        super().__init__(f"{message}: found {found}, wanted {wanted}")
+        self.found = found
+        self.wanted = wanted
+
+
+class CopierClosed(DatapathError):
+    pass
+
+
+class DeviceUnknown(DatapathError, ValueError):
+    pass
+
+
+class NoCuda(DatapathError):
+    """The message is one sentence for people."""
+
+    def __init__(self, sentence: str, *, found: object, wanted: object) -> None:
+        super().__init__(sentence, found=found, wanted=wanted)
+        self.args = (sentence,)
+
+
+def _as_core(kind: type[E], message: str, *, found: object, wanted: object) -> E:
+    """An error of the native core, in the shape that it gives it."""
+    error = kind(f"{message}: found {found}, wanted {wanted}")
+    error.found, error.wanted = found, wanted
+    return error
+
+
+layout_error, copy_error = partial(_as_core, LayoutError), partial(_as_core, CopyError)

@@ -1,0 +1,40 @@
+"""A member's proof that it is alive: a locked byte of the pool's lock file (kvdock/shm/locks.py)."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+from kvdock._core import MemberLock
+from kvdock.shm.locks import MEMBER_OFFSETS
+from kvdock.shm.objects import open_lock
+
+
+class MemberLiveness:
+    """Keeps the byte at `offset` of the lock file locked until close(), or until this process's address space ends.
+
+    `with_children`: and those of the children that it forks, as long as they run. For a process that copies with a GPU
+    (csrc/segment/liveness.h says why). OSError when the lock file cannot be opened, ForeignObject when it is not this
+    user's own.
+    """
+
+    def __init__(self, lock_file: str | Path, *, source: random.Random, with_children: bool = False) -> None:
+        fd = open_lock(Path(lock_file))
+        try:
+            self._lock = _take_free(fd, source, with_children)
+        finally:
+            os.close(fd)
+        self.offset = self._lock.offset
+
+    def close(self) -> None:
+        """Only after every copy of this process has ended."""
+        self._lock.close()
+
+
+def _take_free(fd: int, source: random.Random, with_children: bool) -> MemberLock:
+    while True:
+        try:
+            return MemberLock(f"/proc/self/fd/{fd}", source.randrange(*MEMBER_OFFSETS), with_children=with_children)
+        except BlockingIOError:
+            continue  # another member has that byte: draw again

@@ -1,0 +1,99 @@
+"""The two forms of every engine body: JSON for people and scripts, MessagePack for engines.
+
+One struct describes a body in both (kvdock/protocol/schemas.py). Answers with thousands of parts get these already
+encoded from the table and embed them: no Python object is made for a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from kvdock.protocol.errors import ApiError
+from kvdock.protocol.schemas import LookupHead, ReserveHead
+from kvdock.protocol.tier_schemas import HoldHead
+from kvdock.protocol.wire_types import Body
+
+B = TypeVar("B", bound=Body)
+
+
+class Form(NamedTuple):
+    media_type: str
+    encode: Callable[[object], bytes]
+    malformed: str
+    """Error code for bytes that are not in this form."""
+    packed: bool
+
+
+JSON = Form("application/json", msgspec.json.Encoder().encode, "malformed_json", False)
+PACKED = Form("application/msgpack", msgspec.msgpack.Encoder().encode, "malformed_msgpack", True)
+_BY_MEDIA_TYPE = {form.media_type: form for form in (JSON, PACKED)}
+
+
+class LookupReply(LookupHead, kw_only=True):
+    """LookupAnswer as the server sends it, its chunks already encoded."""
+
+    chunks: msgspec.Raw
+
+
+class ReserveReply(ReserveHead, kw_only=True):
+    """ReserveAnswer as the server sends it, its chunks already encoded."""
+
+    chunks: msgspec.Raw
+
+
+class HoldReply(HoldHead, kw_only=True):
+    """HoldAnswer as the server sends it, its chunks already encoded."""
+
+    chunks: msgspec.Raw
+
+
+class Codec(Generic[B]):
+    """The decoders of one kind of body."""
+
+    def __init__(self, body: type[B]) -> None:
+        self._json = msgspec.json.Decoder(body).decode
+        self._packed = msgspec.msgpack.Decoder(body).decode
+
+    def decode(self, raw: bytes | bytearray, form: Form) -> B:
+        """Raises ApiError: malformed_json, malformed_msgpack, invalid_body."""
+        try:
+            return self._packed(raw) if form.packed else self._json(raw)
+        except msgspec.ValidationError as error:
+            raise invalid_body(error) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(form.malformed, str(error), wanted=f"one body of {form.media_type}") from error
+
+
+def form_of_body(content_type: str) -> Form:
+    """Raises ApiError(unsupported_media_type)."""
+    form = _BY_MEDIA_TYPE.get(content_type)
+    if form is not None:
+        return form
+    media_type, *parameters = content_type.lower().split(";")
+    form = _BY_MEDIA_TYPE.get(media_type.strip())
+    if form is None:
+        wanted = list(_BY_MEDIA_TYPE)
+        raise ApiError("unsupported_media_type", "send JSON or MessagePack", found=content_type, wanted=wanted)
+    for name, _, value in (parameter.partition("=") for parameter in parameters):
+        if name.strip() == "charset" and value.strip().strip('"') != "utf-8":
+            raise ApiError("unsupported_media_type", "bodies are in UTF-8", found=content_type, wanted="charset=utf-8")
+    return form
+
+
+def form_of_answer(accept: str, body: Form) -> Form:
+    """The request's own form, unless it accepts only the other."""
+    if not accept:
+        return body
+    named = {item.partition(";")[0].strip().lower() for item in accept.split(",")} & _BY_MEDIA_TYPE.keys()
+    return _BY_MEDIA_TYPE[named.pop()] if len(named) == 1 else body
+
+
+def invalid_body(error: msgspec.ValidationError) -> ApiError:
+    """`Expected `int`, got `str` - at `$.parts[0]`` → found: the path, wanted: what was expected there."""
+    what, at, path = str(error).rpartition(" - at `")
+    if not at:
+        return ApiError("invalid_body", str(error), found="$", wanted=str(error))
+    return ApiError("invalid_body", str(error), found=path.removesuffix("`"), wanted=what)

@@ -1,0 +1,451 @@
+"""The bodies of the calls that engines make, and their answers.
+
+Struct fields are the wire names. Unknown fields are refused. 64-bit values that JSON readers in browsers would round
+(grant ids, checksums) travel as 16 lower-case hex digits; keys as 64. Every body may be MessagePack instead, where
+keys travel as one bin and checksums as integers. Sizes are bytes, durations seconds: the server's clock never leaves
+the server. Calls of operators are in kvdock/protocol/admin_schemas.py, answers that people read in
+kvdock/protocol/reports.py, hints in kvdock/protocol/hints.py, the scalars in kvdock/protocol/wire_types.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from kvdock._core import SEGMENT_IDS
+from kvdock.protocol.awaited import BeingStored, PendingTokens
+from kvdock.protocol.keys import HASH_FUNCTION
+from kvdock.protocol.kv_events import Naming
+from kvdock.protocol.outcomes import Teller
+from kvdock.protocol.trace_context import Traced
+from kvdock.protocol.usage import Purpose, Used
+from kvdock.protocol.wire_types import (
+    MAX_ANSWERS,
+    MAX_ENTRIES,
+    MAX_GROUPS,
+    MAX_KEYS,
+    MAX_RANKS,
+    MAX_RELEASES,
+    Answer,
+    Body,
+    Carried,
+    Carrier,
+    Checksum,
+    ChunkIndex,
+    Hex64,
+    Identity,
+    Key,
+    Keys,
+    Label,
+    Name,
+    Rank,
+    Ranks,
+    Readers,
+    StoreKeys,
+    Text,
+    Tokens,
+    Weights,
+    checksum_value,
+)
+
+# --------------------------------------------------------------------------- identity
+
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+BlockTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+
+
+class Group(Identity, frozen=True, kw_only=True):
+    """One KV group of the model: which of its chunks a hit needs, and how large one writer's part is."""
+
+    kind: Literal["full", "window"] = "full"
+    window_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    part_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    block_tokens: BlockTokens | msgspec.UnsetType = msgspec.UNSET
+    """A divisor of the manifest's; absent: the manifest's."""
+
+
+SECRET_FIELDS: Final = ("hash_seed", "cache_salt")
+"""What keeps engines apart in a manifest: no answer shows it."""
+
+
+class Manifest(Identity, frozen=True, kw_only=True):
+    """Everything that changes the stored bytes. Engines share chunks exactly if their manifests are equal."""
+
+    model: Name
+    revision: Text = ""
+    adapter: Text = ""
+    kv_dtype: Name
+    layers: Count
+    kv_heads: Count
+    head_size: Count
+    token_order: Text = "NHD"
+    """Order of the elements inside a block of a plane; two engines that differ in it cannot share bytes."""
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    block_tokens: BlockTokens
+    """The least common multiple of the groups' block sizes. Skips and chunk_tokens are multiples of it."""
+    tensor_parallel: Readers = 1
+    writers: Readers = 1
+    """Parts per group: the tensor-parallel size for MHA/GQA, 1 for MLA."""
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    hash_function: Text = HASH_FUNCTION
+    """Any other value: the engine hashes its sequences itself, and keys are made from its hashes, not from `tokens`."""
+    hash_seed: Text = ""
+    """A secret (SECRET_FIELDS)."""
+    cache_salt: Text = ""
+    """A secret (SECRET_FIELDS)."""
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each group."""
+        return tuple(
+            self.block_tokens if group.block_tokens is msgspec.UNSET else group.block_tokens for group in self.groups
+        )
+
+
+# --------------------------------------------------------------------------- sessions
+
+PinnedThrough = Annotated[int, msgspec.Meta(ge=0, le=SEGMENT_IDS)]
+
+
+class Member(Body, kw_only=True):
+    """One process of an engine instance, and the byte of the pool's lock file that proves that it is alive."""
+
+    id: Name
+    """Chosen by the client at random: sending it again re-attaches the same member."""
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)] = msgspec.field(default_factory=list)
+    scheduler: bool = False
+    lock_offset: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+    pinned_through: PinnedThrough | None = None
+    """Every segment with an id below it is registered with this member's GPU, and grants name only those. None: no
+    registration is needed."""
+
+
+class AttachSession(Purpose, kw_only=True):
+    instance: Name
+    """Id of the engine instance, chosen by the client at random: all its members send the same one."""
+    manifest: Manifest
+    member: Member
+    label: Label = ""
+    """Free text, shown by the status page and the command line."""
+    weights: Weights = ""
+    """That the engine runs now. Of the scheduler's member alone: the others join their session whatever it runs."""
+
+
+class Segment(Answer, kw_only=True):
+    id: int
+    name: str
+    """POSIX shared-memory name, e.g. /kvdock-…-0001."""
+    bytes: int
+    data_offset: int
+    prefaulted_bytes: int
+    used_bytes: int
+    retiring: bool = False
+    """Nothing new is stored in it; it is removed as soon as nobody holds any of it."""
+
+
+class Segments(Answer, kw_only=True):
+    pool_id: Hex64
+    lock_file: str
+    segments: list[Segment]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
+
+
+class SessionAttached(Answer, kw_only=True):
+    session: str
+    member: str
+    namespace: Key
+    """The digest of the manifest and the tenant: keys are made of it."""
+    filed_in: Key
+    """The namespace in which the session looks up and stores now: that of its weights. Calls that name a namespace mean
+    one of these."""
+    pool_id: Hex64
+    incarnation: int
+    segments: list[Segment]
+    part_bytes: list[int]
+    chunk_tokens: int
+    heartbeat_s: float
+    changes_next: int = 0
+    """The `changes_since` of the first heartbeat, for members that follow changes."""
+    wants_blocks: bool = False
+    """Reservations shall say by `blocks` what routers know chunks by."""
+
+
+class RunWeights(Body, kw_only=True):
+    """From now on the engine runs these weights: what it looks up and stores is filed apart from that of others."""
+
+    session: Name
+    member: Name
+    """The scheduler's."""
+    weights: Weights
+
+
+class WeightsAnswer(Answer, kw_only=True):
+    filed_in: Key
+    """As in SessionAttached."""
+
+
+class GrantRanks(Body, kw_only=True):
+    grant: Hex64
+    ranks: Ranks = msgspec.field(default_factory=list)
+    """Empty: the question or answer is for the member that asked for the grant."""
+
+
+class Heartbeat(Teller, kw_only=True, omit_defaults=True):
+    member: Name
+    done: Annotated[list[GrantRanks], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
+    """Answers to questions: these ranks are done, and promise to refuse later work that names the grant."""
+    keep: Annotated[list[Hex64], msgspec.Meta(max_length=MAX_ANSWERS)] = msgspec.field(default_factory=list)
+    pinned_through: PinnedThrough | None = None
+    """The member's value now; None: unchanged."""
+    changes_since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    """Asks for the changes since the answer whose `changes.next` this is, or since attaching (`changes_next`). None:
+    does not ask."""
+
+
+class Change(Answer, array_like=True, gc=False):
+    """`[key, is_there]`: lookups began to find the chunk, or ceased to."""
+
+    key: Key
+    is_there: bool
+
+
+class Changes(Answer, kw_only=True):
+    """Changes in the session's namespace, made by any session, oldest first, at most MAX_ENTRIES."""
+
+    changes: list[Change]
+    next: int
+    """The next heartbeat's `changes_since`."""
+    complete: bool
+    """False: earlier changes are missing. Forget all chunks and start again with this answer."""
+
+
+class HeartbeatAnswer(Carried, kw_only=True):
+    heartbeat_s: float
+    questions: list[GrantRanks]
+    segments: int
+    """How many segments the pool has: a member that maps another number asks GET /v1/segments."""
+    retired: list[int] = msgspec.field(default_factory=list)
+    """Segments that were removed since the member attached, the latest 4,096 at most: unmap them. Ids rise and are
+    never used again."""
+    changes: Changes | None = None
+    """None unless `changes_since` was sent."""
+
+
+class MemberView(Answer, kw_only=True):
+    id: str
+    ranks: list[int]
+    scheduler: bool
+    state: Literal["live", "suspect", "dead", "gone"]
+    heartbeat_age_s: float
+    pinned_through: int | None = None
+
+
+def listed_id(session: str) -> str:
+    """A session's id as lists and logs have it: without the proof, its last part, that the session's calls need."""
+    return session.rpartition("-")[0]
+
+
+class SessionView(Used, kw_only=True):
+    session: str
+    """As listed_id has it."""
+    tenant: str = ""
+    """Empty: the server's own user."""
+    instance: str
+    label: str
+    model: str
+    namespace: Key
+    """In which it looks up and stores now: that of its weights."""
+    weights: str | None = ""
+    """Empty: those that the engine started with. None: not known since the server was started again."""
+    members: list[MemberView]
+    leases: int
+    reservations: int
+    held_bytes: int
+    age_s: float
+
+
+class Sessions(Answer, kw_only=True):
+    sessions: list[SessionView]
+    next: str | None = None
+    """Cursor of the next page; None after the last."""
+
+
+# --------------------------------------------------------------------------- lookups and leases
+
+class Part(Answer, array_like=True, gc=False):  # thousands in one answer, and no cycle can form
+    """Where one writer's part of one group is stored, and its checksum: `[group, writer, …]`."""
+
+    group: int
+    writer: int
+    segment: int
+    offset: int
+    length: int
+    checksum: Checksum
+
+    @property
+    def checksum_value(self) -> int:
+        return checksum_value(self.checksum)
+
+
+class Lookup(Traced, kw_only=True):
+    """Give `keys`, or `tokens` for the server to hash. Without a session the answer is only a length."""
+
+    session: Name | None = None
+    member: Label = ""
+    namespace: Key | None = None
+    """Only without a session."""
+    request: Name = "-"
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
+    keys: Keys | None = None
+    tokens: Tokens | None = None
+    readers: Readers = 1
+    skip_prefix_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEYS << 16)] = 0
+    computes: bool = False
+    """The request promises to compute and store what is not found, unless others do; `withdraws` takes that back."""
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """How long the request may wait for what lower tiers have; 0: nothing is loaded for it. `withdraws` ends it."""
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How fast the engine computes: nothing is loaded that would come later than it is computed. 0: not known."""
+
+
+class LookupHead(Carried, kw_only=True):
+    """A lookup's answer without `chunks`, which the table encodes itself (kvdock/protocol/forms.py)."""
+
+    hit_tokens: int
+    """Length of the longest stored prefix, counted from token 0, skipped tokens included."""
+    lease: Hex64 | None
+    first_chunk: int
+    """Index of the first chunk in `chunks`: chunks wholly inside the skip are neither locked nor returned."""
+    limited_by: Literal["held_bytes", "pinning"] | None = None
+    being_stored: BeingStored | None = None
+    """None: nobody else stores what comes behind the stored prefix."""
+    pending: PendingTokens | None = None
+    """None: no lower tier is asked for this request."""
+
+
+class LookupAnswer(LookupHead, kw_only=True):
+    chunks: list[list[Part]]
+
+
+class ReleaseLease(Body, kw_only=True):
+    session: Name
+    ranks: Ranks
+    """The reader ranks that are done. Repeating it is harmless."""
+
+
+class ReleaseAnswer(Answer, kw_only=True):
+    remaining: list[int]
+
+
+class ReleaseMany(Carrier, kw_only=True):
+    """Releases on their own, without another call that carries them."""
+
+    session: Name
+    withdraws: Annotated[list[Name], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
+    """Requests that store no more of what they promised by `computes`, and wait for nothing. Repeating it is harmless.
+    """
+
+
+class ReleaseManyAnswer(Carried, kw_only=True):
+    """Each release that is not refused is done."""
+
+
+# --------------------------------------------------------------------------- reservations
+
+class Reserve(Naming, kw_only=True):
+    session: Name
+    member: Name
+    store: Name
+    """Client-chosen id: repeating the call with the same body gives the same answer."""
+    parent: Key | None = None
+    """The key before keys[0]; None if keys[0] starts the sequence; ff…ff if the engine does not know it."""
+    keys: StoreKeys | None = None
+    tokens: Tokens | None = None
+    groups: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)] | None = None
+    """Indices of the groups that this store has bytes of, for every chunk; None: all."""
+    temporary: bool = False
+    """The chunks vanish with their last reader unless a second request hits them."""
+    duplicate: bool = False
+    """Stored in free room alone, evicted first: the engine has them in its memory as well, and stores them once more,
+    unmarked, when their request ends."""
+    edition: int | None = None
+    """Set by the server's mover alone: it fills the slots with what was stored before, which may be cleared
+    meanwhile."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 30.0
+
+
+class WritePart(Answer, array_like=True, gc=False):
+    group: int
+    writer: int
+    segment: int
+    offset: int
+    length: int
+
+
+class GrantedChunk(Answer, kw_only=True):
+    index: int
+    """Into the keys of the call."""
+    parts: list[WritePart]
+
+
+class ReserveHead(Carried, kw_only=True):
+    """A reservation's answer without `chunks`, as LookupHead."""
+
+    reservation: Hex64 | None
+    """None if nothing was granted."""
+    deadline_s: float
+    present: list[int]
+    busy: list[int]
+    """Chunks that another reservation is writing now."""
+    limited_by: Literal["held_bytes", "no_space", "pinning", "quota"] | None = None
+
+
+class ReserveAnswer(ReserveHead, kw_only=True):
+    chunks: list[GrantedChunk]
+
+
+class PartDone(Body, array_like=True, gc=False):
+    """`[index, group, checksum]`: a part of the caller's rank is complete."""
+
+    index: ChunkIndex
+    group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
+    checksum: Checksum
+
+    @property
+    def checksum_value(self) -> int:
+        return checksum_value(self.checksum)
+
+
+class Commit(Carrier, kw_only=True):
+    session: Name
+    rank: Rank
+    parts: Annotated[list[PartDone], msgspec.Meta(max_length=MAX_ENTRIES)]
+    """A rank with more of them commits in several calls."""
+
+
+class CommitAnswer(Carried, kw_only=True):
+    ready: int
+    """How many chunks of this reservation are published by now."""
+    remaining: list[int]
+
+
+class Abort(Body, kw_only=True):
+    session: Name
+    ranks: Ranks | None = None
+    """The ranks that are done; None: all of them, sent by the member that asked (no rank was handed the plan)."""
+    member: Label = ""
+
+
+class ReportMismatch(Body, kw_only=True):
+    """A loaded part does not have the checksum that the lease names: the chunk is taken out of use."""
+
+    session: Name
+    lease: Hex64
+    chunks: Annotated[list[ChunkIndex], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+    """Indices of the chunks, counted from token 0 as in the lookup's keys."""
+
+
+class MismatchAnswer(Answer, kw_only=True):
+    quarantined: int

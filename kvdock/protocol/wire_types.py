@@ -1,0 +1,110 @@
+"""The scalars and base structs of all bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvdock import _core
+
+MAX_KEYS: Final = _core.MAX_KEYS
+"""In one lookup."""
+MAX_STORE_KEYS: Final = _core.MAX_STORE_KEYS
+"""In one reservation, which takes several times what a lookup does."""
+MAX_GROUPS: Final = _core.MAX_GROUPS
+MAX_RANKS: Final = _core.MAX_RANKS
+KEY_BYTES: Final = _core.KEY_BYTES
+
+MAX_NAME: Final = 256
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Label = Annotated[str, msgspec.Meta(max_length=256)]
+Tenant = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63})?$(?!\n)")]
+"""Whose sessions and chunks."""
+OWN_TENANT: Final = ""
+"""That of the server's own user and of root."""
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_WEIGHTS: Final = 128
+Weights = Annotated[str, msgspec.Meta(max_length=MAX_WEIGHTS)]
+"""A name of the weights that an engine runs; "": those that it started with."""
+# The length is checked here and the digits in kvdock/api/convert.py: a regular expression per value would cost more
+# than the whole lookup.
+Hex64 = Annotated[
+    str, msgspec.Meta(min_length=16, max_length=16, extra_json_schema={"pattern": "^[0-9a-f]{16}$"})
+]
+Key = Annotated[
+    str, msgspec.Meta(min_length=64, max_length=64, extra_json_schema={"pattern": "^[0-9a-f]{64}$"})
+]
+Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+MAX_TOKENS = 1 << 20
+"""In one call."""
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_TOKENS)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Ranks = Annotated[list[Rank], msgspec.Meta(max_length=MAX_RANKS)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_KEYS)]
+_IN_A_ROW = "All keys in a row, 32 bytes each: one bin in MessagePack, base64 in JSON."
+Keys = (
+    Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
+    | Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_KEYS, description=_IN_A_ROW)]
+)
+StoreKeys = (
+    Annotated[list[Key], msgspec.Meta(max_length=MAX_STORE_KEYS)]
+    | Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * MAX_STORE_KEYS, description=_IN_A_ROW)]
+)
+Checksum = Hex64 | Annotated[int, msgspec.Meta(ge=0, lt=_core.CHECKSUM_PRIME)]
+"""16 hex digits in JSON, because browsers round large numbers; an integer in MessagePack. Below 2⁶¹ - 1."""
+
+
+def checksum_value(checksum: str | int) -> int:
+    """The number, from either form."""
+    return checksum if isinstance(checksum, int) else int(checksum, 16)
+
+
+MAX_RELEASES = 256
+"""In one call."""
+MAX_ENTRIES: Final = 1024
+"""Parts of a commit, chunks of a report of mismatches, changes of an answer: each takes the server 1 to 2 µs."""
+MOST_PRIORITY: Final = _core.MOST_PRIORITY
+"""That hints may wish for chunks; its negative is the least."""
+MAX_HINT_S: Final = 86_400.0
+"""The longest that a hint may be in force."""
+MAX_ANSWERS: Final = 1024
+"""The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """A request body: a field that the server does not know is refused, not ignored."""
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Part of a request body that is compared and hashed, never changed."""
+
+
+class Answer(msgspec.Struct):
+    """A response body: clients ignore fields they do not know."""
+
+
+class Released(Body, array_like=True):
+    """`[lease, ranks]`: those reader ranks are done with the lease. Repeating it is harmless."""
+
+    lease: Hex64
+    ranks: Ranks
+
+
+class RefusedRelease(Answer, array_like=True):
+    """`[lease, code]`: a carried release that was refused, and why."""
+
+    lease: str
+    code: str
+
+
+class Carrier(Body, kw_only=True):
+    """A call that may carry releases of its session's leases. They are done before the call, and never make it fail."""
+
+    releases: Annotated[list[Released], msgspec.Meta(max_length=MAX_RELEASES)] = msgspec.field(default_factory=list)
+
+
+class Carried(Answer, kw_only=True):
+    refused_releases: list[RefusedRelease] = msgspec.field(default_factory=list)
+    """Those of the carried releases that were refused; the others are done."""

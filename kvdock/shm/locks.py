@@ -1,0 +1,24 @@
+"""Which bytes of a pool's lock file are locked by whom: byte 0 by its server, and one byte by each member.
+
+The lock file is beside the segments (`objects.lock_path`), so every process that can map the pool can also prove that
+it is alive, even from another container that shares the directory, and finds the file by the pool id alone. The file
+appears complete, with byte 0 already locked, and is removed last. So:
+
+    no lock file                      nobody serves this pool
+    lock file, byte 0 free            its server is dead: adopt the pool (kvdock/api/pool/lock.py) or remove it
+    lock file, byte 0 locked          its server is alive: leave the pool alone
+
+The file's first page holds the address at which the pool was served, and the pool's secret; its time of last change is
+when its server was last known to be alive.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+LOCK_FILE_BYTES: Final = 4096
+SECRET_BYTES: Final = 32
+"""The last bytes of that page: a random number that only the pool's user can read. Session ids are made from it."""
+SERVER_OFFSET: Final = 0
+MEMBER_OFFSETS: Final = (LOCK_FILE_BYTES, 1 << 62)
+"""Members draw their byte at random from this half-open range, which is so long that two hardly ever draw the same."""

@@ -1,0 +1,69 @@
+"""What documents say of sets (all rooms, whoever imports an engine) is what there is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+import pytest
+from sources import sources
+
+Files = Mapping[PurePosixPath, str]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+ENGINES = {
+    "vllm": {"connector", "exports"},
+    "sglang": {"linker"},
+}
+"""The modules of kvdock/connectors/ENGINE/ that import that engine when they are imported. Nothing else of kvdock does:
+settings are read, and files are hashed, without it."""
+
+
+def rooms(files: Files) -> set[str]:
+    inside = {path.parts[1] for path in files if path.parts[0] == "kvdock" and len(path.parts) > 2}
+    return {f"kvdock/{room}/" for room in inside} | {"csrc/"}
+
+
+def unnamed(page: str, files: Files) -> set[str]:
+    """Rooms that no row of the page's tables names."""
+    named = {
+        name for line in files[PurePosixPath(page)].splitlines() if line.startswith("|")
+        for name in re.findall(r"`([\w/]+/)`", line.split("|")[1])
+    }
+    return {room for room in rooms(files) if not any(name.startswith(room) for name in named)}
+
+
+def imports_when_imported(engine: str, files: Files) -> set[str]:
+    """Modules that import `engine` outside functions and TYPE_CHECKING."""
+    found = set()
+    for path, text in files.items():
+        if path.parts[0] != "kvdock" or path.suffix != ".py":
+            continue
+        for node in ast.parse(text).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.partition(".")[0] == engine for name in names):
+                found.add(str(path.with_suffix("")))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_table_of_rooms_names_all_of_them(page: str) -> None:
+    assert len(rooms(sources())) > 8
+    assert unnamed(page, sources()) == set()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_is_imported_only_by_what_it_loads_itself(engine: str) -> None:
+    wanted = {f"kvdock/connectors/{engine}/{module}" for module in ENGINES[engine]}
+    assert imports_when_imported(engine, sources()) == wanted
+
+
+def test_a_room_without_a_row_and_an_import_elsewhere_are_found() -> None:
+    files = {PurePosixPath(path): text for path, text in {
+        "README.md": "| `kvdock/api/`, `csrc/` | x |\nand `kvdock/gone/`\n",
+        "kvdock/api/a.py": "import vllm.utils", "kvdock/gone/b.py": "def f():\n    from vllm import x",
+    }.items()}
+    assert unnamed("README.md", files) == {"kvdock/gone/"}
+    assert imports_when_imported("vllm", files) == {"kvdock/api/a"}

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from . import access, api, census, cli, connectors, copy, engine, mooncake, stores, table, tiers, vllm, web, weights
+from . import (
+    access,
+    api,
+    census,
+    clears,
+    cli,
+    connectors,
+    copy,
+    engine,
+    mooncake,
+    stores,
+    table,
+    tiers,
+    vllm,
+    web,
+    weights,
+)
 from .mutant import Mutant
 
 ROOMS: dict[str, tuple[Mutant, ...]] = {
@@ -10,6 +26,7 @@ ROOMS: dict[str, tuple[Mutant, ...]] = {
     "census": census.MUTANTS,
     "copy": copy.MUTANTS,
     "tiers": tiers.MUTANTS,
+    "clears": clears.MUTANTS,
     "api": api.MUTANTS,
     "access": access.MUTANTS,
     "connectors": connectors.MUTANTS,

@@ -1,0 +1,78 @@
+"""Breaks of clears and deletions below the pool: what was cleared comes back from no tier, even if it was under way."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+CLEARS, WRITES = "kvdock/api/tiers/clears.py", "kvdock/tiers/mover/write_behind.py"
+
+
+def on_disk(test: str) -> tuple[str, ...]:
+    return "tests/tiers/test_clears.py", "-k", f"disk and {test}"
+
+
+MUTANTS = (
+    Mutant(
+        "T9a", "a clear reaches the pool alone", CLEARS,
+        "        served = [(space.digest, space.table_id) for space in spaces if not space.tenant]\n",
+        "        served: list[tuple[bytes, int]] = []\n",
+        on_disk("no_tier and clear"), "test_what_was_cleared_comes_back_from_no_tier",
+    ),
+    Mutant(
+        "T9b", "a deletion reaches the pool alone", CLEARS,
+        "owed = None if space.tenant else self._owe(space.digest, 0, keys, space)", "owed = None",
+        on_disk("no_tier and delete"), "test_what_was_cleared_comes_back_from_no_tier",
+    ),
+    Mutant(
+        "T9c", "what was found to be damaged in the pool stays below", CLEARS,
+        "            self._run(self._delete_below(space, keys))\n", "",
+        on_disk("no_tier and quarantine"), "test_what_was_cleared_comes_back_from_no_tier",
+    ),
+    Mutant(
+        "T9d", "names of parts do not hold the generation", "kvdock/tiers/notes.py",
+        "return PartName(namespace, key, group, writer, self.birth, self.generation, self.deleted.get(key, 0))",
+        "return PartName(namespace, key, group, writer, self.birth, 0, self.deleted.get(key, 0))",
+        on_disk("no_tier and clear"), "test_what_was_cleared_comes_back_from_no_tier",
+    ),
+    Mutant(
+        "T9e", "names of parts do not hold the deletion", "kvdock/tiers/notes.py",
+        "return PartName(namespace, key, group, writer, self.birth, self.generation, self.deleted.get(key, 0))",
+        "return PartName(namespace, key, group, writer, self.birth, self.generation, 0)",
+        on_disk("on_its_way_down and delete"), "test_what_was_on_its_way_down_is_not_found",
+    ),
+    Mutant(
+        "T9f", "what was leased before a clear is stored under the names of after", WRITES,
+        "        stores: list[ToStore] = []\n",
+        "        agreed = self._agreement.of(self._lane, place.digest) or agreed\n        stores: list[ToStore] = []\n",
+        on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
+    ),
+    Mutant(
+        "T9g", "what was cleared while it was written counts as stored", WRITES,
+        "            if self._agreement.of(self._lane, place.digest) != agreed:\n                return False\n", "",
+        on_disk("on_its_way_down"), "test_what_was_on_its_way_down_is_not_found",
+    ),
+    Mutant(
+        "T9h", "what tiers are owed is lost with the server", CLEARS,
+        "                await asyncio.to_thread(self._file.write, orders)\n", "                pass\n",
+        on_disk("could_not_be_told"), "test_a_tier_that_could_not_be_told_is_not_used_until_it_was",
+    ),
+    Mutant(
+        "T9i", "a server does not follow what others clear", CLEARS,
+        "        space = self._known(one.namespace)\n        if space is not None:\n            if one.generation",
+        "        space = None\n        if space is not None:\n            if one.generation",
+        ("tests/tiers/test_clears.py", "-k", "redis and at_no_other"),
+        "test_what_one_server_clears_is_found_at_no_other_that_shares_the_store",
+    ),
+    Mutant(
+        "T9j", "a note of an object store is never written again", "kvdock/tiers/objects.py",
+        "self._clock() - noted.written_s > NOTE_FRESH_S", "False",
+        ("tests/tiers/test_objects.py", "-k", "written_again"),
+        "test_a_note_is_written_again_before_a_rule_of_the_bucket_deletes_it",
+    ),
+    Mutant(
+        "T9k", "damage is deleted below in the namespace that the session uses now", "kvdock/api/service.py",
+        "space = self._registry.of_number(number)", "space = session.namespace",
+        ("tests/tiers/test_weights.py", "-k", "damage"),
+        "test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_of_before",
+    ),
+)

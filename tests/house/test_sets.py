@@ -67,3 +67,19 @@ def test_a_room_without_a_row_and_an_import_elsewhere_are_found() -> None:
     }.items()}
     assert unnamed("README.md", files) == {"kvdock/gone/"}
     assert imports_when_imported("vllm", files) == {"kvdock/api/a"}
+
+
+def entries(page: str) -> list[str]:
+    """The words that a glossary explains."""
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]
+    return [word for row in rows for word in row.split(", ") if row != "word" and set(row) != {"-"}]
+
+
+def test_the_glossary_has_one_entry_a_word() -> None:
+    words = entries(sources()[PurePosixPath("docs/glossary.md")])
+    assert len(words) > 80
+    assert sorted(words) == sorted(set(words))
+
+
+def test_a_word_with_two_entries_is_found() -> None:
+    assert entries("| word | meaning |\n|---|---|\n| hit, miss | x |\n| hit | y |\n") == ["hit", "miss", "hit"]

@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdock import _core
+from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.operator import delete, print_json, reached
-from kvdock.cli.outcome import FAILED, CommandError
-from kvdock.cli.screen import say
-from kvdock.cli.words import size
+from kvdock.cli.render import say, size
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import RefusedError

@@ -1,7 +1,6 @@
-"""The options and the help of the commands that ask a running server or this machine.
+"""The options and the help of all commands but `serve` and `config`.
 
 Each command imports what it needs when it runs, so that `--help` and completion load neither rich nor the server.
-kvdock/cli/commands_change.py has those that change a running server.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvdock.cli.options import (
+from kvdock.cli.errors import FAILED, WRONG, CommandError, ctrl_c_waits
+from kvdock.cli.help import (
     AsJson,
     Keys,
     ListAll,
@@ -20,9 +20,10 @@ from kvdock.cli.options import (
     Namespace,
     Server,
     TokensFile,
+    Yes,
     console,
+    parse_duration,
 )
-from kvdock.cli.outcome import FAILED, WRONG, CommandError, ctrl_c_waits
 
 Preset = Literal["small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """engine.config.PRESETS, without importing torch for it."""
@@ -88,7 +89,7 @@ def lookup(
 
     --namespace may be left out if the server has exactly one.
     """
-    from kvdock.cli.lookup import show_lookup
+    from kvdock.cli.explain import show_lookup
     from kvdock.cli.prompts import Prompt
 
     show_lookup(server, Prompt(namespace, keys or [], tokens_file), as_json=as_json, console=console())
@@ -106,7 +107,7 @@ def explain(
 
     What its lookups asked for, where the prefix ends and why, what loading took, and what its engine told of it.
     """
-    from kvdock.cli.story import show_explanation
+    from kvdock.cli.explain import show_explanation
 
     show_explanation(server, request=request, session=session, as_json=as_json, console=console())
 
@@ -123,7 +124,7 @@ def events(
 
     With --follow it waits for a server that ends, and goes on with the next one at the same address.
     """
-    from kvdock.cli.story import show_events
+    from kvdock.cli.explain import show_events
 
     show_events(server, kinds=kinds, follow=follow, as_json=as_json)
 
@@ -154,7 +155,7 @@ def cached(
 
     Prefixes that lookups found most often come first. The server counts its chunks at most once in some seconds.
     """
-    from kvdock.cli.cached import show_cached
+    from kvdock.cli.lists import show_cached
 
     show_cached(server, limit=limit, as_json=as_json, console=console())
 
@@ -170,7 +171,7 @@ def history(
     At most 24 rows, each the mean over a part of the time. Hours and days outlive a server that leaves its pool to the
     next one.
     """
-    from kvdock.cli.past import show_past
+    from kvdock.cli.lists import show_past
 
     show_past(server, over=over, as_json=as_json, console=console())
 
@@ -278,3 +279,115 @@ def demo(
         from kvdock.cli.demo import demo as run_demo
 
     return run_demo(port=port, as_json=as_json, preset=preset, turns=turns, pool_bytes=pool_bytes)
+
+
+def keep(
+    namespace: Namespace = "",
+    keys: Keys = None,
+    tokens_file: TokensFile = "",
+    lasts: Annotated[str, typer.Option(
+        "--for", metavar="DURATION", help="How long, as 90s, 15min, 12h or 7d, from now on; at most a year.",
+    )] = "1h",
+    end: Annotated[bool, typer.Option("--end", help="Keep it no longer.")] = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Keep a prompt from being evicted for a while.
+
+    Its stored chunks stay when room is needed. Clearing, evicting it by name and a tenant's full quota still remove
+    them. Kept chunks can fill the pool: then engines store nothing more. It fails if nothing of the prompt is stored.
+    """
+    from kvdock.cli.admin import keep as keep_prompt
+    from kvdock.cli.prompts import Prompt
+
+    duration_s = 0.0 if end else parse_duration("--for", lasts)
+    keep_prompt(
+        server, Prompt(namespace, keys or [], tokens_file), duration_s=duration_s, as_json=as_json, console=console()
+    )
+
+
+def evict(
+    namespace: Namespace = "",
+    keys: Keys = None,
+    tokens_file: TokensFile = "",
+    bytes_text: Annotated[str, typer.Option(
+        "--bytes", metavar="SIZE", help="Evict so much of what is worth least.", show_default=False,
+    )] = "",
+    free_text: Annotated[str, typer.Option(
+        "--free", metavar="SIZE", help="Evict what is worth least until so much of the pool is free.",
+        show_default=False,
+    )] = "",
+    yes: Yes = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Evict a prompt, or what is worth least.
+
+    By size, chunks go in the order in which the pool itself makes room; what engines hold or write stays, and so does
+    what is kept. A prompt that is named goes, kept or not; engines that are loading it finish.
+    """
+    from kvdock.cli.admin import evict as evict_chunks
+    from kvdock.cli.prompts import Prompt
+
+    evict_chunks(
+        server, Prompt(namespace, keys or [], tokens_file), bytes_text=bytes_text, free_text=free_text, yes=yes,
+        as_json=as_json, console=console(),
+    )
+
+
+def clear(
+    namespace: Namespace = "",
+    everything: Annotated[bool, typer.Option("--all", help="Clear all namespaces.")] = False,
+    yes: Yes = False,
+    server: Server = "",
+    as_json: AsJson = False,
+) -> None:
+    """Remove all stored chunks, or one namespace's.
+
+    Engines that are loading a chunk finish; its memory is freed afterwards.
+    """
+    from kvdock.cli.admin import clear_cache
+
+    clear_cache(server, namespace=namespace, everything=everything, yes=yes, as_json=as_json, console=console())
+
+
+def access_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; the server's log names it.")],
+    access_file: Annotated[str, typer.Option(
+        "--access-file", metavar="FILE", help="The server's; made if it is missing. [KVDOCK_ACCESS_FILE]",
+        show_default=False,
+    )] = "",
+    scopes: Annotated[list[str], typer.Option(
+        "--scope", metavar="health|read|engine|admin", help="What it may do; may be given several times.",
+    )] = ["read"],  # noqa: B006  # typer shows it as the default, and nothing changes it
+    tenant: Annotated[str, typer.Option(
+        "--tenant", metavar="TENANT", help="Whose sessions and chunks it uses; the server's own if left out.",
+        show_default=False,
+    )] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make an access token and print it, once.
+
+    The server's access file gets its name, digest and scopes; a running server notices. Keep what is printed in a file
+    with mode 0600 and name that in KVDOCK_ACCESS_TOKEN_FILE, or give it to the status page when it asks.
+    """
+    from kvdock.api.access.issue import add_token
+    from kvdock.api.errors import AccessFileError
+    from kvdock.api.settings import effective
+    from kvdock.cli.operator import print_json
+    from kvdock.protocol.calls import INCLUDED
+
+    path = access_file or effective(os.environ).settings.access_file
+    if not path:
+        raise CommandError("name the server's access file: --access-file FILE", WRONG)
+    if wrong := [scope for scope in scopes if scope not in INCLUDED]:
+        raise CommandError(f"--scope: found {wrong[0]!r}, wanted {', '.join(INCLUDED)}", WRONG)
+    try:
+        token = add_token(path, name, scopes, tenant)
+    except AccessFileError as error:
+        raise CommandError(f"{error}; it stays as it was", WRONG) from error
+    if as_json:
+        made = {"name": name, "scopes": scopes, "tenant": tenant, "access_file": path, "access_token": token}
+        print_json(console(), made)
+    else:
+        typer.echo(token)

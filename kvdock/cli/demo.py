@@ -34,7 +34,7 @@ from kvdock.api.errors import StartupError
 from kvdock.api.http.listen import bind_tcp
 from kvdock.api.server import ending_signals
 from kvdock.api.settings import effective
-from kvdock.cli.outcome import DONE, FAILED, CommandError
+from kvdock.cli.errors import DONE, FAILED, CommandError
 from kvdock.client.client import Client
 from kvdock.engine import tokenizer
 

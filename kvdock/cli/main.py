@@ -1,6 +1,6 @@
 """The `kvdock` command: its subcommands, and how it ends. `--help` imports neither the server nor torch.
 
-A failure that a person can do something about is one sentence on stderr; kvdock/cli/outcome.py lists the exit statuses.
+A failure that a person can do something about is one sentence on stderr; kvdock/cli/errors.py lists the exit statuses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import msgspec
 import typer
 
 from kvdock.api.errors import SettingsError, StartupError
-from kvdock.cli import commands, commands_change as change
-from kvdock.cli.help import Command, Group
-from kvdock.cli.outcome import (
+from kvdock.cli import commands
+from kvdock.cli.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -27,6 +26,7 @@ from kvdock.cli.outcome import (
     problem_of_command,
     wants_json,
 )
+from kvdock.cli.help import Command, Group
 from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 
@@ -37,7 +37,7 @@ GROUPS = {
         commands.status, commands.top, commands.history, commands.requests, commands.explain, commands.events,
         commands.sessions, commands.cached, commands.leases, commands.lookup, commands.size,
     ),
-    "Change": (change.keep, change.evict, change.clear, change.access_token),
+    "Change": (commands.keep, commands.evict, commands.clear, commands.access_token),
 }
 """The commands as `--help` groups them; `config` is beside the last ones."""
 

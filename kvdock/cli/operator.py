@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from kvdock.api.settings import effective
-from kvdock.cli.outcome import FAILED, WRONG, CommandError
+from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.client.client import Client
 from kvdock.protocol import admin_schemas as a
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.operator import first
-from kvdock.cli.outcome import FAILED, WRONG, CommandError
-from kvdock.cli.words import printable
+from kvdock.cli.render import printable
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import NamespaceView
 from kvdock.protocol.errors import ApiError

@@ -18,10 +18,9 @@ import typer
 from kvdock.api.errors import StartupError
 from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, effective
-from kvdock.cli.help import COMMON
+from kvdock.cli.errors import ctrl_c_waits
+from kvdock.cli.help import COMMON, AsJson, Server, console
 from kvdock.cli.meanings import MEANINGS, choices_of, default_text, group_of, in_groups
-from kvdock.cli.options import AsJson, Server, console
-from kvdock.cli.outcome import ctrl_c_waits
 from kvdock.protocol.admin_schemas import Limits
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def config_get(context: typer.Context, server: Server = "", as_json: AsJson = Fa
 
     First those that can be changed live, with their value now; then those that are fixed until it is started anew.
     """
-    from kvdock.cli.live_config import show_live_config
+    from kvdock.cli.config import show_live_config
 
     before = context.obj or ConfigOptions()
     show_live_config(server or before.server, as_json=as_json or before.as_json, console=console())
@@ -139,7 +138,7 @@ def config_set(
     All changes take effect, or none. They last until the server ends. Sizes may be written 512MiB or 4GiB. A smaller
     pool gives memory back as engines release it.
     """
-    from kvdock.cli.live_config import change_live_config
+    from kvdock.cli.config import change_live_config
 
     before = context.obj or ConfigOptions()
     change_live_config(server or before.server, changes, as_json=as_json or before.as_json, console=console())

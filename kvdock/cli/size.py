@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.operator import print_json, reached
-from kvdock.cli.outcome import FAILED, WRONG, CommandError
-from kvdock.cli.words import duration, printable, size
+from kvdock.cli.render import duration, printable, size
 from kvdock.protocol.curve import Curve, CurvePoint
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}

@@ -1,28 +1,47 @@
 """`kvdock top`: the server, live. On a terminal a picture that is drawn anew; elsewhere one picture, or JSON.
 
-A server that is lost is asked again every interval, and the last picture stays.
+A server that is lost is asked again every interval, and the last picture stays. Keys work without Return. Ctrl-C,
+SIGTERM and SIGHUP end the view as `q` does, and leave the terminal as it was. Ctrl-Z gives the terminal back until the
+view goes on. When the window's size changes, the picture is drawn anew at once.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import IO, NamedTuple
 
 import msgspec
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.text import Text
 
-from kvdock.cli.figures import EngineFigures, Rates, engines_of, hit_rate, rates_of
+from kvdock.cli.errors import FAILED, CommandProblem, problem_of_command
 from kvdock.cli.operator import open_client, print_json, reached
-from kvdock.cli.outcome import FAILED, CommandProblem, problem_of_command
-from kvdock.cli.screen import say
-from kvdock.cli.status import attached
-from kvdock.cli.terminal import Terminal
-from kvdock.cli.top_view import Look, Snapshot, picture
+from kvdock.cli.render import brief, counted, duration, percent, printable, say, size, span
+from kvdock.cli.status import (
+    EngineFigures,
+    Rates,
+    attached,
+    engines_of,
+    hit_rate,
+    pool_in_words,
+    rates_of,
+    saved_in_words,
+    tier_in_words,
+    used_bytes,
+)
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.reports import RequestView, Status
+from kvdock.protocol.reports import PoolView, RequestView, Stats, Status
 
 PATIENCE_S = 1.0
 """A server that is slower than this is as good as lost: keys are not read meanwhile."""
@@ -127,3 +146,304 @@ def _drawn(console: Console, lines: Sequence[Text]) -> str:
     with console.capture() as captured:
         console.print(*lines, sep="\n", highlight=False, markup=False, no_wrap=True, crop=True)
     return captured.get().rstrip("\n")
+
+
+NARROW_COLUMNS = 72
+NAME_CELLS = 10
+FEWEST_REQUESTS = 3
+"""Rows of requests that engines and tiers leave room for, where there is any."""
+
+
+class Snapshot(NamedTuple):
+    """What the server answered at one moment."""
+
+    at: float
+    """Unix seconds at this machine."""
+    status: Status
+    stats: Stats
+    rates: list[Rates]
+    engines: list[EngineFigures] | None
+    """None: the caller may see totals only."""
+    requests: list[RequestView]
+
+
+class Look(NamedTuple):
+    columns: int
+    rows: int
+    plain: bool = False
+    """The terminal has no block characters."""
+
+    @property
+    def narrow(self) -> bool:
+        return self.columns < NARROW_COLUMNS
+
+
+Lines = list[Text]
+
+
+def picture(shown: Snapshot | None, trouble: str, address: str, look: Look) -> Lines:
+    """`trouble`: why the server does not answer now, empty if it does; `shown` is then what it answered last. At most
+    `look.rows` lines of at most `look.columns` cells."""
+    lines = _header(shown, trouble, address, look)
+    if shown is not None:
+        lines += _totals(shown, look)
+        blocks = [_engines(shown, look), _tiers(shown, look)]
+        for block in blocks:
+            left = look.rows - len(lines)
+            room = left - FEWEST_REQUESTS - 2 if left > 2 * FEWEST_REQUESTS + 4 else left
+            if block and room >= 3:
+                lines += [Text(), *_cut(block, room - 1)]
+        requests = _requests(shown, look)
+        room = look.rows - len(lines) - 1
+        if requests and room >= 2:
+            lines += [Text(), *requests[:room]]
+    if trouble and shown is not None:
+        for line in lines[2:]:
+            line.stylize("dim")
+    return [_fit(line, look.columns) for line in lines[: look.rows]]
+
+
+def _cut(block: Lines, room: int) -> Lines:
+    return block if len(block) <= room else [*block[: room - 1], Text(f"… {len(block) - room + 1} more", style="dim")]
+
+
+def _fit(line: Text, columns: int) -> Text:
+    line.truncate(columns, overflow="ellipsis")
+    line.rstrip()
+    return line
+
+
+def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> Lines:
+    clock = time.strftime("%H:%M:%S", time.localtime(shown.at)) if shown else ""
+    if trouble:
+        since = f" since {clock}" if shown else ""
+        hint = [] if shown else [Text(), Text("`kvdock serve` starts a server; q ends this")]
+        return [Text(f"kvdock: no answer{since}, trying again", style="bold red"), Text(trouble, style="red"), *hint]
+    assert shown is not None
+    status = shown.status
+    health = Text("ready", style="green") if status.status == "ok" else Text("not ready", style="bold red")
+    about = [f"up {duration(status.uptime_s)}", *([] if look.narrow else [address]), clock]
+    line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
+    reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
+    return [line, *reasons, Text()]
+
+
+def _totals(shown: Snapshot, look: Look) -> Lines:
+    status, rates = shown.status, shown.rates
+    last = rates[0] if rates else None
+    recent = f"{percent(last.hit_rate)} in {duration(last.seconds)}, " if last else ""
+    lines = _rows("hit rate", f"{recent}{percent(hit_rate(status))} since start", look, "bold")
+    if last is not None:
+        line = sparkline(_series(shown.stats, "hit_ratio"), look.columns - NAME_CELLS, look.plain)
+        lines += _rows("", line, look, "cyan")
+        asked, found = last.lookup_tokens_per_s or 0, last.hit_tokens_per_s or 0
+        lines += _rows("tokens", f"{brief(asked)}/s looked up, {brief(found)}/s found", look)
+        loaded, stored = last.loaded_bytes_per_s or 0, last.stored_bytes_per_s or 0
+        lines += _rows("bytes", f"{size(loaded)}/s loaded, {size(stored)}/s stored", look)
+    evicted = last.evicted_chunks_per_s if last else None
+    lines += _rows("pool", pool_bar(status.pool, look.columns - NAME_CELLS, look.plain), look)
+    lines += _rows("", f"{pool_in_words(status.pool)}, {brief(evicted or 0)} chunks/s evicted", look)
+    if status.saved.tokens:
+        lines += _rows("saved", saved_in_words(status.saved), look)
+    if status.leases or status.reservations:
+        holders = f"{counted(status.leases, 'lease')}, {counted(status.reservations, 'reservation')}"
+        lines += _rows("held", f"{size(status.pool.held_bytes)} by {holders}", look)
+    return lines
+
+
+def _rows(name: str, value: str, look: Look, style: str = "not bold") -> Lines:
+    """One line, or one for each part of a value that is too long for one."""
+    parts = value.split(", ") if NAME_CELLS + len(value) > look.columns else [value]
+    return [
+        Text((name if number == 0 else "").ljust(NAME_CELLS), style="bold") + Text(part, style=style)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _series(stats: Stats, name: str) -> list[float | None]:
+    return next((series.values for series in stats.series if series.name == name), [])
+
+
+def sparkline(values: Sequence[float | None], columns: int, plain: bool) -> str:
+    """Shares of 0 to 1, the newest on the right, averaged so that they fit. Where nothing was measured is a dot."""
+    marks = "_.-=+*#@" if plain else "▁▂▃▄▅▆▇█"
+    per = max(1, -(-len(values) // max(1, columns)))
+    drawn = []
+    for start in range(len(values) % per - per if len(values) % per else 0, len(values), per):
+        measured = [value for value in values[max(0, start) : start + per] if value is not None]
+        share = sum(measured) / len(measured) if measured else None
+        drawn.append(
+            (" " if plain else "·") if share is None else marks[min(len(marks) - 1, int(share * len(marks)))]
+        )
+    return "".join(drawn)
+
+
+def pool_bar(pool: PoolView, columns: int, plain: bool) -> str:
+    """Shares of the pool's limit: what is stored, what is being written or waits to be freed, and what is free."""
+    stored, other, free = ("#", "+", ".") if plain else ("█", "▒", "·")
+    width = max(10, min(columns, 60))
+    used = round(width * min(1.0, used_bytes(pool) / pool.limit_bytes))
+    ready = min(used, round(width * pool.ready_bytes / pool.limit_bytes))
+    return stored * ready + other * (used - ready) + free * (width - used)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def _engines(shown: Snapshot, look: Look) -> Lines:
+    if shown.engines is None:
+        return [Text(f"{counted(shown.status.sessions, 'engine')} attached; an access token shows them", style="bold")]
+    if not shown.engines:
+        return [Text("no engine is attached", style="bold")]
+    heads = ["engine", "state", "hits", "loaded", "stored", "held", "saved", "loads at"]
+    rows = [
+        [engine.name, engine.state, percent(engine.hit_rate), size(engine.loaded_bytes), size(engine.stored_bytes),
+         size(engine.held_bytes), "" if engine.saved_s is None else _saved(engine.saved_s), _speed(engine)]
+        for engine in shown.engines
+    ]
+    keep = (0, 1, 2) if look.columns < 50 else (0, 1, 2, 3, 6) if look.narrow else range(len(heads))
+    return _table([heads, *rows], list(keep), look, styles={1: {"live": "green", "suspect": "bold yellow"}})
+
+
+def _saved(seconds: float) -> str:
+    return span(seconds) if seconds >= 0 else f"-{span(-seconds)}"
+
+
+def _speed(engine: EngineFigures) -> str:
+    load, ceiling = engine.load_bytes_per_s, engine.ceiling_bytes_per_s
+    if not load:
+        return ""
+    return f"{size(load)}/s" + (f", {percent(load / ceiling)} of plain" if ceiling else "")
+
+
+def _tiers(shown: Snapshot, look: Look) -> Lines:
+    return [
+        Text(f"tier {tier.name}: ", style="bold") + Text(printable(tier_in_words(tier)), style="not bold")
+        for tier in shown.status.tiers
+    ]
+
+
+def _requests(shown: Snapshot, look: Look) -> Lines:
+    if not shown.requests:
+        return []
+    heads = ["time", "kind", "engine", "request", "tokens", "found", "loaded", "why less"]
+    rows = [
+        [time.strftime("%H:%M:%S", time.localtime(view.at)), view.kind, view.label or view.session, view.request,
+         f"{view.tokens:,}", f"{view.hit_tokens:,}",
+         "" if view.outcome is None else f"{view.outcome.loaded_tokens:,}",
+         "" if view.outcome is None else view.outcome.why_in_words]
+        for view in shown.requests
+    ]
+    keep = (1, 3, 4, 5) if look.columns < 50 else (0, 1, 3, 4, 5) if look.narrow else range(len(heads))
+    return _table([heads, *rows[: look.rows]], list(keep), look, right={4, 5, 6})
+
+
+def _table(
+    rows: Sequence[Sequence[str]], keep: Sequence[int], look: Look, *, right: set[int] | None = None,
+    styles: dict[int, dict[str, str]] | None = None,
+) -> Lines:
+    """Columns are as wide as their widest cell; the widest ones shrink until a row fits."""
+    cells = [[printable(row[at]) for at in keep] for row in rows]
+    widths = [max(cell_len(row[at]) for row in cells) for at in range(len(keep))]
+    while sum(widths) + 2 * (len(widths) - 1) > look.columns and max(widths) > 6:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for number, row in enumerate(cells):
+        line = Text()
+        for at, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            if cell_len(cell) > width:
+                cell = set_cell_size(cell, width - 1) + "…"
+            padded = cell.rjust(width) if right and keep[at] in right else set_cell_size(cell, width)
+            style = "bold" if number == 0 else (styles or {}).get(keep[at], {}).get(cell, "")
+            line.append(padded + "  ", style=style)
+        lines.append(line)
+    return lines
+
+
+ENTER = "\x1b[?1049h\x1b[?25l"
+"""The other screen, without a cursor."""
+LEAVE = "\x1b[?25h\x1b[?1049l"
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminal:
+    """While `held`, the screen is the view's."""
+
+    def __init__(self, out: IO[str]) -> None:
+        """`out`: the terminal. Keys are read from standard input, if that is a terminal as well."""
+        self._out = out
+        self._keys = sys.stdin.fileno() if sys.stdin.isatty() else None
+        self._saved = None if self._keys is None else termios.tcgetattr(self._keys)
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._ended = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        numbers = (*_ENDING, signal.SIGTSTP, signal.SIGWINCH)
+        handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            self._enter()
+            yield
+        finally:
+            self._leave()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for fd in (self._wakes, self._wake):
+                os.close(fd)
+
+    @property
+    def ended(self) -> bool:
+        """A signal has ended the view."""
+        return self._ended
+
+    def draw(self, picture: str) -> None:
+        """The picture from the screen's first line on. Lines that it does not have become empty."""
+        lines = picture.replace("\n", "\x1b[K\n")  # in this mode the terminal itself adds what brings it to the left
+        self._out.write(f"\x1b[H{lines}\x1b[K\x1b[J")
+        self._out.flush()
+
+    def key(self, patience_s: float) -> str:
+        """The next key; empty when the time is over, or the view is to be drawn anew. Whoever presses keys does not
+        shorten the time for others: ask again with what is left of it."""
+        if self._ended:
+            return ""
+        watched = [self._wakes] if self._keys is None else [self._wakes, self._keys]
+        ready, _, _ = select.select(watched, [], [], max(0.0, patience_s))
+        if self._wakes in ready:
+            os.read(self._wakes, 4096)
+        if self._keys in ready and self._keys is not None:
+            typed = os.read(self._keys, 64)
+            if not typed:  # nobody is there any more
+                self._ended = True
+            return typed.decode(errors="replace")
+        return ""
+
+    def _enter(self) -> None:
+        if self._keys is not None:
+            tty.setcbreak(self._keys)
+        self._out.write(ENTER)
+        self._out.flush()
+
+    def _leave(self) -> None:
+        with suppress(OSError, termios.error):  # the terminal may be gone
+            self._out.write(LEAVE)
+            self._out.flush()
+            if self._keys is not None and self._saved is not None:
+                termios.tcsetattr(self._keys, termios.TCSADRAIN, self._saved)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTSTP:
+            self._stop()
+        elif number in _ENDING:
+            self._ended = True
+        with suppress(BlockingIOError):  # many have not been read yet: one is enough
+            os.write(self._wake, b"\0")
+
+    def _stop(self) -> None:
+        """As the shell expects it of a program that knows nothing of Ctrl-Z."""
+        self._leave()
+        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # it returns when the shell lets this process go on
+        signal.signal(signal.SIGTSTP, before)
+        self._enter()

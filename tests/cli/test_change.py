@@ -12,7 +12,7 @@ from api_helpers import MIB, Engine, ServerProcess, attach, eventually, keys, ra
 from cli_helpers import KVDOCK, clean_environ, kvdock, refusal
 from pty_screen import PtyProgram
 
-from kvdock.cli.live_config import LIVE
+from kvdock.cli.config import LIVE
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.keys import chunk_keys

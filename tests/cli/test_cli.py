@@ -23,7 +23,7 @@ from kvdock._core import Table
 from kvdock.api.settings import Settings
 from kvdock.cli.main import app
 from kvdock.cli.meanings import COMPUTED_DEFAULTS, MEANINGS, default_text, exact_bytes
-from kvdock.cli.words import duration, printable, size
+from kvdock.cli.render import duration, printable, size
 from kvdock.client.client import Client
 from kvdock.shm.objects import pool_objects
 

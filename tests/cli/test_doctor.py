@@ -18,8 +18,7 @@ from cli_helpers import TIMEOUT_S, clean_environ, kvdock
 from kvdock._core import Table, cpu_paths, cuda_kernels
 from kvdock.api.access.issue import add_token
 from kvdock.api.settings import Settings
-from kvdock.cli.doctor import _kernels, examine
-from kvdock.cli.doctor_machine import Finding, Machine
+from kvdock.cli.doctor import Finding, Machine, _kernels, examine
 from kvdock.client.client import Client
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration

@@ -16,7 +16,7 @@ from cli_helpers import SMALL, TIMEOUT_S, first_line, kvdock, kvdock_serve, refu
 from typer.testing import CliRunner
 
 from kvdock.api.settings import Settings
-from kvdock.cli.examples import EXAMPLES
+from kvdock.cli.help import EXAMPLES
 from kvdock.cli.main import app
 from kvdock.cli.meanings import GROUPS, choices_of
 from kvdock.cli.serve import metavar_of

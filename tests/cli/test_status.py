@@ -12,9 +12,8 @@ from api_helpers import MIB, ServerProcess, attach, eventually, keys, raw, uniqu
 from cli_helpers import kvdock
 
 from kvdock.api.views.history import Counters
-from kvdock.cli.counters import GROUPS, folded, meaning_of
-from kvdock.cli.figures import rates_of
-from kvdock.cli.words import brief, counted, percent
+from kvdock.cli.render import brief, counted, percent
+from kvdock.cli.status import GROUPS, folded, meaning_of, rates_of
 from kvdock.client.client import Client
 from kvdock.protocol.reports import Series, Stats
 

@@ -15,7 +15,7 @@ from api_helpers import Engine, ServerProcess, attach, eventually, keys, unique
 from cli_helpers import KVDOCK, TIMEOUT_S, clean_environ, kvdock, refusal
 from pty_screen import ENTER, LEAVE, PtyProgram
 
-from kvdock.cli.top_view import Look, pool_bar, sparkline
+from kvdock.cli.top import Look, pool_bar, sparkline
 from kvdock.client.client import Client
 from kvdock.protocol.reports import PoolView
 

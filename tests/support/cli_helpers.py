@@ -12,7 +12,7 @@ from pathlib import Path
 
 import forks
 
-from kvdock.cli.outcome import CommandProblem
+from kvdock.cli.errors import CommandProblem
 
 KVDOCK = (sys.executable, "-m", "kvdock")
 SMALL = ("--pool-bytes", "16MiB", "--table-records", "1024", "--table-grants", "64", "--port", "0")

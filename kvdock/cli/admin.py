@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 
 from kvdock.api.settings import parse_bytes
+from kvdock.cli.errors import FAILED, WRONG, CommandError
 from kvdock.cli.operator import LONG_TIMEOUT_S, delete, parts_of, print_json, reached
-from kvdock.cli.outcome import FAILED, WRONG, CommandError
 from kvdock.cli.prompts import Prompt, resolve
-from kvdock.cli.screen import say
-from kvdock.cli.words import counted, duration, printable, size
+from kvdock.cli.render import counted, duration, printable, say, size
 from kvdock.protocol.admin_schemas import MAX_PIN_S, ClearCache, EvictChunks, NamespaceView, PinChunks
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS

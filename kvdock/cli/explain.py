@@ -1,4 +1,5 @@
-"""`kvdock explain` and `kvdock events`: why a request missed, and what happens in the server."""
+"""`kvdock explain`, `kvdock lookup` and `kvdock events`: why a request missed, what a prompt would find, and what
+happens in the server. A lookup here has no session, so it takes no lease."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ import typer
 from rich.console import Console
 
 from kvdock.api.events.log import SENTENCES
+from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.operator import default_address, print_json, reached
-from kvdock.cli.outcome import WRONG, CommandError
-from kvdock.cli.screen import say
-from kvdock.cli.words import printable
+from kvdock.cli.prompts import Prompt, resolve
+from kvdock.cli.render import printable, say
 from kvdock.client.events import Told, read_events
 from kvdock.client.transport import Address
 from kvdock.protocol.access_token import TOKEN_FILE_VARIABLE, read_token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.events import KINDS, Event
+from kvdock.protocol.schemas import Lookup
 
 RETRY_S = 1.0
 """So often a server that is lost is looked for."""
@@ -93,3 +95,29 @@ def _words(event: dict[str, Any]) -> str:
         return sentence.template_of(made) % sentence.values(made)
     shown = {name: value for name, value in event.items() if name not in ("kind", *Event.__struct_fields__)}
     return " ".join(f"{name}={value}" for name, value in shown.items() if value not in (None, ""))
+
+
+class Found(msgspec.Struct):
+    """What `--json` prints."""
+
+    namespace: str
+    model: str
+    chunk_tokens: int
+    asked_tokens: int
+    hit_tokens: int
+
+
+def show_lookup(server: str, prompt: Prompt, *, as_json: bool, console: Console) -> None:
+    """Raises CommandError for a wrong key, token file or namespace, and when no server answers; ApiError."""
+    wanted = prompt.read("lookup")
+    with reached(server) as client:
+        space = resolve(client, prompt.namespace)
+        answer = client.lookup(Lookup(namespace=space.namespace, keys=wanted.keys, tokens=wanted.tokens))
+    chunk_tokens, asked = space.manifest.chunk_tokens, wanted.length(space)
+    found = Found(space.namespace, space.manifest.model, chunk_tokens, asked, answer.hit_tokens)
+    if as_json:
+        print_json(console, found)
+        return
+    share = 100 * found.hit_tokens / asked if asked else 0
+    say(console, f"{found.hit_tokens:,} of {asked:,} tokens are stored ({share:.0f} %), in chunks of {chunk_tokens}, "
+                 f"for {printable(found.model)} (namespace {space.namespace[:8]})")

@@ -1,6 +1,11 @@
-"""Values as people read them in a terminal: sizes, durations, and text from other programs."""
+"""What people read in a terminal: sizes, durations, text from other programs, and tables without blanks at the end of
+lines."""
 
 from __future__ import annotations
+
+import re
+
+from rich.console import Console, RenderableType
 
 from kvdock.protocol.words import duration as duration, size as size, span as span
 
@@ -33,3 +38,15 @@ def brief(amount: float) -> str:
             return f"{amount:.0f}{unit}" if amount >= 99.95 or amount == int(amount) else f"{amount:.1f}{unit}"
         amount /= 1000
     return f"{amount:.1f} T"
+
+
+_BLANKS = re.compile(r" +((?:\x1b\[[\d;]*m)*)$", re.MULTILINE)
+
+
+def say(console: Console, *things: RenderableType) -> None:
+    """Prints each on lines of its own. Text in it is shown as it is: no markup, no colours by guess."""
+    with console.capture() as captured:
+        for thing in things:
+            console.print(thing, highlight=False, markup=False)
+    console.file.write(_BLANKS.sub(r"\1", captured.get()))
+    console.file.flush()

@@ -8,7 +8,7 @@
                                                                   abort
 
 Lookups have a background thread of their own, so that none of them waits for a copy, a hash or another call. The
-engine's thread waits for an answer as long as its patience allows (kvdock/connectors/patience.py), or not at all. How
+engine's thread waits for an answer as long as its patience allows (kvdock/connectors/waits.py), or not at all. How
 plans get to the workers, and how an engine learns what became of its blocks, is left to the engine's own connector:
 kvdock/connectors/engine_connector.py, kvdock/connectors/vllm/scheduler.py.
 
@@ -24,21 +24,16 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol
 
-from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.compute_once import ASK_S, ComputeOnce
+from kvdock.connectors.cost import UNLIMITED, LoadLimits, LoadOrCompute
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
-from kvdock.connectors.limits import UNLIMITED, LoadLimits
-from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.load_once import LoadOnce
-from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
-from kvdock.connectors.requests import Fetch, StoreOffer
+from kvdock.connectors.requests import Fetch, StoreOffer, Wish, tell_wishes
 from kvdock.connectors.scheduler import SchedulerConnector
-from kvdock.connectors.session import Attachment
-from kvdock.connectors.tell import tell
-from kvdock.connectors.wishes import Wish, tell_wishes
+from kvdock.connectors.session import Attachment, tell
+from kvdock.connectors.waits import ASK_S, AwaitTiers, ComputeOnce, Patience, Question
 from kvdock.protocol.outcomes import Outcome
 
 NO_LIMITS = LoadLimits()
@@ -47,8 +42,8 @@ FRESH_S = 0.05
 
 
 class Wait(Protocol):
-    """How long requests wait for what may come (kvdock/connectors/compute_once.py,
-    kvdock/connectors/await_tiers.py)."""
+    """How long requests wait for what may come (kvdock/connectors/waits.py,
+    kvdock/connectors/waits.py)."""
 
     def is_waiting(self, request_id: str) -> bool: ...
 

@@ -16,19 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvdock.client.client import Client
-from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.cost import UNLIMITED, LoadLimits
 from kvdock.connectors.driver import Driver
-from kvdock.connectors.engine_outcomes import EngineOutcomes
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
-from kvdock.connectors.limits import UNLIMITED, LoadLimits
 from kvdock.connectors.load_once import LoadOnce
+from kvdock.connectors.outcomes import EngineOutcomes
 from kvdock.connectors.plans import LoadPlan, StoreBatch, StorePlan
 from kvdock.connectors.ranks import Answer, Peers, RankWorker
 from kvdock.connectors.requests import ChunkObserver, StoreOffer
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
+from kvdock.connectors.waits import AwaitTiers
 from kvdock.connectors.worker import WorkerConnector
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.devices import Device

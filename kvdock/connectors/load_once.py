@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock.connectors.load_cost import LoadCost
+from kvdock.connectors.cost import LoadCost
 
 MOST_TIMES = 4.0
 """How long a load is waited for, in times of what loads of its length take: others may load beside it."""

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import UNSET
 
-from kvdock.connectors.batches import LAST_STORE_KEYS, Batches
 from kvdock.connectors.interface import GroupBlocks
-from kvdock.connectors.plans import StoreBatch, StorePiece, StorePlan
+from kvdock.connectors.plans import LAST_STORE_KEYS, Batches, StoreBatch, StorePiece, StorePlan
 from kvdock.connectors.requests import ChunkObserver, Requests, RequestState, StoreOffer
-from kvdock.connectors.session import Attachment
-from kvdock.connectors.tell import tell
+from kvdock.connectors.session import Attachment, tell
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.kv_events import BlockNames
 from kvdock.protocol.schemas import Reserve

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from kvdock.connectors.cost import PrefillSpeed
+from kvdock.connectors.interface import Hit, LoadDone, LookupResult
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.outcomes import MAX_OUTCOMES, Outcome
 from kvdock.protocol.schemas import Heartbeat, HeartbeatAnswer
@@ -108,3 +113,201 @@ class Untold:
             self._is_refused = True
             self._outcomes.clear()
             self._dropped = 0
+
+
+# --------------------------------------------------------------------------------
+# What became of each request, under every engine: what kvdock had of it, what was loaded, what that took, and why not
+# more. The outcome goes to the server when the request ends, and people read it there (kvdock/protocol/outcomes.py).
+#
+# Threads: the engine's, one at a time.
+
+@dataclass(slots=True)
+class _Story:
+    """`found_tokens`: from the request's first; `loaded_tokens`: of its last load, behind the `local_tokens` that the
+    engine had then, or when it admitted the request for the first time. `why`: "" while nothing kept more from being
+    loaded. `cached_tokens`: what the engine's own cache has now."""
+
+    cached_tokens: int = 0
+    is_admitted: bool = False
+    found_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    began_s: float = 0.0
+    load_s: float | None = None
+    copy_s: float | None = None
+    why: str = ""
+
+
+class RequestOutcomes:
+    """`tell` is given the outcome of each request that has ended. `speed`: of the engine's prefill. `clock`: seconds,
+    monotonic."""
+
+    def __init__(
+        self, tell: Callable[[Outcome], None], speed: PrefillSpeed | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._tell, self._speed, self._clock = tell, speed, clock
+        self._stories: dict[str, _Story] = {}
+
+    def looked_up(self, request_id: str, local_tokens: int) -> None:
+        """The engine's own cache has the first `local_tokens` of the request."""
+        self._of(request_id).cached_tokens = local_tokens
+
+    def found(self, request_id: str, tokens: int) -> None:
+        """The server has the first `tokens` tokens of the request."""
+        story = self._of(request_id)
+        story.found_tokens = max(story.found_tokens, tokens)
+
+    def held_back(self, request_id: str, why: str) -> None:
+        """Nothing, or less, is loaded: `why` is the last word."""
+        self._of(request_id).why = why
+
+    def declined(self, request_id: str, why: str, tokens: int) -> None:
+        """The server has the first `tokens` tokens, and they are computed all the same."""
+        self.found(request_id, tokens)
+        self.held_back(request_id, f"declined_{why}")
+
+    def admitted(self, request_id: str, tokens: int) -> None:
+        """A load of `tokens` tokens begins. What an engine has of a request that it preempted may be the request's
+        own."""
+        story = self._of(request_id)
+        if tokens or not story.is_admitted:
+            story.local_tokens, story.loaded_tokens, story.loaded_bytes = story.cached_tokens, tokens, 0
+            story.load_s = story.copy_s = None
+        if tokens:
+            story.why, story.began_s = "", self._clock()
+        story.is_admitted = True
+
+    def loading(self, request_id: str, size_bytes: int) -> None:
+        """The load that has begun copies `size_bytes`, over all ranks."""
+        self._of(request_id).loaded_bytes = size_bytes
+
+    def loaded(self, request_id: str, copy_s: float | None) -> None:
+        """All of its load has come. `copy_s`: what the copies took on the slowest rank, None where that is not
+        known."""
+        story = self._stories.get(request_id)
+        if story is not None and story.loaded_tokens:  # else the request has ended
+            story.load_s, story.copy_s = self._clock() - story.began_s, copy_s
+
+    def failed(self, request_id: str, valid_tokens: int) -> None:
+        """A load fell short: what lies behind `valid_tokens` did not come."""
+        story = self._stories.get(request_id)
+        if story is not None:
+            story.loaded_tokens = max(0, min(story.loaded_tokens, valid_tokens - story.local_tokens))
+            story.why = "load_failed"
+
+    def ended(self, request_id: str, prompt_tokens: int) -> Outcome | None:
+        """Tells what became of it, and returns that. None: nothing is known of it, or it was told before."""
+        story = self._stories.pop(request_id, None)
+        if story is None:
+            return None
+        speed = self._speed.tokens_per_s if self._speed is not None and self._speed.is_known else 0.0
+        outcome = Outcome(
+            request=request_id, prompt_tokens=prompt_tokens, local_tokens=story.local_tokens,
+            found_tokens=story.found_tokens, loaded_tokens=story.loaded_tokens, why=story.why,
+            loaded_bytes=story.loaded_bytes if story.loaded_tokens else 0, load_us=_microseconds(story.load_s),
+            copy_us=_microseconds(story.copy_s), prefill_tokens_per_s=speed,
+        )
+        self._tell(outcome)
+        return outcome
+
+    def _of(self, request_id: str) -> _Story:
+        story = self._stories.get(request_id)
+        if story is None:
+            story = self._stories[request_id] = _Story()
+        return story
+
+
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(0, round(seconds * 1e6))
+
+
+# --------------------------------------------------------------------------------
+# What becomes of the requests of an engine that calls the verbs of interface.py, and how fast it computes prompts.
+#
+# A step's time is that from the end of one poll to the last begin_store before the next: an engine polls before it
+# computes, and offers what it has computed.
+#
+# Threads: the engine's, alone.
+
+class EngineOutcomes(RequestOutcomes):
+    """Each method but `step` is called with the verb that it is named for."""
+
+    def __init__(self, tell: Callable[[Outcome], None], clock: Callable[[], float]) -> None:
+        self._step_speed = PrefillSpeed(clock)
+        super().__init__(tell, self._step_speed, clock)
+        self._now_s = clock
+        self._prompts: dict[str, int] = {}
+        self._hits: dict[str, int] = {}
+        """The tokens that are there if all of a load under way comes."""
+        self._computed: dict[str, int] = {}
+        """Tokens of running requests whose KV is there."""
+        self._polled_s = self._offered_s = clock()
+        self._step_tokens = 0
+
+    def lookup(self, request_id: str, prompt_tokens: int, local_tokens: int, found: LookupResult) -> None:
+        self._prompts.setdefault(request_id, prompt_tokens)
+        self.looked_up(request_id, local_tokens)
+        if isinstance(found, Hit):
+            self.found(request_id, found.tokens)
+        self._computed[request_id] = local_tokens
+
+    def begin_load(self, request_id: str, local_tokens: int, hit_tokens: int) -> None:
+        self.admitted(request_id, hit_tokens - local_tokens)
+        self._hits[request_id] = hit_tokens
+
+    def begin_store(self, request_id: str, computed_tokens: int) -> None:
+        known = self._computed.get(request_id)
+        if known is not None:
+            self._step_tokens += max(0, computed_tokens - known)
+            self._computed[request_id] = computed_tokens
+            self._offered_s = self._now_s()
+
+    def step(self, loads: Iterable[tuple[LoadDone, float | None]]) -> None:
+        """A poll ends, with the loads that it returns and what the copies of each took."""
+        if self._step_tokens:
+            self._step_speed.ended(self._step_tokens, self._offered_s - self._polled_s)
+            self._step_tokens = 0
+        for done, copy_s in loads:
+            wanted = self._hits.pop(done.request_id, None)
+            if wanted is None:
+                continue  # it has ended meanwhile
+            if done.valid_tokens < wanted:
+                self.failed(done.request_id, done.valid_tokens)
+            else:
+                self.loaded(done.request_id, copy_s)
+            self._computed[done.request_id] = done.valid_tokens
+        self._polled_s = self._now_s()
+
+    def finished(self, request_id: str) -> None:
+        """A preempted request has an outcome each time that it is preempted, and one at its end."""
+        self._hits.pop(request_id, None)
+        self._computed.pop(request_id, None)
+        self.ended(request_id, self._prompts.pop(request_id, 0))
+
+
+# --------------------------------------------------------------------------------
+# What connectors of all engines count. Each engine exports it under its own name: vllm:kvdock_…, sglang:kvdock_…
+
+@dataclass(frozen=True)
+class Metric:
+    """`seconds`: durations, one observation each."""
+
+    kind: Literal["counter", "gauge", "seconds"]
+    help: str
+
+
+SHARED: Mapping[str, Metric] = {
+    "load_tokens": Metric("counter", "Tokens loaded from the kvdock server instead of being computed."),
+    "lookup_seconds": Metric("seconds", "Time from a lookup's question to its answer."),
+    "lookups_late": Metric("counter", "Lookups taken for a miss because the server's answer was late."),
+    "declined_short": Metric("counter", "Requests whose hit was shorter than min_load_tokens, and was computed."),
+    "declined_dear": Metric("counter", "Requests whose hit was computed because to load it would have taken longer."),
+    "tier_wait_seconds": Metric("seconds", "Time that a request waited for what a lower tier was loading."),
+    "tier_waits_fulfilled": Metric("counter", "Requests that waited for a lower tier until all of it was there."),
+    "tier_waits_shortened": Metric("counter", "Requests that waited for a lower tier until no more of it came."),
+    "tier_waits_expired": Metric("counter", "Requests that waited for a lower tier for as long as they may."),
+    "attached": Metric("gauge", "Whether the kvdock server is there: 1, or 0 when every lookup is a miss."),
+}
+"""By name without prefix: `load_tokens` is vllm:kvdock_load_tokens_total."""

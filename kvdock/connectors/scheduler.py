@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import UNSET
 
-from kvdock.connectors.await_tiers import NO_WAIT, WaitTerms
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.offers import StoreOffers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.requests import MISS, ChainOf, ChunkObserver, Fetch, Requests, RequestState, chain_of_tokens
-from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.connectors.tell import tell
+from kvdock.connectors.session import Attachment, EngineSession, tell
 from kvdock.connectors.verify import Verifier
+from kvdock.connectors.waits import NO_WAIT, WaitTerms
 from kvdock.protocol.awaited import BeingStored, PendingTokens
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Lookup, LookupAnswer

@@ -14,13 +14,13 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvdock.client.client import Client
 from kvdock.connectors.errors import RefusedError
-from kvdock.connectors.grants import GrantBook
 from kvdock.connectors.outcomes import Untold
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.registration import Register, SegmentRegistrar
@@ -44,6 +44,56 @@ from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_WEIGHTS
 from kvdock.shm.errors import AttachError, SegmentNotRegistered
 from kvdock.shm.objects import lock_path, pool_exists
 from kvdock.shm.segment import SegmentInfo
+
+# --------------------------------------------------------------------------------
+# Which of the server's grants this member uses, and which it has promised never to touch.
+#
+# Invariant: "done" is a promise. A grant in `refused` is never begun; a grant that is active is never answered for.
+# Checking and beginning happen under one lock, so no question can slip in between.
+
+class GrantBook:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: Counter[str] = Counter()  # plans handed out or copies in flight, by grant
+        self._refused: set[str] = set()
+
+    def begin(self, grant: str) -> bool:
+        """False when this member has answered "done" for the grant: the load fails or the store is dropped."""
+        with self._lock:
+            if grant in self._refused:
+                return False
+            self._active[grant] += 1
+            return True
+
+    def end(self, grant: str) -> None:
+        """After the copy was seen to end and its release or commit is on the way."""
+        with self._lock:
+            self._active[grant] -= 1
+            if self._active[grant] <= 0:
+                del self._active[grant]
+
+    def ask(self, grant: str) -> bool:
+        """A question of the server: True means done, and the grant is refused from now on."""
+        with self._lock:
+            if self._active[grant] > 0:
+                return False
+            self._refused.add(grant)
+            return True
+
+    def answers(
+        self, questions: Sequence[GrantRanks], keeps_lease: Callable[[str], bool]
+    ) -> tuple[list[GrantRanks], list[str]]:
+        """A heartbeat's `done` and `keep`. `keeps_lease`: whether this member's lookup still needs a lease."""
+        done, keep = [], []
+        for question in questions:
+            if not question.ranks and keeps_lease(question.grant):
+                keep.append(question.grant)
+            elif self.ask(question.grant):
+                done.append(question)
+        return done, keep
+
 
 log = logging.getLogger("kvdock.connector")
 
@@ -491,3 +541,16 @@ def _unmap(attachment: Attachment, segment: int) -> None:
     if attachment.registrar is not None:
         attachment.registrar.unregister(segment)
     attachment.segments.detach(segment)
+
+
+# --------------------------------------------------------------------------------
+# A call in the background to a server that may be gone, and whose answer nobody needs.
+
+def tell(session: EngineSession, attachment: Attachment, call: Callable[..., object], *arguments: object) -> None:
+    """Nothing happens when the server that `attachment` is to is not there: should it return, it asks."""
+    if session.attachment is not attachment:
+        return
+    try:
+        call(*arguments)
+    except (ServerUnavailable, ApiError) as error:
+        session.lost(attachment, error)

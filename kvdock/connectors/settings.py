@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
+from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import NotSupportedError, SettingError
-from kvdock.connectors.limits import LoadLimits
 
 MOST_WAIT_S = 1.0
 """A longer wait in an engine's scheduling loop costs more than what it waits for."""
@@ -31,12 +31,12 @@ class EngineSettings(LoadLimits):
     timeout_s: float = 2.0
     """Bounds every call to the server."""
     lookup_wait_s: float = 0.005
-    """How late the server's answer to a lookup may be before nobody waits for it (kvdock/connectors/patience.py)."""
+    """How late the server's answer to a lookup may be before nobody waits for it (kvdock/connectors/waits.py)."""
     tier_wait_s: float = 2.0
     """The longest that a request may wait for what the server's lower tiers have; never longer than computing it would
-    take, if load_if_cheaper. 0: not at all (kvdock/connectors/await_tiers.py)."""
+    take, if load_if_cheaper. 0: not at all (kvdock/connectors/waits.py)."""
     load_if_cheaper: bool = True
-    """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/load_cost.py)."""
+    """A hit is computed instead of loaded where that is expected to take less time (kvdock/connectors/cost.py)."""
     copy_threads: int = 2
     """Threads that copy when KV is on the CPU."""
     weights_digest: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdock.connectors.await_tiers import AwaitTiers
+from kvdock.connectors.waits import AwaitTiers
 from kvdock.protocol.awaited import PendingTokens
 
 MOST_S, TOKENS = 5.0, 1024

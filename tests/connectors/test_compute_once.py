@@ -18,14 +18,14 @@ from api_helpers import Engine as Member, ServerProcess, attach, eventually, man
 from forks import forked
 
 from kvdock.client.client import Client
-from kvdock.connectors.compute_once import ASK_S, STALL_SHARE, ComputeOnce
-from kvdock.connectors.prefill_speed import START_TOKENS_PER_S, PrefillSpeed
+from kvdock.connectors.cost import START_TOKENS_PER_S, PrefillSpeed
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import Report
+from kvdock.connectors.waits import ASK_S, STALL_SHARE, ComputeOnce
 from kvdock.protocol.awaited import BeingStored
 from kvdock.protocol.keys import chunk_keys
 from kvdock.protocol.schemas import Abort, Group, Manifest

@@ -11,8 +11,8 @@ from api_helpers import ServerProcess, eventually
 from connector_helpers import CHUNK, Spectator, engine_over, kvdock_of, mortal, successor, tokens_of
 
 from kvdock.client.client import Client
-from kvdock.connectors.engine_outcomes import EngineOutcomes
 from kvdock.connectors.interface import Hit, LoadDone, Miss
+from kvdock.connectors.outcomes import EngineOutcomes
 from kvdock.engine.engine import Engine
 from kvdock.engine.request import SamplingParams
 from kvdock.protocol.outcomes import Outcome, OutcomeView

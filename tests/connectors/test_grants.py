@@ -14,9 +14,8 @@ from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
-from kvdock.connectors.grants import GrantBook
 from kvdock.connectors.plans import LoadPiece, LoadPlan, StorePiece, StorePlan
-from kvdock.connectors.session import Attachment, SessionObserver
+from kvdock.connectors.session import Attachment, GrantBook, SessionObserver
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol import schemas as s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdock.connectors.vllm.in_flight import InFlight
+from kvdock.connectors.vllm.worker import InFlight
 
 STEPS = 3
 

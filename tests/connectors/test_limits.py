@@ -10,9 +10,9 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.chunk_statistics import ChunkStatistics
+from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import SettingError
 from kvdock.connectors.interface import Miss
-from kvdock.connectors.limits import LoadLimits
 
 
 @pytest.mark.parametrize(

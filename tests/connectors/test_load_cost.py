@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from kvdock.connectors.load_cost import LEAST_LOADS, PROBE_S, LoadCost, LoadOrCompute
-from kvdock.connectors.prefill_speed import PrefillSpeed
+from kvdock.connectors.cost import LEAST_LOADS, PROBE_S, LoadCost, LoadOrCompute, PrefillSpeed
 
 
 def cost_of(*loads: tuple[int, float]) -> LoadCost:

@@ -13,13 +13,12 @@ from api_helpers import ServerProcess, eventually
 from connector_helpers import Rig, continued, mortal, stopped, tokens_of
 
 from kvdock.client.client import Client
-from kvdock.connectors import patience as patience_module
+from kvdock.connectors import waits as patience_module
+from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.driver import FRESH_S, Driver
-from kvdock.connectors.early import MOST_EARLY, EarlyQuestions
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
-from kvdock.connectors.limits import LoadLimits
-from kvdock.connectors.patience import IDLE_WAITS, STEP_SHARE, TURN_S, Patience, Question
 from kvdock.connectors.scheduler import SchedulerConnector
+from kvdock.connectors.waits import IDLE_WAITS, MOST_EARLY, STEP_SHARE, TURN_S, EarlyQuestions, Patience, Question
 from kvdock.protocol.schemas import Lookup, LookupAnswer, listed_id
 
 WAIT_S = 0.005

@@ -15,7 +15,7 @@ from connector_helpers import continued, mortal, stopped
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.connectors.vllm.resets import Clearing
 from kvdock.protocol import schemas as s
 from kvdock.protocol.keys import filed_in
 

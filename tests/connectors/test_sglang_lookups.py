@@ -15,11 +15,9 @@ from api_helpers import ServerProcess, eventually, unique
 from connector_helpers import PATIENCE_S
 
 from kvdock.client.client import Client
+from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
-from kvdock.connectors.load_cost import LoadOrCompute
-from kvdock.connectors.patience import Patience
-from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
@@ -31,6 +29,7 @@ from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
+from kvdock.connectors.waits import Patience
 from kvdock.datapath.layout import paged_layout
 from kvdock.protocol.schemas import Group, LookupAnswer, Manifest
 

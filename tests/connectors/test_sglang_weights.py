@@ -11,8 +11,17 @@ import pytest
 import torch
 
 from kvdock.connectors.running_weights import RunningWeights
-from kvdock.connectors.sglang.fresh import START, UNKNOWN, Fresh
-from kvdock.connectors.sglang.updates import Changes, Guard, Probe, is_heard, looks_like_change, only_reads
+from kvdock.connectors.sglang.updates import (
+    START,
+    UNKNOWN,
+    Changes,
+    Fresh,
+    Guard,
+    Probe,
+    is_heard,
+    looks_like_change,
+    only_reads,
+)
 
 pytestmark = pytest.mark.weights
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.vllm.adapter_loads import AdapterLoads
-from kvdock.connectors.vllm.adapters import CLOCK_TICK_NS, Adapter, Adapters, look_at
+from kvdock.connectors.vllm.adapters import CLOCK_TICK_NS, Adapter, AdapterLoads, Adapters, look_at
 from kvdock.connectors.vllm.arrivals import CORE
 
 LATER_NS = 10**12

@@ -12,7 +12,7 @@ from api_helpers import ServerProcess
 from connector_helpers import PATIENCE_S, PER_CHUNK, Rig, mortal, tokens_of
 
 from kvdock.connectors.session import EngineSession
-from kvdock.connectors.vllm.clearing import Clearing
+from kvdock.connectors.vllm.resets import Clearing
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.schemas import Commit, PartDone, Reserve
 

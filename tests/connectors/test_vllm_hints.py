@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvdock.connectors.requests import Wish
 from kvdock.connectors.vllm.hints import MOST_ACTIONS, MOST_DIRECTIVES, MOST_WISHES, Asked, Hints, asked_by
-from kvdock.connectors.wishes import Wish
 from kvdock.protocol.wire_types import MAX_HINT_S
 
 ENDED = Wish(conversation_ended=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvdock.connectors.layers import VERIFIED_BEFORE, VERIFIED_EARLY, Cut, Layers
+from kvdock.connectors.worker import VERIFIED_BEFORE, VERIFIED_EARLY, Cut, Layers
 from kvdock.datapath.copy import PartResult
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvdock.connectors.vllm.outcomes import Outcomes
+from kvdock.connectors.vllm.figures import Outcomes
 from kvdock.protocol.outcomes import Outcome
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.own_cache import OwnCache, own_cache_of
+from kvdock.connectors.vllm.tables import OwnCache, own_cache_of
 
 FULL = KVGroup(None, 16, {"layer": 64}, False)
 WINDOW = KVGroup(47, 32, {"layer": 64}, False)

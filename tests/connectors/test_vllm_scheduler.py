@@ -21,11 +21,11 @@ from kvdock.connectors.session import EngineSession, Identity, ServerEpoch
 from kvdock.connectors.vllm.announcer import Namer
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup
-from kvdock.connectors.vllm.in_flight import InFlight
 from kvdock.connectors.vllm.scheduler import VllmScheduler
 from kvdock.connectors.vllm.setup import Settings
 from kvdock.connectors.vllm.steps import NOWHERE, LoadOrder, Orders, Report
-from kvdock.connectors.vllm.tracked import Tracked
+from kvdock.connectors.vllm.tables import Tracked
+from kvdock.connectors.vllm.worker import InFlight
 from kvdock.protocol import schemas as s
 from kvdock.protocol.kv_events import named
 from kvdock.protocol.schemas import Group

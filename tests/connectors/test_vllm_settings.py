@@ -15,7 +15,6 @@ import pytest
 import torch
 from paths import ROOT
 
-from kvdock.connectors.cores import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.groups import KVGroup, groups_of
@@ -36,6 +35,7 @@ from kvdock.connectors.vllm.setup import (
     workers_here,
 )
 from kvdock.connectors.vllm.worker import BESIDE_STEPS, beside_steps
+from kvdock.connectors.worker import MOST_HASH_THREADS, cores_of, hash_threads
 from kvdock.datapath.cuda import CopyTuning
 from kvdock.protocol.keys import namespace_digest
 

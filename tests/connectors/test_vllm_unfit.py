@@ -10,7 +10,7 @@ import pytest
 
 from kvdock.connectors.errors import CannotCacheError
 from kvdock.connectors.session import ServerEpoch
-from kvdock.connectors.vllm.attached import Attached
+from kvdock.connectors.vllm.setup import Attached
 from kvdock.connectors.vllm.steps import NOWHERE
 from kvdock.connectors.vllm.unfit import refuse_what_is_no_prefix, why_unfit
 

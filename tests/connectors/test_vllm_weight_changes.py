@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvdock.connectors.vllm import weight_changes
-from kvdock.connectors.vllm.hooks import Hook
-from kvdock.connectors.vllm.weight_changes import kind_of_call
+from kvdock.connectors.vllm.weight_changes import Hook, kind_of_call
 
 pytestmark = pytest.mark.weights
 

@@ -46,7 +46,7 @@ MUTANTS = (
         ("tests/connectors/test_limits.py",), "test_a_load_below_the_minimum_is_declined_and_its_lease_given_up",
     ),
     Mutant(
-        "P8c", "the share that a load may have is not limited", "kvdock/connectors/limits.py",
+        "P8c", "the share that a load may have is not limited", "kvdock/connectors/cost.py",
         "min(int(len(tokens) * self.max_load_share), self.max_load_tokens)", "self.max_load_tokens",
         ("tests/connectors/test_limits.py",), "test_a_limit_caps_what_is_loaded",
     ),
@@ -65,7 +65,7 @@ MUTANTS = (
         "test_a_load_of_another_length_than_answered_is_refused_and_its_lease_ends",
     ),
     Mutant(
-        "P26", "the end of one copy of a grant counts as the end of all", "kvdock/connectors/grants.py",
+        "P26", "the end of one copy of a grant counts as the end of all", "kvdock/connectors/session.py",
         "            self._active[grant] -= 1\n", "            self._active[grant] = 0\n",
         ("tests/connectors/test_grants.py",), "test_a_grant_at_work_is_not_answered_for_until_all_its_copies_ended",
     ),
@@ -82,7 +82,7 @@ MUTANTS = (
         ("tests/connectors/test_offers.py",), "test_no_more_is_stored_when_a_request_ends_than_was_computed",
     ),
     Mutant(
-        "P29", "a dear hit is loaded", "kvdock/connectors/load_cost.py",
+        "P29", "a dear hit is loaded", "kvdock/connectors/cost.py",
         "load_s * self._speed.tokens_per_s <= tokens:", "True:",
         ("tests/connectors/test_load_cost.py",),
         "test_a_short_hit_is_dearer_than_computing_and_a_long_one_is_not",

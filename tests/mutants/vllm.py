@@ -222,7 +222,7 @@ MUTANTS = (
         "test_what_vllm_declares_unfit_is_stored_and_not_loaded",
     ),
     Mutant(
-        "V16j", "workers at another server count", "kvdock/connectors/vllm/attached.py",
+        "V16j", "workers at another server count", "kvdock/connectors/vllm/setup.py",
         "return set(self._epochs.values()) == {attachment.epoch}", "return True",
         ("tests/connectors/test_vllm_unfit.py",),
         "test_all_workers_are_where_the_scheduler_is_before_a_load_is_promised",
@@ -338,7 +338,7 @@ MUTANTS = (
         "test_beside_another_connector_stores_are_read_before_their_blocks_are_written",
     ),
     Mutant(
-        "V28", "what the newest steps compute is stored beside them", "kvdock/connectors/vllm/tracked.py",
+        "V28", "what the newest steps compute is stored beside them", "kvdock/connectors/vllm/tables.py",
         "if before < tokens), self.steps[0][0])", "if before < 0), self.steps[0][0] - 9)",
         BY_HAND, "test_what_was_computed_long_ago_is_stored_beside_steps_under_way",
     ),
@@ -388,7 +388,7 @@ MUTANTS = (
         "test_what_is_not_known_to_leave_weights_alone_counts_as_a_change",
     ),
     Mutant(
-        "V33e", "a hook that was replaced counts as in force", "kvdock/connectors/vllm/hooks.py",
+        "V33e", "a hook that was replaced counts as in force", "kvdock/connectors/vllm/weight_changes.py",
         "        if self not in probe.heard:\n", "        if False:\n",
         ("tests/connectors/test_vllm_weight_changes.py",), "test_a_hook_whose_place_was_taken_is_not_in_force",
     ),

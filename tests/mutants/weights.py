@@ -97,7 +97,7 @@ MUTANTS = (
         SESSION, "test_a_session_that_attaches_later_or_again_says_what_its_engine_runs_by_then",
     ),
     Mutant(
-        "G27", "a reset clears the weights that the server knows", "kvdock/connectors/vllm/clearing.py",
+        "G27", "a reset clears the weights that the server knows", "kvdock/connectors/vllm/resets.py",
         "            self._session.tell_weights(attachment)  # what is to be found from now on is cleared\n", "",
         SESSION, "test_a_reset_clears_what_the_weights_of_now_find",
     ),

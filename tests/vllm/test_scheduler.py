@@ -174,7 +174,7 @@ def test_loads_that_cannot_be_preempted_stop_vllm_without_our_cap_and_never_with
 def test_what_is_loaded_beside_a_step_under_way_is_not_overwritten_by_it(
     version: str, windows: list[int | None], server: ServerProcess, schedulers: Schedulers
 ) -> None:
-    """kvdock/connectors/vllm/in_flight.py tells which loads must come after the step, and the others come before it."""
+    """kvdock/connectors/vllm/worker.py tells which loads must come after the step, and the others come before it."""
     found = schedulers.run(version, "pressure", server.unix, windows, 0, SEEDS, likely=0.2, overlap=True, late=True)
     assert found["wrong"] == {}
     assert found["loaded"] > 0 and found["preempted"] > 0

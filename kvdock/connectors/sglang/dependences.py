@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvdock.connectors.switches import counted
+from kvdock.connectors.dependences import counted
 
 _HARMLESS = """
     model_path tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num detokenizer_worker_num
@@ -93,7 +93,7 @@ _HARMLESS_VARIABLES = """
 """
 HARMLESS_VARIABLES = frozenset(_HARMLESS_VARIABLES.split())
 """Variables of SGLang 0.5.23: they say where things lie, how they are watched, and which process this is. All others
-of its own count, as kvdock/connectors/switches.py has it."""
+of its own count, as kvdock/connectors/dependences.py has it."""
 
 
 def settings_set(args: Any, fields: Iterable[Any]) -> dict[str, str]:

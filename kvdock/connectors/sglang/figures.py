@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvdock.connectors.figures import SHARED, Metric
+from kvdock.connectors.outcomes import SHARED, Metric
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Buckets: from a lookup to the load of a very long prompt."""

@@ -5,7 +5,7 @@ which a server does not know which chunks a chunk needs. A hook around the wrapp
 that fails, the parent is unknown, which the protocol allows: chunks are found all the same, and only which of them goes
 first is known less well.
 
-Requests that run while weights change, and which pages of the tree are theirs: fresh.py.
+Requests that run while weights change, and which pages of the tree are theirs: updates.py.
 
 Weights that change while the engine runs: updates.py.
 
@@ -26,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvdock.connectors.sglang.fresh import START, UNKNOWN, Fresh
 from kvdock.connectors.sglang.updates import (
     BEGINS,
     CHANGES,
@@ -36,8 +35,11 @@ from kvdock.connectors.sglang.updates import (
     RELEASES,
     RESUMES,
     SCHEDULER,
+    START,
+    UNKNOWN,
     WORKER,
     Changes,
+    Fresh,
     Guard,
     Probe,
     changes_of,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvdock.connectors.described import described
+from kvdock.connectors.dependences import described
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.sglang.pools import KVGroup
 from kvdock.connectors.weights import FindSnapshot, digest_of_folder, hub_snapshot, weights_of

@@ -28,21 +28,16 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.cores import cores_of, hash_threads
+from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
 from kvdock.connectors.driver import Driver
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
-from kvdock.connectors.load_cost import LoadOrCompute
-from kvdock.connectors.patience import Patience
 from kvdock.connectors.plans import LoadPlan
-from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, ServerEpoch, SessionObserver
 from kvdock.connectors.sglang.dependences import settings_set, variables_set
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.fresh import UNKNOWN, Fresh
 from kvdock.connectors.sglang.holding import Holding
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, tell
 from kvdock.connectors.sglang.identity import manifest_of, revision
@@ -52,9 +47,10 @@ from kvdock.connectors.sglang.offloads import Known, Offloads, known_of
 from kvdock.connectors.sglang.pools import FULL, groups_of
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
-from kvdock.connectors.sglang.updates import Changes, Guard
+from kvdock.connectors.sglang.updates import UNKNOWN, Changes, Fresh, Guard
 from kvdock.connectors.verify import ChecksumVerifier, HashAhead, Trust
-from kvdock.connectors.worker import WorkerConnector
+from kvdock.connectors.waits import AwaitTiers, Patience
+from kvdock.connectors.worker import WorkerConnector, cores_of, hash_threads
 
 log = logging.getLogger("kvdock.sglang")
 

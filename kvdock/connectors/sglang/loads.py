@@ -21,12 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdock.connectors.background import Background
-from kvdock.connectors.layers import VERIFIED_BEFORE, Layers
 from kvdock.connectors.plans import LoadPiece, LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup
-from kvdock.connectors.worker import Loading, WorkerConnector
+from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading, WorkerConnector
 
 log = logging.getLogger("kvdock.sglang")
 

@@ -3,7 +3,7 @@
 SGLang asks for the tail of a prompt: the pages behind those on its device, by their hashes. It asks again in every
 round in which it tries to admit the request, and what it is not promised then it computes, unless the request is held
 back (holding.py): until the server has answered, until what was found is hashed, and until lower tiers have brought
-what they have (kvdock/connectors/await_tiers.py). A promised load that fails aborts its request: what is not verified
+what they have (kvdock/connectors/waits.py). A promised load that fails aborts its request: what is not verified
 is never promised.
 
 The device may hold more of the prompt by the next question, for another request has computed it: the tail is then a
@@ -27,7 +27,7 @@ from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
-from kvdock.connectors.sglang.fresh import START, UNKNOWN
+from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0

@@ -37,17 +37,15 @@ except ImportError:
     CacheHitSource = None  # it never asks
 
 from kvdock.client.client import Client
-from kvdock.connectors.cores import cores_of, hash_threads
 from kvdock.connectors.errors import CannotCacheError, NotSupportedError
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import EngineSession, Identity
-from kvdock.connectors.vllm.adapter_loads import LOADS
+from kvdock.connectors.vllm.adapters import LOADS
 from kvdock.connectors.vllm.arrivals import in_turn, listen
 from kvdock.connectors.vllm.block_budget import BlockBudget
 from kvdock.connectors.vllm.exports import Events, KvdockPromMetrics, KvdockStats, events_of, namer_of
 from kvdock.connectors.vllm.groups import KVGroup, chunk_tokens, groups_of, layouts_of, planes_of
 from kvdock.connectors.vllm.identity import hashing_of, manifest_of, served_name
-from kvdock.connectors.vllm.own_cache import own_cache_of
 from kvdock.connectors.vllm.plugin import register
 from kvdock.connectors.vllm.request_tag import Tags
 from kvdock.connectors.vllm.resets import end_loads_first
@@ -69,9 +67,11 @@ from kvdock.connectors.vllm.setup import (
 )
 from kvdock.connectors.vllm.states import refuse_states, refuse_unreconciled_hits
 from kvdock.connectors.vllm.steps import Orders, Report
+from kvdock.connectors.vllm.tables import own_cache_of
 from kvdock.connectors.vllm.unfit import UNLOADED, refuse_what_is_no_prefix, why_unfit
 from kvdock.connectors.vllm.weight_changes import hear, hear_model
 from kvdock.connectors.vllm.worker import VllmWorker
+from kvdock.connectors.worker import cores_of, hash_threads
 from kvdock.protocol.access_token import read_token
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import Manifest
@@ -367,7 +367,7 @@ class KvdockConnector(KVConnectorBase_V1, SupportsHMA):
 
     @in_turn
     def kvdock_adapter(self, asked: Any) -> None:
-        """vLLM is about to load the adapter of `asked`, a LoRARequest (adapter_loads.py)."""
+        """vLLM is about to load the adapter of `asked`, a LoRARequest (adapters.py)."""
         if self._scheduler is not None:
             self._scheduler.adapter_loads(asked)
         elif self._groups:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvdock.connectors.dependences import counted
 from kvdock.connectors.errors import NotSupportedError
-from kvdock.connectors.switches import counted
 
 UNUSUAL_MODEL = {
     "quantization": "weights are rounded, or were before they were saved",
@@ -67,7 +67,7 @@ UNUSUAL_ENVIRONMENT = {
     "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": (OFF, "another order of the elements inside a page"),
 }
 """Variables: the values that change nothing, in lower case, and the reason why others do. Those of vLLM that are not
-here and not in HARMLESS_VARIABLES count with every value: kvdock/connectors/switches.py."""
+here and not in HARMLESS_VARIABLES count with every value: kvdock/connectors/dependences.py."""
 _HARMLESS_VARIABLES = """
     VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_API_KEY
     VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_BUILD_COMMIT

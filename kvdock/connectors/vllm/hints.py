@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kvdock.connectors.wishes import Wish
+from kvdock.connectors.requests import Wish
 from kvdock.protocol.tier_schemas import MAX_AFTER_S
 from kvdock.protocol.wire_types import MAX_HINT_S, MOST_PRIORITY
 

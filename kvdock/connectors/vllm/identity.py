@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from kvdock.connectors.described import described
+from kvdock.connectors.dependences import described
 from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.vllm.dependences import positions_of, unusual_around, unusual_of
 from kvdock.connectors.vllm.groups import KVGroup, signature, step_tokens

@@ -19,8 +19,7 @@ from typing import Any
 from kvdock.connectors.background import Background
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
-from kvdock.connectors.vllm.adapter_loads import LOADS
-from kvdock.connectors.vllm.adapters import Adapter, Adapters
+from kvdock.connectors.vllm.adapters import LOADS, Adapter, Adapters
 from kvdock.connectors.vllm.hints import asked_by
 from kvdock.connectors.vllm.media import Media, Named, Unhashable, digest_of_tensor
 from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged

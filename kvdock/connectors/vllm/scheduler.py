@@ -1,8 +1,8 @@
 """In the scheduler's process: answers lookups, plans loads, and offers what is computed.
 
 A plain request is asked about when vLLM receives it (arrivals.py), others when its scheduler does, if few wait before
-it (kvdock/connectors/early.py), and by its lookup at the latest.
-"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (kvdock/connectors/patience.py). An
+it (kvdock/connectors/waits.py), and by its lookup at the latest.
+"Ask again" costs a request a whole step, so a lookup waits a moment for its answer (kvdock/connectors/waits.py). An
 admission begins a load. Each step offers the chunks that its end completes (stores.py).
 
 Invariants: a plan leaves with the step that is being built or never; loads that vLLM cannot preempt leave room for the
@@ -21,16 +21,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvdock.connectors.await_tiers import AwaitTiers
 from kvdock.connectors.chunk_statistics import ChunkStatistics
-from kvdock.connectors.compute_once import ComputeOnce
+from kvdock.connectors.cost import LoadOrCompute, PrefillSpeed
 from kvdock.connectors.driver import Driver
-from kvdock.connectors.early import EarlyQuestions
 from kvdock.connectors.interface import Hit, Pending
-from kvdock.connectors.load_cost import LoadOrCompute
 from kvdock.connectors.load_once import LoadOnce
-from kvdock.connectors.patience import Patience
-from kvdock.connectors.prefill_speed import PrefillSpeed
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
@@ -38,21 +33,30 @@ from kvdock.connectors.session import EngineSession, SessionObserver
 from kvdock.connectors.verify import ChecksumVerifier
 from kvdock.connectors.vllm.announcer import Announcer, Announcing, Namer
 from kvdock.connectors.vllm.arrivals import Unscheduled
-from kvdock.connectors.vllm.attached import Attached
 from kvdock.connectors.vllm.block_budget import BlockBudget
-from kvdock.connectors.vllm.clearing import Clearing
-from kvdock.connectors.vllm.figures import Figures
+from kvdock.connectors.vllm.figures import Figures, Outcomes
 from kvdock.connectors.vllm.groups import KVGroup, whole_blocks
 from kvdock.connectors.vllm.hints import Hints
-from kvdock.connectors.vllm.in_flight import InFlight
-from kvdock.connectors.vllm.outcomes import Outcomes
-from kvdock.connectors.vllm.own_cache import OwnCache
 from kvdock.connectors.vllm.request_tag import Tags, chain_of, is_plain
-from kvdock.connectors.vllm.setup import Settings
+from kvdock.connectors.vllm.resets import Clearing
+from kvdock.connectors.vllm.setup import Attached, Settings
 from kvdock.connectors.vllm.steps import IDLE_WAIT_S, NOWHERE, LoadOrder, Orders, Report
 from kvdock.connectors.vllm.stores import Stores
-from kvdock.connectors.vllm.tables import Handed, Table, begun, blocks_behind, failing, follow, grown, handed, settled
-from kvdock.connectors.vllm.tracked import Tracked
+from kvdock.connectors.vllm.tables import (
+    Handed,
+    OwnCache,
+    Table,
+    Tracked,
+    begun,
+    blocks_behind,
+    failing,
+    follow,
+    grown,
+    handed,
+    settled,
+)
+from kvdock.connectors.vllm.worker import InFlight
+from kvdock.connectors.waits import AwaitTiers, ComputeOnce, EarlyQuestions, Patience
 
 LEAST_PROMPT = 64
 """Tokens: a request of which a step computes fewer has drafts checked, or the end of its prompt computed."""

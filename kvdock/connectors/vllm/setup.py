@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvdock.connectors.errors import NotSupportedError
+from kvdock.connectors.session import Attachment, ServerEpoch
 from kvdock.connectors.settings import EngineSettings, checked
-from kvdock.connectors.vllm.environment import from_environment
 from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.steps import NOWHERE
 from kvdock.protocol.address import CONNECTOR_PREFIX, default_address
 
 log = logging.getLogger("kvdock.vllm")
@@ -34,7 +35,7 @@ class Settings(EngineSettings):
 
     compute_once: float = 0.0
     """How long a request may wait for tokens that another engine is computing, as a share of what computing them here
-    would take; 0: not at all (kvdock/connectors/compute_once.py)."""
+    would take; 0: not at all (kvdock/connectors/waits.py)."""
     load_once: bool = True
     """A request waits for what another one of this engine is loading, and takes it from vLLM's own prefix cache,
     instead of loading it as well (kvdock/connectors/load_once.py)."""
@@ -298,3 +299,73 @@ def log_among_theirs() -> None:
         OURS.addHandler(_AmongTheirs())
         OURS.setLevel(THEIRS.getEffectiveLevel())
         OURS.propagate = False
+
+
+# --------------------------------------------------------------------------------
+# Which server each worker of an engine is attached to: no load is promised until all are at the scheduler's.
+#
+# A lease that the scheduler's side has from its server means nothing at another one. A worker is at another if it runs
+# on another machine, or with another address. A worker that has not heard yet that its server was replaced is behind,
+# and not elsewhere: it catches up with its next steps.
+
+log = logging.getLogger("kvdock.vllm")
+
+
+class Attached:
+    """`ranks`: how many workers there are."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._epochs: dict[int, ServerEpoch] = {}
+        self._own_pools: set[str] = set()
+        self._said: set[int] = set()
+
+    def told(self, epochs: Mapping[int, ServerEpoch]) -> None:
+        """What workers have said with a step."""
+        self._epochs.update(epochs)
+
+    def everywhere(self, attachment: Attachment | None) -> bool:
+        """Every worker has said that it is attached to what this side is."""
+        if attachment is None:
+            return False
+        self._own_pools.add(attachment.epoch.pool_id)
+        if len(self._epochs) < self._ranks:
+            return False
+        elsewhere = {rank for rank, epoch in self._epochs.items() if self._is_elsewhere(epoch)}
+        if elsewhere - self._said:
+            self._said |= elsewhere
+            log.warning(
+                "nothing is loaded: the workers of ranks %s are attached to another kvdock server than the scheduler. "
+                "All of an engine run on one machine and have one address (KVDOCK_ADDRESS)",
+                ", ".join(str(rank) for rank in sorted(elsewhere)),
+            )
+        return set(self._epochs.values()) == {attachment.epoch}
+
+    def _is_elsewhere(self, epoch: ServerEpoch) -> bool:
+        return epoch != NOWHERE and epoch.pool_id not in self._own_pools
+
+
+# --------------------------------------------------------------------------------
+# Settings of the connector from the environment: KVDOCK_VLLM_CHUNK_TOKENS is chunk_tokens.
+#
+# vLLM's processes have one environment, but for workers that Ray starts elsewhere.
+
+TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def from_environment(environ: Mapping[str, str], known: Mapping[str, type]) -> dict[str, object]:
+    """`known`: the type of each setting. NotSupportedError for a variable that names none, or whose text is not of its
+    setting's type."""
+    found: dict[str, object] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(CONNECTOR_PREFIX):
+            continue
+        name = variable.removeprefix(CONNECTOR_PREFIX).lower()
+        if name not in known:
+            raise NotSupportedError(f"{variable}: {name!r} is no setting of kvdock, which has {', '.join(known)}.")
+        try:
+            found[name] = TRUTHS[text.lower()] if known[name] is bool else known[name](text)
+        except (KeyError, ValueError) as error:
+            wanted = "true or false" if known[name] is bool else known[name].__name__
+            raise NotSupportedError(f"{variable} is {text!r}, and {wanted} is wanted.") from error
+    return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvdock.connectors.plans import LoadPiece, LoadPlan
-from kvdock.connectors.vllm.groups import KVGroup
+from kvdock.connectors.vllm.groups import KVGroup, step_tokens
+from kvdock.connectors.vllm.setup import drafts_with_kv
+from kvdock.protocol.trace_context import traceparent_or_none
 
 Table = list[list[int | None]]
 """Per KV group a request's blocks, from its first token on; None where it has none."""
@@ -89,3 +93,74 @@ def failing(
 def _or_none(blocks: Sequence[int]) -> list[int | None]:
     """vLLM writes 0 for the null block."""
     return [block or None for block in blocks]
+
+
+# --------------------------------------------------------------------------------
+# What the scheduler's side knows of a request, from its arrival to its end.
+
+@dataclass
+class Tracked:
+    """`table`: per group its blocks, None where it has none."""
+
+    request: Any
+    local_tokens: int = 0
+    is_async: bool = False
+    """As LoadOrder has it: of the load that it was last promised."""
+    is_new: bool = True
+    """It was not in any step since it was given its blocks."""
+    table: Table | None = None
+    is_old: bool = False
+    """The cache was reset since it was looked up: what it computes may rest on what was there before."""
+    given: set[int] = field(default_factory=set)
+    """Blocks that it was given, until it is in a step."""
+    steps: deque[tuple[int, int]] = field(default_factory=deque)
+    """The newest that it was in since it was given its blocks: their numbers, and the tokens computed before each."""
+
+    @property
+    def traceparent(self) -> str:
+        """As vLLM got it; empty: none. It keeps these headers only if it sends traces itself."""
+        headers = getattr(self.request, "trace_headers", None) or {}
+        return traceparent_or_none(headers.get("traceparent"))
+
+    def computed_in(self, tokens: int) -> int | None:
+        """The number of a step: once it has ended, the first `tokens` tokens are in their blocks. None: not known."""
+        if not self.steps:
+            return None
+        # What was computed before the oldest of these may have been loaded, which has ended when that one has.
+        return next((number for number, before in reversed(self.steps) if before < tokens), self.steps[0][0])
+
+
+# --------------------------------------------------------------------------------
+# What one request has loaded, and others find in vLLM's own prefix cache once it has come
+# (kvdock/connectors/load_once.py).
+#
+# vLLM names what its cache has by hashes of its own: an adapter's name and a client's name of an image are in them, so
+# that requests whose KV is the same, and whose keys are equal, may have other hashes. Then neither finds what the other
+# has loaded.
+
+@dataclass(frozen=True)
+class OwnCache:
+    """`hash_tokens`: how many tokens each of vLLM's hashes stands for; `lost_tokens` and `whole`: as LoadOnce has
+    them."""
+
+    hash_tokens: int
+    lost_tokens: int = 0
+    whole: bool = False
+
+    def shares(self, first: Any, second: Any, tokens: int) -> bool:
+        """Whether the first `tokens` tokens of two requests have one name."""
+        at = tokens // self.hash_tokens - 1
+        names, others = first.block_hashes, second.block_hashes
+        return 0 <= at < min(len(names), len(others)) and bool(names[at] == others[at])
+
+
+def own_cache_of(vllm_config: Any, groups: Sequence[KVGroup], hash_tokens: int) -> OwnCache | None:
+    """None: other requests do not find what one has loaded. Nor is it known of recurrent states, of which a load brings
+    one alone; and with drafts' KV vLLM wants one block more before the end than a window needs, which is not loaded."""
+    has_windows = any(group.window_tokens is not None for group in groups)
+    has_drafts = drafts_with_kv(vllm_config) is not None
+    if not vllm_config.cache_config.enable_prefix_caching or any(group.state for group in groups):
+        return None
+    if has_windows and has_drafts:
+        return None
+    return OwnCache(hash_tokens, step_tokens(groups) if has_drafts else 0, has_windows)

@@ -18,7 +18,7 @@ from typing import Any
 from sched_engine import SchedEngine
 from sched_scenarios import prompt
 
-from kvdock.connectors import patience as patience_module
+from kvdock.connectors import waits as patience_module
 from kvdock.connectors.background import Background
 from kvdock.connectors.vllm.setup import Settings
 

@@ -9,7 +9,7 @@ from typing import Any
 from sched_engine import SchedEngine
 from sched_scenarios import prompt
 
-from kvdock.connectors import load_cost
+from kvdock.connectors import cost
 
 LONG, PROMPTS = 512, 5
 
@@ -20,7 +20,7 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
     engine = SchedEngine(address, budget=256, step_s=step_s, weights_digest=os.urandom(8).hex(), **settings)
     half, copier = engine.scheduler.connector._scheduler, engine.worker._worker._connector._loaders[0]
     declined, half._driver._tell_declined = list[str](), lambda request_id, why, tokens: declined.append(why)
-    load_cost.PROBE_S, real = probe_s, load_cost.PROBE_S
+    cost.PROBE_S, real = probe_s, cost.PROBE_S
     try:
         for number in range(PROMPTS):
             engine.add(f"cold {number}", prompt(number, LONG + 1), 2)
@@ -37,7 +37,7 @@ def chosen(address: str, load_s: float, step_s: float, probe_s: float = 1000.0, 
         while (leased := len(half._session.client.leases().leases)) and time.monotonic() < until_s:
             time.sleep(0.01)
     finally:
-        load_cost.PROBE_S = real
+        cost.PROBE_S = real
     wrong = len(engine.bad_reads) + engine.wrong_tokens
     engine.close()
     return {

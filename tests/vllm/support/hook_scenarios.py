@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from warnings_heard import warnings_heard
 
-from kvdock.connectors.early import MOST_EARLY
 from kvdock.connectors.vllm.setup import ON_RESET
+from kvdock.connectors.waits import MOST_EARLY
 
 
 def own_engine(address: str, **settings: Any) -> SchedEngine:

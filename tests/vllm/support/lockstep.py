@@ -21,8 +21,8 @@ from sched_engine import SchedEngine
 from kvdock.connectors import driver as driver_module
 from kvdock.connectors.background import Background
 from kvdock.connectors.driver import FRESH_S
-from kvdock.connectors.patience import Patience, Question
 from kvdock.connectors.vllm import worker as worker_module
+from kvdock.connectors.waits import Patience, Question
 from kvdock.connectors.worker import Loading
 from kvdock.datapath.checksum import checksum
 from kvdock.datapath.copy import CopyHandle, PartResult

@@ -31,7 +31,7 @@ from warnings_heard import warnings_heard
 
 from kvdock.client.client import Client
 from kvdock.connectors.vllm import request_tag
-from kvdock.connectors.vllm.adapter_loads import AdapterLoads
+from kvdock.connectors.vllm.adapters import AdapterLoads
 from kvdock.connectors.vllm.connector import KvdockConnector
 from kvdock.protocol.keys import HASH_FUNCTION
 from kvdock.protocol.schemas import listed_id

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 FAMILIES = (
     "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "ATEN_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "TRITON_", "FLASHINFER_",
@@ -94,3 +95,21 @@ def _may_count(name: str, own: tuple[str, ...], harmless: Collection[str]) -> bo
     if name in harmless or name in HARMLESS:
         return False
     return LAST_WORDS.search(name) is None or TUNED.search(name) is not None
+
+
+# --------------------------------------------------------------------------------
+# What a model's configuration says of its KV.
+
+SAYS_NOTHING = ("transformers_version", "auto_map", "custom_pipelines", "max_model_len")
+"""Fields of a model's configuration that name how it was saved or where its code came from; and max_model_len, which
+some models leave there although they do not use it to compute."""
+
+
+def described(config: Any) -> Any:
+    """A model's configuration without what says nothing: where it lies, who saved it, and whose code it names."""
+    if isinstance(config, Mapping):
+        return {
+            name: described(value) for name, value in config.items()
+            if not name.startswith("_") and name not in SAYS_NOTHING
+        }
+    return [described(item) for item in config] if isinstance(config, list) else config

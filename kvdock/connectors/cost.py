@@ -1,0 +1,163 @@
+"""Whether a request's hit is worth loading: what its load would take, against what computing its tokens would take.
+
+What loads take is learned from those that ended: a fixed time and a time for each token, the line through them with the
+least squares, in which older loads count less and less. So a bus that others keep busy shows, and so does a slow copy.
+What computing takes is the speed of the engine's own steps (PrefillSpeed). Until both are known, every hit is loaded.
+
+If no load has been made for PROBE_S, the next hit is loaded whatever was learned, for the bus may be free again.
+
+Threads: the engine's, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdock.connectors.errors import SettingError
+
+# --------------------------------------------------------------------------------
+# How fast this engine computes prompts: by the time between the steps that it plans, or by that of each step.
+#
+# Threads: the engine's, one at a time.
+
+START_TOKENS_PER_S = 50_000.0
+"""Until this engine's speed is known. A fast engine waits least."""
+"""What the older steps count for when a new one is added to the speed."""
+LARGE_SHARE = 0.5
+"""Steps that compute less of prompts than this share of the largest one are not counted: they take as long for less."""
+
+
+class PrefillSpeed:
+    """How many tokens of prompts this engine computes in a second. `clock`: seconds, monotonic. `ahead`: how many steps
+    are under way when the engine plans another one. It plans the next one when the oldest of them has ended."""
+
+    def __init__(self, clock: Callable[[], float], ahead: int = 0) -> None:
+        self._clock = clock
+        self._largest = 0
+        self._tokens = self._seconds = 0.0
+        self._planned_s, self._under_way = 0.0, deque([0], maxlen=ahead + 1)
+
+    def step(self, tokens: int) -> None:
+        """A step that computes `tokens` of prompts is planned, so the oldest one under way has ended."""
+        now_s, ended = self._clock(), self._under_way[0] if len(self._under_way) == self._under_way.maxlen else 0
+        self.ended(ended, now_s - self._planned_s)
+        self._planned_s = now_s
+        self._under_way.append(tokens)
+
+    def ended(self, tokens: int, seconds: float) -> None:
+        """A step that took `seconds` has computed `tokens` of prompts."""
+        if tokens > self._largest / LARGE_SHARE:  # the first large one: smaller ones say little
+            self._tokens = self._seconds = 0.0
+        self._largest = max(self._largest, tokens)
+        if tokens and tokens >= LARGE_SHARE * self._largest:
+            self._tokens = KEPT_SHARE * self._tokens + tokens
+            self._seconds = KEPT_SHARE * self._seconds + seconds
+
+    @property
+    def is_known(self) -> bool:
+        return self._seconds > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._seconds if self.is_known else START_TOKENS_PER_S
+
+
+PROBE_S = 10.0
+"""How long hits may be computed before one is loaded, to see what loads take now."""
+LEAST_LOADS = 3
+"""Fewer loads say too little."""
+KEPT_SHARE = 0.9
+"""What the older loads count for when a new one is added."""
+
+
+class LoadCost:
+    """How many seconds a load takes, by its number of tokens: the line through the loads that have ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        self._count += 1
+        kept = KEPT_SHARE
+        self._weight = kept * self._weight + 1.0
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + seconds
+        self._squares = kept * self._squares + tokens * tokens
+        self._products = kept * self._products + tokens * seconds
+
+    def seconds(self, tokens: int) -> float | None:
+        """None: too few loads have ended."""
+        if self._count < LEAST_LOADS:
+            return None
+        spread = self._weight * self._squares - self._tokens**2
+        slope = self._seconds / self._tokens  # where all are of one length, and where a line would begin below zero
+        if spread > 1e-6 * self._weight * self._squares:
+            fitted = (self._weight * self._products - self._tokens * self._seconds) / spread
+            slope = min(max(0.0, fitted), slope)
+        fixed = (self._seconds - slope * self._tokens) / self._weight
+        return fixed + slope * tokens
+
+
+class LoadOrCompute:
+    """`speed`: of the engine's prefill. `clock`: seconds, monotonic."""
+
+    def __init__(self, speed: PrefillSpeed, clock: Callable[[], float]) -> None:
+        self._speed, self._clock, self._cost = speed, clock, LoadCost()
+        self._newest_s = clock()
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could begin."""
+        self._cost.loaded(tokens, seconds)
+        self._newest_s = self._clock()
+
+    def is_dearer(self, tokens: int) -> bool:
+        """Whether it takes longer to load `tokens` than to compute them."""
+        load_s = self._cost.seconds(tokens)
+        if load_s is None or not self._speed.is_known or load_s * self._speed.tokens_per_s <= tokens:
+            return False
+        if self._clock() - self._newest_s < PROBE_S:
+            return True
+        self._newest_s = self._clock()
+        return False
+
+
+# --------------------------------------------------------------------------------
+# What an operator allows requests to load.
+#
+# A limit shortens the prefix that is looked up, never the answer: the parts of a window are leased for one length, so
+# an answer that is cut afterwards could not be loaded.
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class LoadLimits:
+    """SettingError for a value out of its range."""
+
+    max_load_tokens: int = UNLIMITED
+    """The most tokens that one load may have."""
+    max_load_share: float = 1.0
+    """The largest share of a request's tokens that one load may have."""
+    min_load_tokens: int = 0
+    """A smaller load is declined, because computing its tokens is cheaper."""
+
+    def __post_init__(self) -> None:
+        low = self.min_load_tokens
+        _require(low >= 0, "min_load_tokens", low, "at least 0")
+        _require(
+            self.max_load_tokens >= low, "max_load_tokens", self.max_load_tokens, f"at least min_load_tokens={low}"
+        )
+        _require(0.0 <= self.max_load_share <= 1.0, "max_load_share", self.max_load_share, "0.0 to 1.0")
+
+    def shortened(self, tokens: Sequence[int], local_tokens: int) -> Sequence[int]:
+        """The prefix of `tokens` that may be looked up."""
+        end = local_tokens + min(int(len(tokens) * self.max_load_share), self.max_load_tokens)
+        return tokens[:end] if end < len(tokens) else tokens
+
+
+def _require(ok: bool, name: str, found: object, wanted: str) -> None:
+    if not ok:
+        raise SettingError(f"{name}: found {found!r}, wanted {wanted}")

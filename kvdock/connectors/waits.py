@@ -1,0 +1,331 @@
+"""How long requests wait: for the server's answer (Patience), for what another engine computes and stores
+(ComputeOnce), and for what a lower tier loads (AwaitTiers). Lookups may be sent before the engine asks
+(EarlyQuestions)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvdock.connectors.cost import PrefillSpeed
+from kvdock.protocol.awaited import BeingStored, PendingTokens
+
+# --------------------------------------------------------------------------------
+# How long the engine's thread waits for the server's answer to a lookup.
+#
+# A lookup that is answered "ask again" costs a request the step that comes between: some 300 ms under load, while the
+# answer takes less than one. So it is worth waiting for an answer that is about to come, and never for one that is not.
+#
+# An answer that is later than `wait_s` opens the breaker: from then on nobody waits, and what is not known is a miss,
+# because a server that is slow must not hold up requests that have nothing to load. The next answer in time closes it.
+# Whatever the server does, one step waits at most `wait_s`, or a tenth of what steps take where that is longer. An
+# engine that computes nothing makes such steps one after the other, for nobody else waits: there an answer may be
+# later.
+#
+# Threads: the engine's waits, the background tells of answers. The breaker is one flag; either may have the last word.
+
+IDLE_WAITS = 10
+"""While the engine computes nothing, an answer may take this many times longer: a miss costs more than the waiting."""
+STEP_SHARE = 0.1
+"""What all the waiting of a step may add to it, as a share of what steps take, where the server answers in time."""
+LONGEST_STEP_S = 1.0
+"""What lasted longer was no step."""
+TURN_S = 0.001
+"""How long a lookup waits for an answer that is late already: the thread that gets it may have had no turn yet."""
+NEWEST_STEP = 0.2
+"""Weight of the newest step in the mean of what steps take."""
+
+
+@dataclass
+class Question:
+    """A lookup under way: `answered` ends with its answer, and it was asked at `asked_s` of the clock. `was_late`:
+    somebody was told so. `was_seen`: whoever waits for another engine has seen its answer."""
+
+    answered: Future[None]
+    asked_s: float
+    was_late: bool = False
+    was_seen: bool = False
+
+
+class Patience:
+    """`wait_s`: how late an answer may be. `clock`: seconds, monotonic."""
+
+    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
+        self._wait_s, self._clock = wait_s, clock
+        self._left_s = wait_s
+        self._answered_s = 0.0
+        self._step_s = 0.0
+        self._began_s: float | None = None
+        self._is_idle = True
+        self.is_open = False
+        """The breaker: an answer was late when somebody wanted it, and none has come in time since."""
+
+    def step(self, is_idle: bool) -> None:
+        """A step has been built. `is_idle`: it computes nothing, so how long it takes says nothing."""
+        now_s = self._clock()
+        if self._began_s is not None:
+            took_s = min(now_s - self._began_s, LONGEST_STEP_S)
+            self._step_s += NEWEST_STEP * (took_s - self._step_s)
+        self._began_s, self._is_idle = None if is_idle else now_s, is_idle
+        self._left_s = max(self._wait_s, STEP_SHARE * self._step_s)
+
+    def wait(self, question: Question) -> bool:
+        """Whether it is answered, at once or within the time that is left."""
+        has_waited = False
+        while not question.answered.done():
+            began_s = self._clock()
+            # One question is sent at a time: this one's turn came with the answer to the one before.
+            late_s = max(question.asked_s, self._answered_s) + self._late_after_s
+            if began_s >= late_s and (has_waited or not self._wait_s):
+                self.is_open = True
+            if self.is_open or self._left_s <= 0:
+                return False
+            wait([question.answered], min(self._left_s, max(late_s - began_s, TURN_S)))
+            self._left_s -= self._clock() - began_s
+            has_waited = True
+        return True
+
+    @property
+    def _late_after_s(self) -> float:
+        return self._wait_s * (IDLE_WAITS if self._is_idle else 1)
+
+    def spend(self, work: Future[None]) -> bool:
+        """Whether other work has ended, at once or within what is left of the step's waiting; it opens no breaker."""
+        if not work.done() and self._left_s > 0:
+            began_s = self._clock()
+            wait([work], min(self._left_s, self._wait_s))
+            self._left_s -= self._clock() - began_s
+        return work.done()
+
+    def answered(self, took_s: float) -> None:
+        """Background: the server took `took_s` over an answer."""
+        self._answered_s = self._clock()
+        if took_s <= self._late_after_s:
+            self.is_open = False
+
+
+# --------------------------------------------------------------------------------
+# Which of the requests that wait for an engine are asked about before the engine comes to them.
+#
+# What is found for a waiting request is leased, so it cannot be evicted. Few leases are enough, because an engine takes
+# few requests in one step, and many would keep the pool full of what is needed much later: the first MOST_EARLY that
+# arrived are asked about, and the next when one of these has been admitted or has ended.
+
+MOST_EARLY = 4
+
+
+class EarlyQuestions:
+    """`ask`: sends the question of a request. Every request leaves, whatever becomes of it."""
+
+    def __init__(self, ask: Callable[[str], None]) -> None:
+        self._ask = ask
+        self._waiting: dict[str, None] = {}
+        """In the order in which they arrived; not asked about."""
+        self._open: set[str] = set()
+        """Asked about, by us or by the engine's own lookup."""
+
+    def arrived(self, request_id: str) -> None:
+        """The engine may say it more than once."""
+        if request_id not in self._open:
+            self._waiting.setdefault(request_id)
+            self._ask_next()
+
+    def asked(self, request_id: str) -> None:
+        """The engine has looked the request up, in whatever order it takes them."""
+        self._waiting.pop(request_id, None)
+        self._open.add(request_id)
+
+    def left(self, request_id: str) -> None:
+        """It was admitted, or has ended."""
+        self._waiting.pop(request_id, None)
+        self._open.discard(request_id)
+        self._ask_next()
+
+    def _ask_next(self) -> None:
+        while self._waiting and len(self._open) < MOST_EARLY:
+            request_id = next(iter(self._waiting))
+            self.asked(request_id)
+            self._ask(request_id)
+
+
+# --------------------------------------------------------------------------------
+# How long a request waits for what another engine computes and stores, instead of computing it as well.
+#
+# A lookup's answer says how far others, who are known to be alive, store the request's prefix. Waiting for them pays
+# while it takes less than computing: so the wait of a request is bounded by a share of what computing the missing
+# tokens would take here, at the speed of this engine's own steps. It ends earlier when for half of that time nothing
+# more was stored, or when nobody stores any more. A request that has given up computes, and does not wait again.
+#
+# Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+
+ASK_S = 0.02
+"""While a request waits, it is asked about again this long after the last time."""
+STALL_SHARE = 0.5
+"""How long a request waits while nothing more is stored, as a share of the time that it may wait at most."""
+
+
+
+@dataclass
+class _StoreWait:
+    began_s: float
+    longest_s: float
+    tokens: int
+    """What is awaited, counted from token 0."""
+    committed: int
+    progress_s: float
+    """When more was stored than before."""
+    has_ended: bool = False
+
+
+class ComputeOnce:
+    """A request may wait for `share` times what it would take to compute the missing tokens. When a wait ends, `count`
+    is called with its outcome ("fulfilled", "withdrawn", "stalled", "expired") and its seconds."""
+
+    def __init__(
+        self, share: float, speed: PrefillSpeed, clock: Callable[[], float], count: Callable[[str, float], None]
+    ) -> None:
+        self._share, self._speed, self._clock, self._count = share, speed, clock, count
+        self._waits: dict[str, _StoreWait] = {}
+
+    def is_waiting(self, request_id: str) -> bool:
+        wait = self._waits.get(request_id)
+        return wait is not None and not wait.has_ended
+
+    def waits(
+        self, request_id: str, stored: BeingStored | None, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits, now that its newest answer says `stored` and found `hit_tokens`. Its time begins
+        now, whenever it was asked about."""
+        now_s, wait = self._clock(), self._waits.get(request_id)
+        if wait is None:
+            if stored is None:
+                return False
+            longest_s = self._share * (stored.tokens - max(stored.committed, local_tokens)) / self._speed.tokens_per_s
+            if longest_s < 2 * ASK_S:
+                return False  # it would be over before the second answer
+            self._waits[request_id] = _StoreWait(now_s, longest_s, stored.tokens, stored.committed, now_s)
+            return True
+        if wait.has_ended:
+            return False
+        if stored is None:
+            self._end(wait, "fulfilled" if hit_tokens >= wait.tokens else "withdrawn")
+            return False
+        if stored.committed > wait.committed:
+            wait.committed, wait.progress_s = stored.committed, now_s
+        wait.tokens = max(wait.tokens, stored.tokens)
+        return not self.is_over(request_id)
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether the request has waited too long: its wait ends."""
+        wait = self._waits[request_id]
+        now_s = self._clock()
+        if now_s - wait.began_s > wait.longest_s:
+            self._end(wait, "expired")
+        elif now_s - wait.progress_s > STALL_SHARE * wait.longest_s:
+            self._end(wait, "stalled")
+        return wait.has_ended
+
+    def _end(self, wait: _StoreWait, how: str) -> None:
+        wait.has_ended = True
+        self._count(how, self._clock() - wait.began_s)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, was aborted or preempted."""
+        self._waits.pop(request_id, None)
+
+
+# --------------------------------------------------------------------------------
+# How long a request waits for chunks that a lower tier is loading into the pool, instead of computing them.
+#
+# A lookup says how long its request may wait and how fast this engine computes; nothing is loaded that would come later
+# than it is computed. Its answer says what is expected, and by when. The request waits until all of it is there, until
+# nothing comes any more, or until the time that its lookup named is over; then it takes what there is.
+#
+# Threads: the engine's, one at a time. Nothing here blocks: who waits asks again in a later step.
+
+LEAST_S = 0.01
+"""What is computed sooner is not waited for."""
+
+
+class WaitTerms(NamedTuple):
+    """What a lookup says: as its body has them."""
+
+    wait_s: float
+    tokens_per_s: float
+
+
+NO_WAIT = WaitTerms(0.0, 0.0)
+
+
+@dataclass
+class _TierWait:
+    """`server_until_s`: before that, the server says that nothing comes only when it knows so."""
+
+    began_s: float
+    until_s: float
+    server_until_s: float
+    tokens: int
+    has_ended: bool = False
+
+
+class AwaitTiers:
+    """`most_s`: the longest wait. `speed`: of this engine; None: it is not known. When a wait ends,
+    `count` is called with its outcome ("fulfilled", "shortened", "expired") and its seconds."""
+
+    def __init__(
+        self, most_s: float, speed: PrefillSpeed | None, clock: Callable[[], float],
+        count: Callable[[str, float], None] = lambda how, seconds: None,
+    ) -> None:
+        self._most_s, self._speed, self._clock, self._count = most_s, speed, clock, count
+        self._waits: dict[str, _TierWait] = {}
+
+    def terms(self, missing_tokens: int) -> WaitTerms:
+        """What a lookup says whose request lacks `missing_tokens` at most."""
+        tokens_per_s = self._speed.tokens_per_s if self._speed is not None else 0.0
+        wait_s = min(self._most_s, missing_tokens / tokens_per_s) if tokens_per_s > 0 else self._most_s
+        return WaitTerms(wait_s, tokens_per_s) if wait_s >= LEAST_S else NO_WAIT
+
+    def is_waiting(self, request_id: str) -> bool:
+        wait = self._waits.get(request_id)
+        return wait is not None and not wait.has_ended
+
+    def waits(
+        self, request_id: str, said: PendingTokens | None, hit_tokens: int, local_tokens: int, asked_s: float
+    ) -> bool:
+        """Whether the request waits, now that its newest answer says `said` and found `hit_tokens`. Its time begins
+        now; that at the server began with the question, sent at `asked_s`."""
+        wait = self._waits.get(request_id)
+        if wait is None:
+            if said is None or said.tokens <= max(hit_tokens, local_tokens):
+                return False
+            terms = self.terms(said.tokens - max(hit_tokens, local_tokens))
+            if terms is NO_WAIT:
+                return False
+            now_s = self._clock()
+            self._waits[request_id] = _TierWait(now_s, now_s + terms.wait_s, asked_s + terms.wait_s, said.tokens)
+            return True
+        if wait.has_ended:
+            return False
+        if said is None:
+            is_over = self._clock() > wait.server_until_s
+            self._end(wait, "fulfilled" if hit_tokens >= wait.tokens else "expired" if is_over else "shortened")
+            return False
+        wait.tokens = said.tokens
+        return not self.is_over(request_id)
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether the request has waited too long: its wait ends."""
+        wait = self._waits[request_id]
+        if not wait.has_ended and self._clock() > wait.until_s:
+            self._end(wait, "expired")
+        return wait.has_ended
+
+    def _end(self, wait: _TierWait, how: str) -> None:
+        wait.has_ended = True
+        self._count(how, self._clock() - wait.began_s)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended, was aborted or preempted."""
+        self._waits.pop(request_id, None)

@@ -16,7 +16,7 @@ ENGINES = {
     "vllm": {"connector", "exports"},
     "sglang": {"linker"},
 }
-"""The modules of kvdock/connectors/ENGINE/ that import that engine when they are imported. Nothing else of kvdock does:
+"""The modules of each folder of kvdock/connectors/ that import the engine when they are imported. No other module does:
 settings are read, and files are hashed, without it."""
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -18,14 +17,16 @@ from markdown_it.token import Token
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 _ELSEWHERE = re.compile(r"(\.\./|images/)")
 _SUFFIX = ".md"
+FOLDER = Path(__file__).parents[2] / "docs"
+"""In a checkout, a link to docs/."""
 
 
-def page_names() -> dict[str, Traversable]:
+def page_names() -> dict[str, Path]:
     """Every page by its path below docs/."""
-    return dict(_pages(files("kvdock").joinpath("docs"), ""))
+    return dict(_pages(FOLDER, ""))
 
 
-def _pages(folder: Traversable, above: str) -> Iterable[tuple[str, Traversable]]:
+def _pages(folder: Path, above: str) -> Iterable[tuple[str, Path]]:
     for entry in folder.iterdir():
         if entry.is_dir():
             yield from _pages(entry, f"{above}{entry.name}/")

@@ -26,7 +26,7 @@ FOLDER = ROOT / "build" / "mutants"
 EXTENSION = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-n", "0")
 VLLM_PATH = ("-o", "pythonpath=tests/support tests/vllm/support .")
-WITHOUT_EDITABLE = '''"""kvdock is the package beside this file, not the editable installation."""
+WITHOUT_EDITABLE = '''"""kvdock is the package of the copy, not the editable installation."""
 import sys
 
 sys.meta_path[:] = [finder for finder in sys.meta_path if "_editable_skbc_kvdock" not in type(finder).__module__]
@@ -71,15 +71,13 @@ class Scratch:
         found = set()
         for folder, folders, files in os.walk(self.checkout):
             folders[:] = [name for name in folders if name not in made and not name.startswith(".venv")]
-            found |= {str((Path(folder) / name).relative_to(self.checkout)) for name in files}
+            found |= {str((Path(folder) / name).relative_to(self.checkout)) for name in files if name != EXTENSION}
         return found
 
     def _make_import_path(self) -> None:
         rmtree(self._path, ignore_errors=True)
-        (self._path / "kvdock").mkdir(parents=True)
+        self._path.mkdir(parents=True)
         (self._path / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
-        for part in (self.checkout / "kvdock").iterdir():
-            _link(self._path / "kvdock" / part.name, part)
 
     def build(self) -> None:
         """Compiles what has changed of the copy's extension: minutes the first time, then as long as a file takes."""
@@ -88,13 +86,13 @@ class Scratch:
         done = subprocess.run([sys.executable, "-c", build], env=environ, capture_output=True, text=True)
         if done.returncode:
             raise BuildFailed(done.stderr)
-        _link(self._path / "kvdock" / EXTENSION, Path(done.stdout.strip().splitlines()[-1]))
+        _link(self.checkout / "kvdock" / EXTENSION, Path(done.stdout.strip().splitlines()[-1]))
 
     def pytest(self, mutant: Mutant) -> str:
         """What the guard printed, the copy being as it is."""
         # A failing example kept from an earlier break would kill this one by luck.
         rmtree(self.checkout / ".hypothesis", ignore_errors=True)
-        environ = {**os.environ, "PYTHONPATH": str(self._path)}
+        environ = {**os.environ, "PYTHONPATH": f"{self._path}{os.pathsep}{self.checkout}"}
         environ.pop("KVDOCK_NO_SKIPS", None)  # a test that is skipped does not kill
         command = [*PYTEST, *(VLLM_PATH if mutant.in_vllm else ()), *mutant.guard]
         return subprocess.run(command, cwd=self.checkout, env=environ, stdin=subprocess.DEVNULL, text=True,

@@ -11,12 +11,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import pytest
-from graphs import imports
+from graphs import imports, unresolved
 from paths import ROOT
 from sources import sources
 
@@ -126,23 +125,6 @@ def test_an_import_that_points_up_is_found(room: str, source: str) -> None:
 ])
 def test_an_import_that_points_down_is_allowed(room: str, source: str) -> None:
     assert breaches(room, source) == []
-
-
-def unresolved(files: Mapping[PurePosixPath, str]) -> list[str]:
-    """Imports of kvdock, of `files` by their paths from the root, that lead to no file there."""
-    def leads(name: str) -> bool:
-        """To a module, to a package, or to what one of them holds by that name."""
-        path = PurePosixPath(*name.split("."))
-        if any(one in files for one in (path.with_suffix(".py"), path.with_suffix(".pyi"), path / "__init__.py")):
-            return True
-        return any(path.name in files.get(one, "") for one in (
-            path.parent.with_suffix(".py"), path.parent.with_suffix(".pyi"), path.parent / "__init__.py"
-        ))
-
-    return [
-        f"{path}:{line}: {name}" for path, text in files.items() if path.suffix == ".py"
-        for line, name in imports(text, ".".join(path.parent.parts)) if name.startswith("kvdock.") and not leads(name)
-    ]
 
 
 def test_every_import_of_kvdock_leads_to_a_file_by_its_path_alone() -> None:

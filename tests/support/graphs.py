@@ -1,4 +1,4 @@
-"""Who imports or includes whom, and the circles in it."""
+"""Which module imports or includes which, the circles among them, and imports that lead nowhere."""
 
 from __future__ import annotations
 
@@ -66,3 +66,29 @@ def circle(graph: Graph) -> list[str]:
         return []
 
     return next((found for node in graph if (found := walk(node, []))), [])
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Circles that have no module in common, as many as it takes for the rest to have none."""
+    found, rest = list[list[str]](), dict(graph)
+    while way := circle(rest):
+        found.append(way)
+        rest = {node: followed - set(way) for node, followed in rest.items() if node not in way}
+    return found
+
+
+def unresolved(files: Mapping[PurePosixPath, str]) -> list[str]:
+    """Imports of kvdock, of `files` by their paths from the root, that lead to no file there."""
+    def leads(name: str) -> bool:
+        """To a module, to a package, or to what one of them holds by that name."""
+        path = PurePosixPath(*name.split("."))
+        if any(one in files for one in (path.with_suffix(".py"), path.with_suffix(".pyi"), path / "__init__.py")):
+            return True
+        return any(path.name in files.get(one, "") for one in (
+            path.parent.with_suffix(".py"), path.parent.with_suffix(".pyi"), path.parent / "__init__.py"
+        ))
+
+    return [
+        f"{path}:{line}: {name}" for path, text in files.items() if path.suffix == ".py"
+        for line, name in imports(text, ".".join(path.parent.parts)) if name.startswith("kvdock.") and not leads(name)
+    ]

@@ -95,7 +95,7 @@ def long_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
                 yield node.lineno, f"{node.name}: {lines} lines, at most {MAX_FUNCTION_LINES}"
 
 
-_NATIVE_NOISE = re.compile(
+NATIVE_NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*',
     re.DOTALL | re.MULTILINE,
 )
@@ -105,7 +105,7 @@ _MEMBER_INITIALISER = re.compile(r"\)[^:]*(?<!:):(?!:).*[\w>]\s*$", re.DOTALL)
 
 def long_native_functions(path: PurePosixPath, text: str) -> Iterator[Finding]:
     """Follows braces: one behind a parameter list opens a function, unless it initialises a member."""
-    code = _NATIVE_NOISE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    code = NATIVE_NOISE.sub(lambda match: "\n" * match[0].count("\n"), text)
     kinds: list[str] = []
     header = first = 0
     for at, sign in ((match.start(), match[0]) for match in re.finditer(r"[{};]", code)):

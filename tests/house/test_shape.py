@@ -1,0 +1,166 @@
+"""A constructor takes at most 7 arguments, and a class with state has at most 15 attributes, in Python and in C++.
+
+The lists below name the classes that exceed a limit today, each with what it has: a change may make them smaller, never
+larger, and one that keeps the limit leaves its list. `python -m tests.house.shape` prints the worst.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import PurePosixPath
+
+import pytest
+from paths import ROOT
+from shapes import Shape, shapes
+from sources import sources
+
+from tests.house.shape import NO_PRODUCT, product
+
+MOST_ARGUMENTS, MOST_ATTRIBUTES = 7, 15
+ARGUMENTS = {
+    "kvdock/api/admin.py Admin": 8,
+    "kvdock/api/keeper.py Keeper": 10,
+    "kvdock/api/pool/pool.py Pool": 8,
+    "kvdock/api/pool/segments.py SegmentPool": 8,
+    "kvdock/api/service.py CacheService": 12,
+    "kvdock/api/tiers/desk.py TierDesk": 9,
+    "kvdock/api/views/metrics.py Metrics": 11,
+    "kvdock/api/views/reports.py Reports": 12,
+    "kvdock/api/views/tally.py Tally": 9,
+    "kvdock/connectors/driver.py Driver": 12,
+    "kvdock/connectors/requests.py RequestState": 15,
+    "kvdock/connectors/scheduler.py SchedulerConnector": 9,
+    "kvdock/connectors/session.py Attachment": 15,
+    "kvdock/connectors/sglang/loads.py Loads": 8,
+    "kvdock/connectors/sglang/offloads.py Offloads": 10,
+    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 15,
+    "kvdock/connectors/vllm/worker.py VllmWorker": 11,
+    "kvdock/connectors/worker.py WorkerConnector": 8,
+    "kvdock/engine/request.py Request": 16,
+    "kvdock/tiers/mover/fetches.py Fetch": 10,
+    "kvdock/tiers/mover/fetches.py Fetches": 8,
+    "kvdock/tiers/mover/write_behind.py WriteBehind": 8,
+}
+ATTRIBUTES = {
+    "csrc/cuda/copier.h Copier": 28,
+    "csrc/table/chunks.h Chunks": 32,
+    "kvdock/api/events/kv_log.py KvLog": 17,
+    "kvdock/api/pool/pool.py Pool": 21,
+    "kvdock/api/tiers/desk.py TierDesk": 35,
+    "kvdock/api/views/metrics.py Metrics": 16,
+    "kvdock/connectors/driver.py Driver": 21,
+    "kvdock/connectors/session.py EngineSession": 17,
+    "kvdock/connectors/sglang/linker.py KvdockLinker": 29,
+    "kvdock/connectors/vllm/connector.py KvdockConnector": 21,
+    "kvdock/connectors/vllm/scheduler.py VllmScheduler": 39,
+    "kvdock/connectors/vllm/worker.py VllmWorker": 30,
+    "kvdock/engine/request.py Request": 16,
+    "kvdock/tiers/mover/fetches.py Fetches": 18,
+    "kvdock/tiers/mover/lanes.py Lane": 17,
+    "kvdock/tiers/mover/write_behind.py WriteBehind": 17,
+    "kvdock/tiers/objects.py ObjectTier": 16,
+}
+
+
+def breaches(counts: Iterable[tuple[Shape, int]], most: int, exceptions: Mapping[str, int]) -> list[str]:
+    """Classes that exceed the limit, or what they had when they were listed, and exceptions that are none any more."""
+    over = {shape.key: count for shape, count in counts if count > most}
+    found = [
+        f"{key}: {count}, at most {exceptions.get(key, most)}" for key, count in over.items()
+        if count > exceptions.get(key, most)
+    ]
+    return found + [f"{key} is no exception any more: take it off the list" for key in exceptions if key not in over]
+
+
+def test_a_constructor_takes_few_arguments() -> None:
+    found = breaches(((one, one.arguments) for one in shapes(product(sources()))), MOST_ARGUMENTS, ARGUMENTS)
+    assert not found, "\n".join(["", *found])
+
+
+def test_a_class_has_few_attributes() -> None:
+    found = breaches(((one, one.attributes) for one in shapes(product(sources()))), MOST_ATTRIBUTES, ATTRIBUTES)
+    assert not found, "\n".join(["", *found])
+
+
+def shape_of(path: str, text: str) -> tuple[str, int, int]:
+    one, = shapes({PurePosixPath(path): text})
+    return one.name, one.arguments, one.attributes
+
+
+@pytest.mark.parametrize(("text", "arguments", "attributes"), [
+    ("class A:\n    def __init__(self, a, /, b, *c, d, **e):\n        self.a, (self._b, self.c) = a, b\n", 5, 3),
+    ("class A:\n    a: int = 0\n    N: ClassVar[int] = 1\n    def f(self):\n        self.b += 1\n        print(self.c)\n",
+     0, 2),
+    ("class A:\n    def f(self):\n        with x() as self.a:\n            for self.b in y:\n                pass\n", 0, 2),
+    ("class A:\n    @classmethod\n    def f(cls):\n        cls.a = 1\n    def g(self, other):\n        other.b = 1\n", 0, 0),
+    ("@dataclass(slots=True)\nclass A:\n    a: int\n    b: int\n    def f(self):\n        self.b = 1\n", 2, 2),
+    ("class A(msgspec.Struct):\n    a: int\n    def f(self):\n        self.a = 1\n", 1, 1),
+])
+def test_a_python_class_is_measured(text: str, arguments: int, attributes: int) -> None:
+    assert shape_of("kvdock/x.py", text) == ("A", arguments, attributes)
+
+
+@pytest.mark.parametrize("text", [
+    "@dataclass(frozen=True)\nclass A:\n    a: int\n", "class A(NamedTuple):\n    a: int\n",
+    "class A(msgspec.Struct, frozen=True):\n    a: int\n    def f(self):\n        return self.a\n",
+    "class A(Generic[T], Protocol[T]):\n    a: int\n", "class A(enum.Enum):\n    a = 1\n",
+])
+def test_a_value_is_not_measured(text: str) -> None:
+    assert shapes({PurePosixPath("kvdock/x.py"): text}) == []
+
+
+def test_what_inherits_from_a_value_is_one() -> None:
+    files = {"kvdock/b.py": "class B(A):\n    b: int\n", "kvdock/a.py": "class A(msgspec.Struct):\n    a: int\n"}
+    assert shapes({PurePosixPath(path): text for path, text in files.items()}) == []
+
+
+def test_a_native_class_is_measured() -> None:
+    text = """
+    // class Comment { int no_; };
+    enum class Kind { one_ };
+    template <typename T>
+    class A final : public Base<int> {
+     public:
+      explicit A(const std::map<int, int>& a, std::function<void(int, int)> b, int c = f(1, 2))
+          : a_(a), b_{b} { int local_ = 1; }
+      A() = default;
+      bool f(int x_) const { return x_; }
+      int g() const;
+      operator bool() const { return a_; }
+      int plain;
+     private:
+      std::function<void(int)> a_;
+      std::map<int, int> b_{};
+      int c_ = 0, d_[2], e_;
+    };
+    """
+    assert shape_of("csrc/x.h", text) == ("A", 3, 5)
+
+
+def test_a_breach_is_found() -> None:
+    wide = Shape(PurePosixPath("kvdock/x.py"), 1, "Wide", 9, 20)
+    counts = [(wide, wide.arguments)]
+    assert breaches(counts, 7, {}) == ["kvdock/x.py Wide: 9, at most 7"]
+    assert breaches(counts, 7, {"kvdock/x.py Wide": 8}) == ["kvdock/x.py Wide: 9, at most 8"]
+    assert breaches(counts, 7, {"kvdock/x.py Wide": 9}) == []
+    assert breaches(counts, 9, {"kvdock/x.py Wide": 9}) == [
+        "kvdock/x.py Wide is no exception any more: take it off the list"
+    ]
+
+
+def test_the_shape_is_printed_as_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.house.shape", "--json"], cwd=ROOT, capture_output=True, text=True, check=True,
+        timeout=120,
+    )
+    found = json.loads(done.stdout)
+    ours = product(sources())
+    assert found["max_attributes"]["count"] == max(one.attributes for one in shapes(ours))
+    path, _, line = found["max_attributes"]["where"].partition(":")
+    assert f" {found['max_attributes']['class']}" in ours[PurePosixPath(path)].splitlines()[int(line) - 1]
+    assert found["product_lines"] == sum(len(text.splitlines()) for text in ours.values())
+    assert not NO_PRODUCT.intersection(path.parts[0] for path in ours)
+    assert (found["unresolved_imports"], found["circles"]) == (0, 0)
